@@ -1,0 +1,153 @@
+"""Sweeps the tilings of the portable kernels: ``python -m bench.tune_sm80 [forward|backward]``.
+
+Prints, per shape and tiling, the ratio of FlashAttention-2's time (torch's FLASH_ATTENTION backend)
+to ours, and the geometric mean per tiling. Every tiling is checked against FlashAttention-2 first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from bench.sm80_cases import Shape, make_tensors, prepare, shapes
+from bench.timing import geometric_mean, interleaved
+from dlattn.plans.bwd_sm80 import BwdSm80, BwdTiling
+from dlattn.plans.fwd_sm80 import FwdSm80, FwdTiling
+
+FORWARD: dict[int, list[FwdTiling]] = {
+    64: [
+        FwdTiling(128, 64, 4, 2, 2),
+        FwdTiling(128, 64, 4, 1, 2),
+        FwdTiling(128, 96, 4, 2, 2),
+        FwdTiling(128, 128, 4, 1, 2),
+        FwdTiling(128, 32, 4, 2, 3),
+        FwdTiling(64, 128, 4, 2, 3),
+        FwdTiling(64, 64, 4, 2, 4),
+        FwdTiling(64, 64, 4, 1, 4),
+        FwdTiling(128, 128, 8, 2, 1),
+        FwdTiling(128, 64, 8, 2, 2),
+        FwdTiling(128, 128, 8, 1, 2),
+    ],
+    128: [
+        FwdTiling(128, 32, 4, 2, 2),
+        FwdTiling(128, 64, 4, 2, 2),
+        FwdTiling(128, 64, 4, 1, 2),
+        FwdTiling(128, 48, 4, 2, 2),
+        FwdTiling(64, 64, 4, 2, 2),
+        FwdTiling(64, 64, 4, 1, 3),
+        FwdTiling(64, 128, 4, 1, 2),
+        FwdTiling(128, 64, 8, 2, 1),
+        FwdTiling(128, 128, 8, 2, 1),
+    ],
+}
+BACKWARD: dict[int, list[BwdTiling]] = {
+    64: [
+        BwdTiling(64, 128, 8, 4, 4, 4, 2, 2),
+        BwdTiling(64, 128, 8, 2, 4, 2, 2, 2),
+        BwdTiling(128, 128, 8, 4, 4, 4, 2, 1),
+        BwdTiling(128, 128, 8, 4, 4, 4, 2, 2),
+        BwdTiling(64, 64, 8, 4, 4, 4, 2, 2),
+        BwdTiling(64, 64, 8, 4, 2, 4, 2, 2, 2),
+        BwdTiling(64, 64, 4, 2, 2, 2, 2, 2),
+        BwdTiling(64, 64, 4, 2, 2, 2, 2, 1),
+        BwdTiling(64, 128, 16, 4, 4, 4, 2, 2),
+        BwdTiling(128, 128, 16, 4, 8, 4, 2, 2),
+        BwdTiling(128, 64, 8, 4, 2, 4, 2, 1),
+    ],
+    128: [
+        BwdTiling(64, 128, 8, 2, 4, 2, 2, 2),
+        BwdTiling(64, 128, 8, 4, 4, 4, 2, 2),
+        BwdTiling(64, 128, 8, 4, 4, 4, 2, 1),
+        BwdTiling(64, 128, 8, 4, 2, 2, 2, 2),
+        BwdTiling(64, 64, 8, 4, 4, 4, 2, 2),
+        BwdTiling(64, 64, 8, 2, 2, 2, 2, 2),
+        BwdTiling(64, 64, 8, 4, 2, 4, 1, 1, 2),
+        BwdTiling(32, 128, 8, 2, 4, 2, 2, 2),
+        BwdTiling(64, 128, 16, 4, 4, 4, 2, 2),
+        BwdTiling(32, 64, 8, 2, 2, 2, 2, 2, 2),
+    ],
+}
+
+
+def flash2(shape: Shape, tensors: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """FlashAttention-2 as torch ships it, forward and backward, without autograd around it."""
+    aten, scale = torch.ops.aten, shape.head_dim**-0.5
+    q, k, v, dO = (tensors[role] for role in ("q", "k", "v", "dO"))
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, shape.causal, False, scale=scale
+        )
+
+    o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return aten._scaled_dot_product_flash_attention_backward(
+            dO, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, 0.0, shape.causal, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+
+    return {"forward": forward, "backward": backward}
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+    return bool(difference < 1e-2)
+
+
+def sweep(direction: str) -> None:
+    table, plan = (FORWARD, FwdSm80) if direction == "forward" else (BACKWARD, BwdSm80)
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for shape in shapes():
+        tensors = make_tensors(shape)
+        peer = flash2(shape, tensors)
+        tensors["o"].copy_(peer["forward"]()[0])
+        tensors["stats"].copy_(peer["forward"]()[1].unsqueeze(-1))
+        with ThreadPoolExecutor(16) as pool:
+            calls = list(
+                pool.map(lambda t: _try(plan, shape, tensors, t), table[shape.head_dim])  # noqa: B023
+            )
+        contenders: dict[str, Callable[[], object]] = {"FA2": peer[direction]}
+        outputs = ("o",) if direction == "forward" else ("dQ", "dK", "dV")
+        for tiling, call in zip(table[shape.head_dim], calls, strict=True):
+            if call is None:
+                continue
+            for role in outputs:
+                tensors[role].fill_(float("nan"))
+            call()
+            wrong = [r for r, t in zip(outputs, peer[direction](), strict=False) if not agree(tensors[r], t)]
+            if wrong:
+                print(f"WRONG {shape} {tiling.cpp}: {wrong}", flush=True)
+            contenders[tiling.cpp] = call
+        if direction == "forward":
+            tensors["o"].copy_(peer["forward"]()[0])
+        times = interleaved(contenders, rounds=3, seconds=0.01)
+        base = times.pop("FA2")
+        print(f"{shape} {direction}: FA2 {shape_tflops(shape, direction, base):.0f} TFLOP/s")
+        for name, ms in times.items():
+            ratios.setdefault((shape.head_dim, name), []).append(base / ms)
+            print(f"  {name:48} {shape_tflops(shape, direction, ms):5.0f}  x{base / ms:.3f}", flush=True)
+    for (head_dim, name), values in ratios.items():
+        print(f"d{head_dim} {name:48} mean x{geometric_mean(values):.3f} least x{min(values):.3f}")
+
+
+def shape_tflops(shape: Shape, direction: str, ms: float) -> float:
+    from dlattn.problem import Direction
+
+    return shape.flops(Direction(direction)) / ms * 1e-9
+
+
+def _try(plan, shape, tensors, tiling):  # type: ignore[no-untyped-def]
+    try:
+        return prepare(plan, shape, tensors, tiling)
+    except Exception as error:  # a tiling that does not fit is a row of the table, not an end
+        print(f"SKIP {shape} {tiling.cpp}: {str(error)[:200]}", flush=True)
+        return None
+
+
+if __name__ == "__main__":
+    for direction in sys.argv[1:] or ["forward", "backward"]:
+        sweep(direction)

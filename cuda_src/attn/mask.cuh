@@ -1,0 +1,76 @@
+// Masks: which keys a query attends to. Each mask answers at three grains:
+//   keys(queries)       the keys that any of these queries may attend to (others are never visited)
+//   queries(keys)       the queries that may attend to any of these keys
+//   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
+//   keep(query, key)    the element test
+#pragma once
+
+#include "attn/seqlen.cuh"
+
+namespace dlattn {
+
+// Positions beyond the actual length. Part of every problem, because tiles overhang the end.
+// Queries beyond their length need no element test: their rows are discarded in the forward, and
+// carry a log-sum-exp of +infinity in the backward.
+struct Padding {
+  static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
+    return {0, length.kv};
+  }
+  static DLATTN_DEVICE Interval queries(Interval, const Lengths& length, const Params&) {
+    return {0, length.q};
+  }
+  static DLATTN_DEVICE Interval full_keys(Interval, const Lengths& length, const Params&) {
+    return {0, length.kv};
+  }
+  static DLATTN_DEVICE bool keep(int, int key, const Lengths& length, const Params&) {
+    return key < length.kv;
+  }
+};
+
+// A diagonal band: key + band_left > diagonal, key <= diagonal + band_right, where
+// diagonal = query + shift. Bounds are at most 2^30, so no sum overflows.
+template <bool left, bool right>
+struct Band {
+  static constexpr int least_position = -(1 << 30), most_position = 1 << 30;
+
+  static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
+    return {left ? queries.first + length.shift - p.band_left + 1 : least_position,
+            right ? queries.last + length.shift + p.band_right : most_position};
+  }
+  static DLATTN_DEVICE Interval queries(Interval keys, const Lengths& length, const Params& p) {
+    return {right ? keys.first - length.shift - p.band_right : least_position,
+            left ? keys.last - 1 - length.shift + p.band_left : most_position};
+  }
+  static DLATTN_DEVICE Interval full_keys(Interval queries, const Lengths& length,
+                                          const Params& p) {
+    return {left ? queries.last + length.shift - p.band_left : least_position,
+            right ? queries.first + length.shift + p.band_right + 1 : most_position};
+  }
+  static DLATTN_DEVICE bool keep(int query, int key, const Lengths& length, const Params& p) {
+    const int diagonal = query + length.shift;
+    return (!left || key + p.band_left > diagonal) && (!right || key <= diagonal + p.band_right);
+  }
+};
+
+// Keeps what every mask of the pack keeps.
+template <class... Pack>
+struct Masks {
+  static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
+    return (everything() & ... & Pack::keys(queries, length, p));
+  }
+  static DLATTN_DEVICE Interval queries(Interval keys, const Lengths& length, const Params& p) {
+    return (everything() & ... & Pack::queries(keys, length, p));
+  }
+  static DLATTN_DEVICE Interval full_keys(Interval queries, const Lengths& length,
+                                          const Params& p) {
+    return (everything() & ... & Pack::full_keys(queries, length, p));
+  }
+  static DLATTN_DEVICE bool keep(int query, int key, const Lengths& length, const Params& p) {
+    return (Pack::keep(query, key, length, p) && ...);
+  }
+
+ private:
+  static DLATTN_DEVICE Interval everything() { return {0, 0x7fffffff}; }
+};
+
+}  // namespace dlattn

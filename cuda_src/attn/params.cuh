@@ -1,0 +1,61 @@
+// The one argument of every kernel. dlattn/plans/params.py mirrors this layout; generated sources
+// assert the size that Python computed.
+#pragma once
+
+#include "base/types.cuh"
+
+namespace dlattn {
+
+// A (batch, head, row, column) tensor whose columns are contiguous; strides in elements.
+struct TensorRef {
+  void* data;
+  int64 batch, head, row;
+
+  template <class T>
+  DLATTN_DEVICE T* rows(int b, int h, int r) const {
+    return static_cast<T*>(data) + b * batch + h * head + r * row;
+  }
+};
+
+// Actual lengths, one per batch entry; null when every sequence is full.
+struct LengthRef {
+  const void* data;  // [batch], int32 or int64
+  int64 stride;      // in elements
+  int is_int64;
+  int unused;
+
+  DLATTN_DEVICE int at(int b, int longest) const {
+    if (data == nullptr) return longest;
+    const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
+                                  : static_cast<const int*>(data)[b * stride];
+    return int(length < 0 ? 0 : length > longest ? longest : length);
+  }
+};
+
+struct Params {
+  TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
+  TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
+  TensorRef v;      // (batch, heads_v, seq_kv, head_dim_v)
+  TensorRef o;      // (batch, heads_q, seq_q, head_dim_v)
+  TensorRef stats;  // (batch, heads_q, seq_q, 1): natural log of the sum of exponentials
+  TensorRef dO;     // like o
+  TensorRef dQ;     // like q
+  TensorRef dK;     // like k
+  TensorRef dV;     // like v
+  LengthRef seq_len_q, seq_len_kv;
+  const float* attn_scale_device;  // null: attn_scale holds the value
+  float* dq_accum;   // (batch, heads_q, query tiles, tile), each tile in accumulator order
+  float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
+  int batch, heads_q, heads_k, heads_v, seq_q, seq_kv;
+  int band_left, band_right;  // cuDNN's diagonal bounds
+  int bottom_right;           // the diagonal ends in the bottom right corner
+  int heads_per_wave;         // (batch, head) pairs scheduled together, so that K and V stay in L2
+  float attn_scale;
+  int unused;
+
+  DLATTN_DEVICE float scale() const {
+    return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;
+  }
+};
+
+}  // namespace dlattn

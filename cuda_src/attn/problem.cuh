@@ -1,0 +1,16 @@
+// What a generated source says about its problem (dlattn/plans/source.py writes it):
+//
+//   struct Problem {
+//     using Element = bf16;                               // q, k, v, o and their gradients
+//     static constexpr int head_dim_qk = 128, head_dim_v = 128;
+//     using Score = Edits<PositiveScale>;                 // attn/score.cuh
+//     using Mask = Masks<Padding, Band<false, true>>;     // attn/mask.cuh
+//     static constexpr bool stats = true;                 // the forward writes them
+//     using Stats = float;
+//     static constexpr int access_bytes = 16;             // or 2: rows that are not 16-byte aligned
+//     static constexpr int shared_memory = 104448;        // what the launch asks for
+//   };
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/score.cuh"

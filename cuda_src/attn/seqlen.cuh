@@ -1,0 +1,18 @@
+// The lengths of one batch entry, read once per block.
+#pragma once
+
+#include "attn/params.cuh"
+
+namespace dlattn {
+
+struct Lengths {
+  int q, kv;
+  int shift;  // key position that query 0's diagonal passes through
+
+  DLATTN_DEVICE Lengths(const Params& p, int batch)
+      : q(p.seq_len_q.at(batch, p.seq_q)),
+        kv(p.seq_len_kv.at(batch, p.seq_kv)),
+        shift(p.bottom_right ? kv - q : 0) {}
+};
+
+}  // namespace dlattn

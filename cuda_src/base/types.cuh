@@ -1,0 +1,53 @@
+// Scalars, intervals and compile-time arithmetic. No attention, no PTX, no standard library
+// (an include of <type_traits> costs NVRTC a second).
+#pragma once
+
+#define DLATTN_DEVICE __device__ __forceinline__
+
+namespace dlattn {
+
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+struct bf16 {
+  uint16 bits;
+};
+struct half {
+  uint16 bits;
+};
+
+template <class A, class B>
+inline constexpr bool same_type = false;
+template <class A>
+inline constexpr bool same_type<A, A> = true;
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+constexpr int power_of_two_at_least(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+constexpr int greatest_common_divisor(int a, int b) {
+  return b == 0 ? a : greatest_common_divisor(b, a % b);
+}
+
+DLATTN_DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
+DLATTN_DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
+
+// Half-open range of positions.
+struct Interval {
+  int first, last;
+
+  DLATTN_DEVICE bool empty() const { return first >= last; }
+  DLATTN_DEVICE bool contains(Interval other) const {
+    return first <= other.first && other.last <= last;
+  }
+  DLATTN_DEVICE Interval operator&(Interval other) const {
+    return {most(first, other.first), least(last, other.last)};
+  }
+};
+
+}  // namespace dlattn

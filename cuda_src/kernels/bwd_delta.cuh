@@ -1,0 +1,79 @@
+// Before the backward's main kernel: per query row, delta = rowsum(dO * O) and the log-sum-exp in
+// log2 units; and zeros for the dQ sums. One block per query tile.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/seqlen.cuh"
+#include "base/math.cuh"
+#include "kernels/bwd_tile.cuh"
+#include "ptx/convert.cuh"
+
+namespace dlattn {
+
+template <class T, int access_bytes>
+DLATTN_DEVICE float dot_unit(const T* a, const T* b) {
+  float sum = 0.f;
+  if constexpr (access_bytes == 16) {
+    const uint4 packed_a = *reinterpret_cast<const uint4*>(a);
+    const uint4 packed_b = *reinterpret_cast<const uint4*>(b);
+    const uint32 words_a[4] = {packed_a.x, packed_a.y, packed_a.z, packed_a.w};
+    const uint32 words_b[4] = {packed_b.x, packed_b.y, packed_b.z, packed_b.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum += Convert<T>::low(words_a[i]) * Convert<T>::low(words_b[i]) +
+             Convert<T>::high(words_a[i]) * Convert<T>::high(words_b[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += to_float(a[i]) * to_float(b[i]);
+  }
+  return sum;
+}
+
+template <class Problem, class Tiling>
+DLATTN_DEVICE void bwd_delta(const Params& p) {
+  using Shapes = BwdShapes<Problem, Tiling>;
+  using T = typename Problem::Element;
+  constexpr int units = Problem::head_dim_v / 8;
+  constexpr int lanes_per_row = least(32, power_of_two_at_least(units));
+  constexpr int rows_per_pass = Shapes::threads / lanes_per_row;
+  const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % lanes_per_row;
+  const Lengths length(p, batch);
+  float* g_stats = Shapes::row_stats(p, batch, head, tile);
+
+#pragma unroll
+  for (int pass = 0; pass < ceil_div(Shapes::tile_q, rows_per_pass); ++pass) {
+    const int row = pass * rows_per_pass + threadIdx.x / lanes_per_row;
+    const int query = tile * Shapes::tile_q + row;
+    const bool exists = row < Shapes::tile_q && query < length.q;
+    float delta = 0.f;
+    if (exists) {
+      const T* g_o = p.o.rows<T>(batch, head, query);
+      const T* g_dO = p.dO.rows<T>(batch, head, query);
+      for (int unit = lane; unit < units; unit += lanes_per_row) {
+        delta += dot_unit<T, Problem::access_bytes>(g_o + 8 * unit, g_dO + 8 * unit);
+      }
+    }
+#pragma unroll
+    for (int offset = lanes_per_row / 2; offset > 0; offset /= 2) {
+      delta += __shfl_xor_sync(0xffffffffu, delta, offset);
+    }
+    if (lane == 0 && row < Shapes::tile_q) {
+      using Stats = typename Problem::Stats;
+      const float stats =
+          exists ? to_float(*p.stats.rows<Stats>(batch, head, query)) : -infinity();
+      // Rows without keys have stats -infinity and rows beyond the length have none: a
+      // log-sum-exp of +infinity makes their probabilities exactly zero.
+      g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
+      g_stats[Shapes::tile_q + row] = delta;
+    }
+  }
+
+  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, batch, head, tile));
+  for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
+    g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+}
+
+}  // namespace dlattn

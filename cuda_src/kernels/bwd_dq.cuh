@@ -1,0 +1,36 @@
+// After the backward's main kernel: the fp32 dQ sums, in accumulator order, become rows of dQ.
+// One block per query tile; rows beyond the actual length become zeros.
+#pragma once
+
+#include "attn/params.cuh"
+#include "kernels/bwd_tile.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+DLATTN_DEVICE void bwd_dq(const Params& p) {
+  using Shapes = BwdShapes<Problem, Tiling>;
+  using T = typename Problem::Element;
+  using Grid = typename Shapes::DQGrid;
+  using Tile = SharedTile<T, Shapes::tile_q, Shapes::dim_qk>;
+  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
+  Tile& s_dq = *reinterpret_cast<Tile*>(dynamic_shared_memory);
+  static_assert(sizeof(Tile) == Problem::shared_memory);
+
+  const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const float factor = Problem::Score::gradient_factor(ScoreValues(p));
+  const float* g_sum = Shapes::dq_accum(p, batch, head, tile);
+  typename Grid::Block dq;
+  dq.for_each([&](float& value, int m, int n, int i) {
+    value = g_sum[Shapes::dq_offset(m, n, i)] * factor;
+  });
+  store_accumulator(s_dq, Grid::first_row(), Grid::first_column(), dq);
+  __syncthreads();
+  const int first_query = tile * Shapes::tile_q;
+  store_tile<Shapes::threads, Problem::head_dim_qk, Problem::access_bytes>(
+      p.dQ.rows<T>(batch, head, first_query), p.dQ.row, s_dq, p.seq_q - first_query);
+}
+
+}  // namespace dlattn

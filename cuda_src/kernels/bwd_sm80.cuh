@@ -1,0 +1,286 @@
+// Attention backward for sm_80 and up (FlashAttention-2, algorithm 2).
+//
+// A block owns tile_k keys and walks the query tiles of every query head that shares them, so that
+// dK and dV stay in registers across a whole group of grouped-query attention. Per query tile:
+//   S = Q K^T, P = exp(S - stats), dP = dO V^T, dS = P (dP - delta)
+//   dV += P^T dO, dK += dS^T Q, dQ += dS K
+// P and dS pass through shared memory, because each product divides the tile among the warps in
+// its own way. dQ is summed over key tiles in global memory, in accumulator order (bwd_dq.cuh).
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+#include "attn/schedule.cuh"
+#include "attn/seqlen.cuh"
+#include "base/math.cuh"
+#include "kernels/bwd_tile.cuh"
+#include "ptx/math.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace dlattn {
+
+// Query heads that one block walks: a whole number of groups of both K's and V's heads.
+DLATTN_DEVICE int heads_per_block(const Params& p) {
+  const int group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
+  int heads = group_k;
+  while (heads % group_v != 0) heads += group_k;
+  return heads;
+}
+
+template <class Problem, class Tiling>
+struct BwdSm80 : BwdShapes<Problem, Tiling> {
+  using Shapes = BwdShapes<Problem, Tiling>;
+  using T = typename Shapes::T;
+  using Shapes::dim_qk;
+  using Shapes::dim_v;
+  using Shapes::threads;
+  using Shapes::tile_k;
+  using Shapes::tile_q;
+  static constexpr int access_bytes = Problem::access_bytes;
+
+  using SGrid = WarpGrid<tile_q, tile_k, Tiling::warps, Tiling::warps_s>;
+  using DKGrid = WarpGrid<tile_k, dim_qk, Tiling::warps, Tiling::warps_kv>;
+  using DVGrid = WarpGrid<tile_k, dim_v, Tiling::warps, Tiling::warps_kv>;
+  using DQGrid = typename Shapes::DQGrid;
+  using Scores = typename SGrid::Block;
+  using DK = typename DKGrid::Block;
+  using DV = typename DVGrid::Block;
+  using DQ = typename DQGrid::Block;
+
+  using QTile = SharedTile<T, tile_q, dim_qk>;
+  using DOTile = SharedTile<T, tile_q, dim_v>;
+  using KTile = SharedTile<T, tile_k, dim_qk>;
+  using VTile = SharedTile<T, tile_k, dim_v>;
+  using PTile = SharedTile<T, tile_q, tile_k>;
+
+  struct SharedMemory {
+    QTile q[Tiling::stages_q];
+    DOTile dO[Tiling::stages_do];
+    KTile k;
+    VTile v;
+    PTile p, dS;
+    alignas(16) float row_stats[2][2 * tile_q];
+  };
+
+  const Params& p;
+  SharedMemory& shared;
+  const WorkItem item;  // its head is a block of query heads
+  const Lengths length;
+  const ScoreValues values;
+  const Interval keys;  // of this tile that exist
+
+  DLATTN_DEVICE BwdSm80(const Params& params, SharedMemory& shared_memory, WorkItem work)
+      : p(params),
+        shared(shared_memory),
+        item(work),
+        length(params, work.batch),
+        values(params),
+        keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)} {}
+
+  DLATTN_DEVICE int head_k(int head) const { return head / (p.heads_q / p.heads_k); }
+  DLATTN_DEVICE int head_v(int head) const { return head / (p.heads_q / p.heads_v); }
+
+  DLATTN_DEVICE void load_k(int head) {
+    load_tile<threads, Problem::head_dim_qk, access_bytes>(
+        shared.k, p.k.rows<T>(item.batch, head_k(head), keys.first), p.k.row,
+        keys.last - keys.first);
+  }
+  DLATTN_DEVICE void load_v(int head) {
+    load_tile<threads, Problem::head_dim_v, access_bytes>(
+        shared.v, p.v.rows<T>(item.batch, head_v(head), keys.first), p.v.row,
+        keys.last - keys.first);
+  }
+  DLATTN_DEVICE void load_q(int head, int tile, int iteration) {
+    load_tile<threads, Problem::head_dim_qk, access_bytes>(
+        shared.q[iteration % Tiling::stages_q], p.q.rows<T>(item.batch, head, tile * tile_q),
+        p.q.row, length.q - tile * tile_q);
+  }
+  DLATTN_DEVICE void load_do(int head, int tile, int iteration) {
+    load_tile<threads, Problem::head_dim_v, access_bytes>(
+        shared.dO[iteration % Tiling::stages_do], p.dO.rows<T>(item.batch, head, tile * tile_q),
+        p.dO.row, length.q - tile * tile_q);
+  }
+  DLATTN_DEVICE void load_row_stats(int head, int tile, int iteration) {
+    const float* g_stats = Shapes::row_stats(p, item.batch, head, tile);
+    for (int i = threadIdx.x * 4; i < 2 * tile_q; i += threads * 4) {
+      cp_async_16(shared_address(&shared.row_stats[iteration % 2][i]), g_stats + i, true);
+    }
+  }
+
+  DLATTN_DEVICE Position position(int head, int tile, int m, int n, int i) const {
+    return {item.batch, head, tile * tile_q + SGrid::first_row() + Scores::row(m, i),
+            keys.first + SGrid::first_column() + Scores::column(n, i)};
+  }
+
+  // Turns raw products into probabilities.
+  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int head, int tile,
+                                  const float* s_stats, bool full) {
+    const float log2_factor = Problem::Score::factor(values) * log2_e;
+    probability.for_each([&](float& value, int m, int n, int i) {
+      const float score =
+          Problem::Score::apply(raw.at[m][n][i], position(head, tile, m, n, i), values);
+      value = exp2_approx(score * log2_factor - s_stats[SGrid::first_row() + Scores::row(m, i)]);
+    });
+    if (full) return;
+    const int first_query = tile * tile_q + SGrid::first_row();
+    const int first_key = keys.first + SGrid::first_column();
+    probability.for_each([&](float& value, int m, int n, int i) {
+      const int query = first_query + Scores::row(m, i), key = first_key + Scores::column(n, i);
+      if (!Problem::Mask::keep(query, key, length, p)) value = 0.f;
+    });
+  }
+
+  // One query tile of one head.
+  DLATTN_DEVICE void step(int head, int tile, int last_tile, int iteration, DK& dK, DV& dV) {
+    const bool more = tile + 1 < last_tile;
+    cp_async_wait_all();
+    __syncthreads();
+    if (more) {
+      load_row_stats(head, tile + 1, iteration + 1);
+      if constexpr (Tiling::stages_q == 2) load_q(head, tile + 1, iteration + 1);
+      if constexpr (Tiling::stages_do == 2) load_do(head, tile + 1, iteration + 1);
+    }
+    QTile& s_q = shared.q[iteration % Tiling::stages_q];
+    DOTile& s_do = shared.dO[iteration % Tiling::stages_do];
+    const float* s_stats = shared.row_stats[iteration % 2];
+    const float* s_delta = s_stats + tile_q;
+
+    Scores raw;
+    raw.clear();
+    gemm<T, dim_qk / 16>(raw, SharedLeft<QTile, false>(s_q, SGrid::first_row()),
+                         SharedRight<KTile, false>(shared.k, SGrid::first_column()));
+    Scores probability;
+    const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
+    const bool full = Problem::Mask::full_keys(queries, length, p)
+                          .contains({keys.first, keys.first + tile_k});
+    exponentiate(probability, raw, head, tile, s_stats, full);
+    store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
+
+    Scores dS;
+    dS.for_each([&](float& value, int m, int, int i) {
+      value = -s_delta[SGrid::first_row() + Scores::row(m, i)];
+    });
+    gemm<T, dim_v / 16>(dS, SharedLeft<DOTile, false>(s_do, SGrid::first_row()),
+                        SharedRight<VTile, false>(shared.v, SGrid::first_column()));
+    dS.for_each([&](float& value, int m, int n, int i) {
+      value = Problem::Score::backward(probability.at[m][n][i] * value, raw.at[m][n][i],
+                                       position(head, tile, m, n, i), values);
+    });
+    store_accumulator(shared.dS, SGrid::first_row(), SGrid::first_column(), dS);
+    __syncthreads();
+
+    gemm<T, tile_q / 16>(dV, SharedLeft<PTile, true>(shared.p, DVGrid::first_row()),
+                         SharedRight<DOTile, true>(s_do, DVGrid::first_column()));
+    if constexpr (Tiling::stages_do == 1) {
+      __syncthreads();
+      if (more) load_do(head, tile + 1, 0);
+    }
+    add_dq(head, tile);
+    gemm<T, tile_q / 16>(dK, SharedLeft<PTile, true>(shared.dS, DKGrid::first_row()),
+                         SharedRight<QTile, true>(s_q, DKGrid::first_column()));
+    if constexpr (Tiling::stages_q == 1) {
+      __syncthreads();
+      if (more) load_q(head, tile + 1, 0);
+    }
+  }
+
+  // In column chunks, so that few registers beside dK and dV are live.
+  DLATTN_DEVICE void add_dq(int head, int tile) {
+    constexpr int m_tiles = DQGrid::m_tiles, n_tiles = DQGrid::n_tiles;
+    constexpr int chunk = greatest_common_divisor(n_tiles, least(4, n_tiles));
+    float* g_sum = Shapes::dq_accum(p, item.batch, head, tile);
+    const SharedLeft<PTile, false> left(shared.dS, DQGrid::first_row());
+#pragma unroll
+    for (int first = 0; first < n_tiles; first += chunk) {
+      Accumulator<m_tiles, chunk> dQ;
+      dQ.clear();
+      gemm<T, tile_k / 16>(
+          dQ, left, SharedRight<KTile, true>(shared.k, DQGrid::first_column() + 8 * first));
+#pragma unroll
+      for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < chunk; ++n) {
+          reduce_add_x4(g_sum + Shapes::dq_offset(m, first + n, 0), Shapes::dq_stride, dQ.at[m][n]);
+        }
+    }
+  }
+
+  // All query tiles of one head.
+  DLATTN_DEVICE void walk_queries(int head, DK& dK, DV& dV) {
+    const Interval queries = Problem::Mask::queries(keys, length, p);
+    if (!keys.empty() && !queries.empty()) {
+      const int last_tile = ceil_div(queries.last, tile_q);
+      int tile = queries.first / tile_q;
+      load_row_stats(head, tile, 0);
+      load_q(head, tile, 0);
+      load_do(head, tile, 0);
+#pragma unroll 1
+      for (int iteration = 0; tile < last_tile; ++tile, ++iteration) {
+        step(head, tile, last_tile, iteration, dK, dV);
+      }
+    }
+    cp_async_wait_all();
+    __syncthreads();
+  }
+
+  // Through the shared tile that held the keys or values, which are not needed any more.
+  DLATTN_DEVICE void store_dk(int head, DK& dK) {
+    const float factor = Problem::Score::gradient_factor(values);
+    dK.for_each([&](float& value, int, int, int) { value *= factor; });
+    store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
+    __syncthreads();
+    store_tile<threads, Problem::head_dim_qk, access_bytes>(
+        p.dK.rows<T>(item.batch, head_k(head), keys.first), p.dK.row, shared.k,
+        p.seq_kv - keys.first);
+    __syncthreads();
+  }
+  DLATTN_DEVICE void store_dv(int head, DV& dV) {
+    store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
+    __syncthreads();
+    store_tile<threads, Problem::head_dim_v, access_bytes>(
+        p.dV.rows<T>(item.batch, head_v(head), keys.first), p.dV.row, shared.v,
+        p.seq_kv - keys.first);
+    __syncthreads();
+  }
+
+  // All query heads of the block; dK and dV are stored when the last head that shares them is done.
+  DLATTN_DEVICE void walk_heads() {
+    DK dK;
+    DV dV;
+    dK.clear();
+    dV.clear();
+    const int heads = heads_per_block(p);
+    const int first_head = item.head * heads, last_head = first_head + heads;
+#pragma unroll 1
+    for (int head = first_head; head < last_head; ++head) {
+      const bool begins = head == first_head, ends = head + 1 == last_head;
+      if (begins || head_k(head) != head_k(head - 1)) load_k(head);
+      if (begins || head_v(head) != head_v(head - 1)) load_v(head);
+      walk_queries(head, dK, dV);
+      if (ends || head_k(head) != head_k(head + 1)) {
+        store_dk(head, dK);
+        dK.clear();
+      }
+      if (ends || head_v(head) != head_v(head + 1)) {
+        store_dv(head, dV);
+        dV.clear();
+      }
+    }
+  }
+};
+
+template <class Problem, class Tiling>
+DLATTN_DEVICE void bwd_sm80(const Params& p) {
+  using Kernel = BwdSm80<Problem, Tiling>;
+  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
+  auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
+  static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
+
+  Kernel kernel(p, shared,
+                first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
+                            p.heads_q / heads_per_block(p), p));
+  kernel.walk_heads();
+}
+
+}  // namespace dlattn

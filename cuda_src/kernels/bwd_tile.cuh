@@ -1,0 +1,73 @@
+// What the kernels of the portable backward share: the tiling, and the scratch layouts that one
+// kernel writes and another reads.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+#include "ptx/memory.cuh"
+#include "tile/gemm.cuh"
+
+namespace dlattn {
+
+template <int tile_q_, int tile_k_, int warps_, int warps_s_, int warps_kv_, int warps_dq_,
+          int stages_q_, int stages_do_>
+struct BwdTiling {
+  static constexpr int tile_q = tile_q_, tile_k = tile_k_;
+  static constexpr int warps = warps_;
+  static constexpr int warps_s = warps_s_;    // along queries in the score products
+  static constexpr int warps_kv = warps_kv_;  // along keys in dK and dV
+  static constexpr int warps_dq = warps_dq_;  // along queries in dQ
+  static constexpr int stages_q = stages_q_, stages_do = stages_do_;
+};
+
+// How a block's warps divide a (rows x columns) product, rows first.
+template <int rows, int columns, int warps, int warps_along_rows>
+struct WarpGrid {
+  static constexpr int warp_rows = rows / warps_along_rows;
+  static constexpr int warp_columns = columns / (warps / warps_along_rows);
+  static constexpr int m_tiles = warp_rows / 16, n_tiles = warp_columns / 8;
+  static_assert(warp_rows % 16 == 0 && warp_columns % 8 == 0);
+
+  using Block = Accumulator<m_tiles, n_tiles>;
+  static DLATTN_DEVICE int first_row() {
+    return threadIdx.x / 32 % warps_along_rows * warp_rows;
+  }
+  static DLATTN_DEVICE int first_column() {
+    return threadIdx.x / 32 / warps_along_rows * warp_columns;
+  }
+};
+
+template <class Problem, class Tiling>
+struct BwdShapes {
+  using T = typename Problem::Element;
+  static constexpr int threads = 32 * Tiling::warps;
+  static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
+  // 32 columns are what the narrowest division of dK, dV and dQ among warps can hold.
+  static constexpr int dim_qk = round_up(Problem::head_dim_qk, 32);
+  static constexpr int dim_v = round_up(Problem::head_dim_v, 32);
+
+  using DQGrid = WarpGrid<tile_q, dim_qk, Tiling::warps, Tiling::warps_dq>;
+
+  // The statistics of one query tile: tile_q log-sum-exps in log2 units, then tile_q deltas.
+  static DLATTN_DEVICE float* row_stats(const Params& p, int batch, int head, int tile) {
+    const int64 pair = int64(batch) * p.heads_q + head;
+    return p.row_stats + (pair * ceil_div(p.seq_q, tile_q) + tile) * (2 * tile_q);
+  }
+
+  // The fp32 sum of one query tile's dQ.
+  static DLATTN_DEVICE float* dq_accum(const Params& p, int batch, int head, int tile) {
+    const int64 pair = int64(batch) * p.heads_q + head;
+    return p.dq_accum + (pair * ceil_div(p.seq_q, tile_q) + tile) * (tile_q * dim_qk);
+  }
+
+  // Where value i of a lane's accumulator (m, n) lies in a dq_accum tile: in the order of the
+  // accumulators, so that every reduction of a warp covers contiguous memory.
+  static constexpr int dq_stride = wide_reductions ? 1 : 32;
+  static DLATTN_DEVICE int dq_offset(int m, int n, int i) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int group = (warp * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
+    return group * 128 + lane * (wide_reductions ? 4 : 1) + i * dq_stride;
+  }
+};
+
+}  // namespace dlattn

@@ -1,0 +1,196 @@
+// Attention forward for sm_80 and up: mma.sync, cp.async, ldmatrix (FlashAttention-2, algorithm 1).
+//
+// A block owns tile_q queries of one head and walks its key tiles from the last to the first, so
+// that the tiles that need an element mask (the end of the sequence, the diagonal) come first and
+// the steady loop carries none. Each warp owns whole rows: the probabilities that one product
+// leaves in its registers are the left operand of the next, and a row's maximum needs no barrier.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+#include "attn/schedule.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/softmax.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace dlattn {
+
+template <int tile_q_, int tile_k_, int warps_, int stages_>
+struct FwdTiling {
+  static constexpr int tile_q = tile_q_, tile_k = tile_k_;
+  static constexpr int warps = warps_;
+  static constexpr int stages = stages_;  // key and value tiles in shared memory: 1 or 2
+};
+
+template <class Problem, class Tiling>
+struct FwdSm80 {
+  using T = typename Problem::Element;
+  static constexpr int threads = 32 * Tiling::warps;
+  static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
+  static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
+  static constexpr int dim_v = round_up(Problem::head_dim_v, 16);
+  static constexpr int rows_per_warp = tile_q / Tiling::warps;
+  static constexpr int m_tiles = rows_per_warp / 16;
+  static_assert(rows_per_warp % 16 == 0 && tile_k % 16 == 0);
+
+  using QTile = SharedTile<T, tile_q, dim_qk>;
+  using KTile = SharedTile<T, tile_k, dim_qk>;
+  using VTile = SharedTile<T, tile_k, dim_v>;
+  using OTile = SharedTile<T, tile_q, dim_v>;
+  using Scores = Accumulator<m_tiles, tile_k / 8>;
+  using Output = Accumulator<m_tiles, dim_v / 8>;
+
+  struct SharedMemory {
+    union {
+      QTile q;
+      OTile o;  // written after the last use of q
+    };
+    KTile k[Tiling::stages];
+    VTile v[Tiling::stages];
+  };
+
+  const Params& p;
+  SharedMemory& shared;
+  const WorkItem item;
+  const Lengths length;
+  const ScoreValues values;
+  const Interval queries;  // of this tile that exist
+  const int first_row;     // of this warp, in the tile
+
+  DLATTN_DEVICE FwdSm80(const Params& params, SharedMemory& shared_memory, WorkItem work)
+      : p(params),
+        shared(shared_memory),
+        item(work),
+        length(params, work.batch),
+        values(params),
+        queries{work.tile * tile_q, least((work.tile + 1) * tile_q, length.q)},
+        first_row(threadIdx.x / 32 * rows_per_warp) {}
+
+  DLATTN_DEVICE void load_q() {
+    load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
+        shared.q, p.q.rows<T>(item.batch, item.head, queries.first), p.q.row,
+        queries.last - queries.first);
+  }
+  DLATTN_DEVICE void load_k(int tile, int stage) {
+    load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
+        shared.k[stage], p.k.rows<T>(item.batch, item.head / (p.heads_q / p.heads_k), tile * tile_k),
+        p.k.row, length.kv - tile * tile_k);
+  }
+  DLATTN_DEVICE void load_v(int tile, int stage) {
+    load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
+        shared.v[stage], p.v.rows<T>(item.batch, item.head / (p.heads_q / p.heads_v), tile * tile_k),
+        p.v.row, length.kv - tile * tile_k);
+  }
+
+  DLATTN_DEVICE void edit(Scores& scores, int tile) {
+    scores.for_each([&](float& score, int m, int n, int i) {
+      const Position at{item.batch, item.head, queries.first + first_row + Scores::row(m, i),
+                        tile * tile_k + Scores::column(n, i)};
+      score = Problem::Score::apply(score, at, values);
+    });
+  }
+  DLATTN_DEVICE void mask(Scores& scores, int tile) {
+    const int first_query = queries.first + first_row, first_key = tile * tile_k;
+    scores.for_each([&](float& score, int m, int n, int i) {
+      const int query = first_query + Scores::row(m, i), key = first_key + Scores::column(n, i);
+      if (!Problem::Mask::keep(query, key, length, p)) score = -infinity();
+    });
+  }
+
+  // One key tile: scores, probabilities, output. Prefetches the tile before it.
+  DLATTN_DEVICE void step(int tile, int first_tile, Interval full, int stage,
+                          OnlineSoftmax<m_tiles>& softmax, Output& output) {
+    const bool more = tile > first_tile;
+    cp_async_wait_all();
+    __syncthreads();
+    if constexpr (Tiling::stages == 1) {
+      load_v(tile, 0);
+    } else if (more) {
+      load_k(tile - 1, stage ^ 1);
+      load_v(tile - 1, stage ^ 1);
+    }
+
+    Scores scores;
+    scores.clear();
+    gemm<T, dim_qk / 16>(scores, SharedLeft<QTile, false>(shared.q, first_row),
+                         SharedRight<KTile, false>(shared.k[stage], 0));
+    edit(scores, tile);
+    if (!full.contains({tile * tile_k, (tile + 1) * tile_k})) mask(scores, tile);
+
+    if constexpr (Tiling::stages == 1) {
+      cp_async_wait_all();
+      __syncthreads();
+      if (more) load_k(tile - 1, 0);
+    }
+    softmax.update(scores, output);
+    const RegisterLeft<T, m_tiles, tile_k / 16> probabilities(scores);
+    gemm<T, tile_k / 16>(output, probabilities, SharedRight<VTile, true>(shared.v[stage], 0));
+  }
+
+  DLATTN_DEVICE void attend(OnlineSoftmax<m_tiles>& softmax, Output& output) {
+    const Interval keys = Problem::Mask::keys(queries, length, p);
+    if (queries.empty() || keys.empty()) return;
+    const Interval full = Problem::Mask::full_keys(queries, length, p);
+    const int first_tile = keys.first / tile_k;
+    int tile = ceil_div(keys.last, tile_k) - 1;
+
+    load_q();
+    load_k(tile, 0);
+    if constexpr (Tiling::stages == 2) load_v(tile, 0);
+    int stage = 0;
+#pragma unroll 1
+    for (; tile >= first_tile; --tile) {
+      step(tile, first_tile, full, stage, softmax, output);
+      if constexpr (Tiling::stages == 2) stage ^= 1;
+    }
+  }
+
+  // Rows beyond the actual length get zeros and a log-sum-exp of -infinity.
+  DLATTN_DEVICE void store(OnlineSoftmax<m_tiles>& softmax, Output& output) {
+    softmax.finish(output);
+    const int first_query = item.tile * tile_q;
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) {
+      const int query = first_query + first_row + Output::row(r / 2, r % 2 * 2);
+      const bool padded = query >= length.q;
+      if constexpr (Problem::stats) {
+        using Stats = typename Problem::Stats;
+        if (threadIdx.x % 4 == 0 && query < p.seq_q) {
+          *p.stats.rows<Stats>(item.batch, item.head, query) =
+              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r));
+        }
+      }
+      if (padded) {
+#pragma unroll
+        for (int n = 0; n < dim_v / 8; ++n) {
+          output.at[r / 2][n][r % 2 * 2] = 0.f;
+          output.at[r / 2][n][r % 2 * 2 + 1] = 0.f;
+        }
+      }
+    }
+    __syncthreads();
+    store_accumulator(shared.o, first_row, 0, output);
+    __syncthreads();
+    store_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
+        p.o.rows<T>(item.batch, item.head, first_query), p.o.row, shared.o, p.seq_q - first_query);
+  }
+};
+
+template <class Problem, class Tiling>
+DLATTN_DEVICE void fwd_sm80(const Params& p) {
+  using Kernel = FwdSm80<Problem, Tiling>;
+  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
+  auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
+  static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
+
+  Kernel kernel(p, shared,
+                longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+  OnlineSoftmax<Kernel::m_tiles> softmax(Problem::Score::factor(kernel.values));
+  typename Kernel::Output output;
+  output.clear();
+  kernel.attend(softmax, output);
+  kernel.store(softmax, output);
+}
+
+}  // namespace dlattn

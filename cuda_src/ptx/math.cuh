@@ -1,0 +1,15 @@
+// Approximate functions of the special function unit.
+#pragma once
+
+#include "base/types.cuh"
+
+namespace dlattn {
+
+// 2^x; subnormal results flush to zero; 2^-inf = 0. PTX ISA 9.7.3.20 (ex2).
+DLATTN_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace dlattn

@@ -1,0 +1,46 @@
+// Asynchronous copies into shared memory and reductions into global memory.
+#pragma once
+
+#include "base/types.cuh"
+
+namespace dlattn {
+
+// The 32-bit address that shared-memory instructions take. PTX ISA 9.7.9.20 (cvta).
+DLATTN_DEVICE uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes, bypassing L1; zeros when not valid. PTX ISA 9.7.9.25.3.1 (cp.async).
+DLATTN_DEVICE void cp_async_16(uint32 shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// PTX ISA 9.7.9.25.3.3 (cp.async.wait_all): this thread's copies have landed.
+DLATTN_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four-wide reductions need sm_90.
+#if __CUDA_ARCH__ >= 900
+inline constexpr bool wide_reductions = true;
+#else
+inline constexpr bool wide_reductions = false;
+#endif
+
+// global[i * stride] += values[i]; stride is 1 where reductions are wide. PTX ISA 9.7.13.8 (red).
+DLATTN_DEVICE void reduce_add_x4(float* global, int stride, const float (&values)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(global),
+               "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global + i * stride),
+                 "f"(values[i])
+                 : "memory");
+  }
+#endif
+}
+
+}  // namespace dlattn

@@ -1,0 +1,109 @@
+"""``show``: the generated source of a problem's kernels, their registers, spills and memory."""
+
+from __future__ import annotations
+
+import argparse
+
+from dlattn.cli.machine import cuda_devices
+from dlattn.dtypes import data_type
+from dlattn.plans.cuda import CudaPlan, KernelLaunch
+from dlattn.plans.select import select
+from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.jit import CompiledKernel, compile_kernels
+from dlattn.runtime.target import KNOWN, Target
+
+_DTYPES = {"fp16": data_type.HALF, "bf16": data_type.BFLOAT16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The problem (what changes code), the sizes (what changes the grid), the architecture."""
+    add = parser.add_argument
+    add("--pass", dest="direction", choices=("forward", "backward"), default="forward")
+    add("--dtype", choices=_DTYPES, default="bf16", help="element type (default: bf16)")
+    add("--head-dim", type=int, default=128, help="elements per head of q and k (default: 128)")
+    add("--head-dim-v", type=int, help="elements per head of v and o (default: --head-dim)")
+    add("--causal", action="store_true", help="the same as --right 0")
+    add("--left", type=int, help="left bound of the diagonal band, 1 or more")
+    add("--right", type=int, help="right bound of the diagonal band, 0 or more")
+    add("--no-stats", action="store_true", help="a forward for inference alone")
+    add("--batch", type=int, default=4, help="(default: 4)")
+    add("--heads", type=int, default=16, help="heads of q (default: 16)")
+    add("--heads-kv", type=int, help="heads of k and v (default: --heads)")
+    add("--seq", type=int, default=4096, help="sequence length (default: 4096)")
+    add("--arch", choices=KNOWN, help="compile for this one (default: the GPU here, else sm_90a)")
+    add("--no-source", action="store_true", help="leave the generated sources out")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Choose a plan, compile its kernels, which needs NVRTC but no GPU, and print them."""
+    target = _target(arguments.arch)
+    problem, geometry = _problem(arguments)
+    plan = select(problem, geometry, target)[0](problem, geometry, target)
+    assert isinstance(plan, CudaPlan), "every plan for a CUDA target has kernels"
+    kernels = plan.kernels()
+    print(f"{plan.name} on {target.arch}, workspace {plan.workspace_size} bytes")
+    sources = [kernel.source for kernel in kernels]
+    for kernel, compiled in zip(kernels, compile_kernels(sources, target.arch), strict=True):
+        print(f"\n{_facts(kernel, compiled)}")
+        if not arguments.no_source:
+            print(f"\n{kernel.source.text.strip()}")
+    return 0
+
+
+def _target(arch: str | None) -> Target:
+    if arch is not None:
+        return KNOWN[arch]
+    return next((device.target for device in cuda_devices()), KNOWN["sm_90a"])
+
+
+def _facts(kernel: KernelLaunch, compiled: CompiledKernel) -> str:
+    lines = [
+        f"{compiled.name}: grid {' x '.join(map(str, kernel.grid))}, block {kernel.block}",
+        f"  {compiled.registers} registers per thread, stack {compiled.stack} bytes, "
+        f"spilled {compiled.spill_stores} stored and {compiled.spill_loads} loaded",
+        f"  {(compiled.shared + kernel.shared) / 1024:.1f} KiB shared memory per block",
+        f"  {compiled.cubin}",
+        *(f"  {warning}" for warning in compiled.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
+    """What a graph with dense row-major tensors of these sizes lowers to."""
+    dtype = _DTYPES[arguments.dtype]
+    width, width_v = arguments.head_dim, arguments.head_dim_v or arguments.head_dim
+    batch, heads, seq = arguments.batch, arguments.heads, arguments.seq
+    heads_kv = arguments.heads_kv or heads
+    right = 0 if arguments.causal else arguments.right
+    forward = arguments.direction == "forward"
+
+    dims = {
+        "q": (batch, heads, seq, width),
+        "k": (batch, heads_kv, seq, width),
+        "v": (batch, heads_kv, seq, width_v),
+        "o": (batch, heads, seq, width_v),
+    }
+    if not forward:
+        dims |= {"dO": dims["o"], "dQ": dims["q"], "dK": dims["k"], "dV": dims["v"]}
+    tensors = {role: _spec(role, dim, dtype) for role, dim in dims.items()}
+    stats = not forward or not arguments.no_stats
+    if stats:
+        tensors["stats"] = _spec("stats", (batch, heads, seq, 1), data_type.FLOAT)
+
+    band = Band(left=arguments.left is not None, right=right is not None)
+    problem = Problem(
+        direction=Direction(arguments.direction),
+        dtype=dtype,
+        head_dim_qk=width,
+        head_dim_v=width_v,
+        edits=(Scale(),),
+        masks=(Padding(), band) if band.left or band.right else (Padding(),),
+        stats=data_type.FLOAT if stats else None,
+    )
+    geometry = Geometry(tensors, attn_scale=width**-0.5, band_left=arguments.left, band_right=right)
+    return problem, geometry
+
+
+def _spec(role: str, dim: tuple[int, int, int, int], dtype: data_type) -> TensorSpec:
+    _, heads, seq, width = dim
+    return TensorSpec(role, dim, (heads * seq * width, seq * width, width, 1), dtype)

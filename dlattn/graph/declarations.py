@@ -1,0 +1,162 @@
+"""Declaring a graph: its tensors and its operations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVariantPackError
+from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
+from dlattn.graph.operations import Operations
+from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
+from dlattn.graph.vocabulary import scalar_type as ScalarType
+from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.runtime.tensors import view
+
+_BUILDERS = {"sdpa": sdpa_node, "sdpa_backward": sdpa_backward_node}
+
+
+class Declarations(Operations):
+    """The tensors and operations of a graph, in the order of their declaration."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: list[Tensor] = []
+        self._nodes: list[AttentionNode] = []
+        self._is_built = False
+
+    def tensor(
+        self,
+        dim: Iterable[int],
+        stride: Iterable[int] | None = None,
+        data_type: Any = data_type.NOT_SET,
+        is_virtual: bool = False,
+        is_pass_by_value: bool = False,
+        ragged_offset: Tensor | None = None,
+        reordering_type: tensor_reordering = tensor_reordering.NONE,
+        name: str = "",
+        uid: int = -1,
+    ) -> Tensor:
+        """Declare a tensor.
+
+        Args:
+            dim: shape.
+            stride: strides in elements; row-major when left out.
+            data_type: a ``data_type``, or a torch or NumPy dtype; the graph's io type if not set.
+            uid: key in variant packs; negative leaves the choice to the graph.
+
+        Raises:
+            InvalidGraphError: dim and stride differ in length, or the type means nothing.
+        """
+        dim = integers(dim, "dim")
+        stride = packed_strides(dim) if stride is None else integers(stride, "stride")
+        if len(dim) != len(stride):
+            raise InvalidGraphError(
+                f"Tensor {name!r} has dim {dim} and stride {stride}; expected one stride per "
+                "dimension."
+            )
+        declared = Tensor(
+            Attributes(
+                dim=dim,
+                stride=stride,
+                is_virtual=bool(is_virtual),
+                is_pass_by_value=bool(is_pass_by_value),
+                reordering_type=reordering_type,
+            )
+        )
+        declared.set_name(name).set_data_type(data_type)
+        if ragged_offset is not None:
+            declared.set_ragged_offset(ragged_offset)
+        if uid >= 0:
+            declared.set_uid(uid)
+        return self._keep(declared)
+
+    def tensor_like(self, source: Any, name: str = "") -> Tensor:
+        """Declare a tensor like another one, without its uid.
+
+        Args:
+            source: a graph tensor, or a tensor of any DLPack framework. Of the latter, shape,
+                strides, type and device are read, and an alignment below 16 bytes if its address
+                has no better one; a CPU tensor of one element is passed by value.
+
+        Raises:
+            InvalidGraphError: neither of the two.
+        """
+        if isinstance(source, Tensor):
+            like = copy.copy(source)
+            like.attributes.uid, like.attributes.uid_from_user = None, False
+            if name:
+                like.set_name(name)
+            return self._keep(like)
+        return self._keep(Tensor(_attributes_of(source))).set_name(name)
+
+    def tensor_scalar(
+        self, value: float, scalar_type: ScalarType = ScalarType.RUNTIME_PARAM
+    ) -> Tensor:
+        """Declare a number, (1, 1, 1, 1), that the graph keeps; variant packs need not hold it."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"tensor_scalar takes an int or a float; got {value!r}.")
+        return self._keep(
+            Tensor(
+                Attributes(
+                    dtype=data_type.INT64 if isinstance(value, int) else data_type.FLOAT,
+                    dim=(1, 1, 1, 1),
+                    stride=(1, 1, 1, 1),
+                    is_pass_by_value=True,
+                    value=value,
+                    is_compile_time_constant=scalar_type is ScalarType.COMPILE_TIME_CONST,
+                )
+            )
+        )
+
+    def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
+        """A copy of the tensor with this uid.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        for t in self._tensors:
+            if t.attributes.uid == uid:
+                return copy.copy(t)
+        raise InvalidArgumentError(f"No tensor of graph {self._name!r} has uid {uid}.")
+
+    def _keep(self, t: Tensor) -> Tensor:
+        self._tensors.append(t)
+        return t
+
+    def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
+        if self._is_built:
+            raise InvalidGraphError(
+                f"Graph {self._name!r} is built, so {operation} cannot be added; make a new graph."
+            )
+        for argument in TENSOR_ARGUMENTS[operation]:
+            value = given[argument]
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{operation}: {argument} must be a tensor of the graph, made by tensor() or "
+                    f"tensor_like(); got a {type(value).__qualname__}."
+                )
+        node = _BUILDERS[operation](given["name"] or operation, given)
+        self._nodes.append(node)
+        self._tensors.extend(node.outputs.values())
+        outputs: list[Any] = list(node.outputs.values())
+        return outputs if len(outputs) > 1 else [*outputs, None]
+
+
+def _attributes_of(source: Any) -> Attributes:
+    try:
+        seen = view(source)
+    except InvalidVariantPackError as error:
+        raise InvalidGraphError(
+            f"tensor_like takes a tensor of the graph or of a DLPack framework. {error}"
+        ) from error
+    attributes = Attributes(
+        dtype=seen.dtype, dim=tuple(seen.shape), stride=tuple(seen.stride), device=seen.device
+    )
+    address_alignment = seen.ptr & -seen.ptr
+    if address_alignment:
+        attributes.alignment = min(attributes.alignment, address_alignment)
+    attributes.is_pass_by_value = seen.device[0] == "cpu" and attributes.elements == 1
+    return attributes

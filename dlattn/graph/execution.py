@@ -1,0 +1,228 @@
+"""Running a built plan: from a variant pack to addresses, each checked against the graph.
+
+This is the hot path. Every tensor costs one look-up, one view and one comparison; sentences are
+made only once something differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dlattn import dtypes
+from dlattn.errors import InvalidVariantPackError
+from dlattn.graph.handle import explicit_stream
+from dlattn.graph.lower import Lowered, canonical_stride
+from dlattn.graph.tensor import tensor
+from dlattn.plans.base import Plan
+from dlattn.problem import TensorSpec
+from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.streams import current_stream
+from dlattn.runtime.target import Target
+from dlattn.runtime.tensors import TensorView, order_before, view
+
+Device = tuple[str, int]
+
+#: Alignment that plans may assume of the workspace.
+WORKSPACE_ALIGNMENT = 16
+
+
+class Slot:
+    """One tensor of the pack: its keys, and what the last accepted tensor looked like."""
+
+    __slots__ = (
+        "alignment",
+        "by_value",
+        "device",
+        "is_output",
+        "key",
+        "role",
+        "seen",
+        "spec",
+        "uid",
+    )
+
+    def __init__(self, role: str, t: tensor, spec: TensorSpec, target: Target, is_output: bool):
+        self.role = role
+        self.key = t
+        self.uid = t.get_uid()
+        self.spec = spec
+        self.by_value = spec.by_value
+        self.is_output = is_output
+        self.alignment = 1 if spec.by_value else t.get_alignment()
+        self.device: Device = (
+            ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
+        )
+        #: Every field of an acceptable ``TensorView`` but its address.
+        self.seen: tuple[Any, ...] = (
+            spec.dim,
+            tuple(t.get_stride()),
+            spec.dtype,
+            self.device,
+            True,
+        )
+
+    def admit(self, seen: TensorView) -> None:
+        """Accept a tensor that differs from the last one only in what means nothing.
+
+        Raises:
+            InvalidVariantPackError: it differs in more than that.
+        """
+        complaint = self._complaint(seen)
+        if complaint is not None:
+            raise InvalidVariantPackError(f"{self.said}: {complaint}")
+        self.seen = seen[1:]
+
+    @property
+    def said(self) -> str:
+        return f"{self.spec.name} (uid {self.uid})"
+
+    def _complaint(self, seen: TensorView) -> str | None:
+        spec = self.spec
+        ptr, shape, stride, dtype, device, writable = seen
+        if dtype is not spec.dtype:
+            return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
+        if device != self.device:
+            return f"expected memory on {_said(self.device)}, got {_said(device)}; move the tensor."
+        if self._size(shape) != self._size(spec.dim):
+            return f"expected shape {spec.dim}, got {tuple(shape)}; pass a tensor of that shape."
+        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
+            return (
+                f"expected strides {spec.stride} (those of sizes 1 aside), got {tuple(stride)}; "
+                "pass a tensor of that layout, or declare this one in a new graph."
+            )
+        if self.is_output and not writable:
+            return "it is written to, but its framework made it read-only; pass a writable tensor."
+        return self.address_complaint(ptr)
+
+    def address_complaint(self, ptr: int) -> str | None:
+        """Why an address cannot be used, or ``None``."""
+        if ptr <= 0:
+            return f"expected an address, got {ptr}."
+        if ptr % self.alignment:
+            return (
+                f"expected an address aligned to {self.alignment} bytes, got {ptr:#x}; copy the "
+                "tensor, or call set_alignment() with what its addresses have and build again."
+            )
+        return None
+
+    def _size(self, shape: tuple[int, ...]) -> Any:
+        """What must be equal: the shape, or for scalars only that there is one element."""
+        single = all(size == 1 for size in shape)
+        return () if single and self.role == "attn_scale" else tuple(shape)
+
+
+class Execution:
+    """A built plan, bound to the tensors of its graph.
+
+    Calling it enqueues the work; calls from several threads do not disturb each other.
+    """
+
+    def __init__(self, lowered: Lowered, plan: Plan) -> None:
+        self.plan = plan
+        self._workspace_size = plan.workspace_size
+        self._on_cpu = lowered.target.kind == "cpu"
+        self._index = lowered.target.index
+        self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
+        specs = lowered.geometry.tensors
+        self._slots = [
+            Slot(role, t, specs[role], lowered.target, role in lowered.outputs)
+            for role, t in lowered.tensors.items()
+        ]
+        self._seen_workspace: tuple[Any, ...] | None = None
+
+    def __call__(
+        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
+    ) -> None:
+        """Run the plan once; see ``pygraph.execute``."""
+        pointers: dict[str, int] = {}
+        inputs = []
+        get = pack.get
+        for slot in self._slots:
+            value = get(slot.key)
+            if value is None:
+                value = get(slot.uid)
+                if value is None:
+                    value = _find(slot, pack)
+            if type(value) is int:
+                _check_address(slot, value)
+                pointers[slot.role] = value
+                continue
+            if slot.by_value and isinstance(value, (int, float)):
+                value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
+            try:
+                seen = view(value)
+            except InvalidVariantPackError as error:
+                raise InvalidVariantPackError(f"{slot.said}: {error}") from error
+            pointer = seen[0]
+            if seen[1:] != slot.seen or not pointer or pointer % slot.alignment:
+                slot.admit(seen)
+            pointers[slot.role] = pointer
+            if not slot.is_output:
+                inputs.append(value)
+        stream = 0
+        if not self._on_cpu:
+            chosen = explicit_stream(handle)
+            # An output's framework counts too: with no tensor among the inputs it is all there is.
+            stream = (
+                current_stream(inputs or pack.values(), self._index) if chosen is None else chosen
+            )
+        order_before(inputs, stream)
+        address = self._workspace(workspace) if self._workspace_size else 0
+        self.plan.execute(pointers, address, stream)
+
+    def _workspace(self, workspace: Any) -> int:
+        if workspace is None or type(workspace) is int:
+            if not workspace or workspace < 0 or workspace % WORKSPACE_ALIGNMENT:
+                self._refuse_workspace(f"address {workspace or 0:#x}")
+            assert isinstance(workspace, int)
+            return workspace
+        seen = view(workspace)
+        if seen[1:] != self._seen_workspace or seen.ptr % WORKSPACE_ALIGNMENT:
+            size = dtypes.itemsize(seen.dtype)
+            for extent in seen.shape:
+                size *= extent
+            if size < self._workspace_size:
+                self._refuse_workspace(f"a tensor of {size} bytes")
+            packed = compact_strides(seen.shape)
+            if canonical_stride(seen.shape, seen.stride) != canonical_stride(seen.shape, packed):
+                self._refuse_workspace(f"a tensor with gaps, of strides {seen.stride}")
+            if seen.device != self._device:
+                self._refuse_workspace(f"a tensor on {_said(seen.device)}")
+            if not seen.writable:
+                self._refuse_workspace("a read-only tensor")
+            if seen.ptr % WORKSPACE_ALIGNMENT:
+                self._refuse_workspace(f"address {seen.ptr:#x}")
+            self._seen_workspace = seen[1:]
+        return seen.ptr
+
+    def _refuse_workspace(self, got: str) -> None:
+        raise InvalidVariantPackError(
+            f"workspace: expected {self._workspace_size} writable contiguous bytes on "
+            f"{_said(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
+            "get_workspace_size() bytes there."
+        )
+
+
+def _find(slot: Slot, pack: Mapping[Any, Any]) -> Any:
+    """The value under another tensor object with this uid, such as a copy from the graph."""
+    for key, value in pack.items():
+        if isinstance(key, tensor) and key.attributes.uid == slot.uid and value is not None:
+            return value
+    raise InvalidVariantPackError(
+        f"{slot.said} is missing from the variant pack; add its memory under "
+        "the graph's tensor or under the uid."
+    )
+
+
+def _check_address(slot: Slot, address: int) -> None:
+    complaint = slot.address_complaint(address)
+    if complaint is not None:
+        raise InvalidVariantPackError(f"{slot.said}: {complaint}")
+
+
+def _said(device: Device) -> str:
+    kind, index = device
+    return kind if kind == "cpu" else f"{kind}:{index}"

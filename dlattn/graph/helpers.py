@@ -1,0 +1,116 @@
+"""Module-level helpers of the graph API: a context manager, a builder decorator, a memoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+from dlattn.dtypes import data_type
+from dlattn.errors import cudnnGraphNotSupportedError
+from dlattn.graph.pygraph import pygraph
+from dlattn.graph.tensor import tensor
+from dlattn.graph.vocabulary import heur_mode
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def graph(
+    handle: int | None = None,
+    name: str = "test_graph",
+    io_data_type: Any = data_type.HALF,
+    intermediate_data_type: Any = data_type.FLOAT,
+    compute_data_type: Any = data_type.FLOAT,
+) -> Iterator[tuple[pygraph, list[int]]]:
+    """Yield a new graph and an empty list for its uids (cuDNN frontend 1.23 ``graph``).
+
+    Nothing is built at the end of the block; see :func:`jit`, or call ``build()``.
+    """
+    made = pygraph(
+        name=name,
+        io_data_type=io_data_type,
+        intermediate_data_type=intermediate_data_type,
+        compute_data_type=compute_data_type,
+        handle=handle,
+    )
+    yield made, []
+
+
+def jit(heur_modes: heur_mode | Iterable[heur_mode] = heur_mode.A) -> Callable[..., Any]:
+    """Decorate a function that returns ``(graph, tensors)``: build the graph if that is not done.
+
+    The decorated function returns ``(graph, [uid of each tensor])`` (cuDNN frontend 1.23 ``jit``).
+    """
+    modes = [heur_modes] if isinstance(heur_modes, heur_mode) else list(heur_modes)
+
+    def decorate(
+        declare: Callable[..., tuple[pygraph, Iterable[tensor]]],
+    ) -> Callable[..., tuple[pygraph, list[int]]]:
+        @wraps(declare)
+        def built(*args: Any, **kwargs: Any) -> tuple[pygraph, list[int]]:
+            declared, tensors = declare(*args, **kwargs)
+            if declared.get_execution_plan_count() <= 0:
+                declared.build(modes)
+            return declared, [t.get_uid() for t in tensors]
+
+        return built
+
+    return decorate
+
+
+def graph_cache(
+    key_fn: Callable[..., Hashable], maxsize: int = 256
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Memoise a function by ``key_fn`` of its arguments; the oldest entry leaves first.
+
+    The key must hold all that the graph depends on: shapes, strides, dtypes and device.
+    """
+
+    def decorate(make: Callable[..., Result]) -> Callable[..., Result]:
+        made: dict[Hashable, Result] = {}
+
+        @wraps(make)
+        def cached(*args: Any, **kwargs: Any) -> Result:
+            key = key_fn(*args, **kwargs)
+            if key not in made:
+                result = make(*args, **kwargs)
+                if len(made) >= maxsize:
+                    made.pop(next(iter(made)), None)
+                made[key] = result
+            return made[key]
+
+        return cached
+
+    return decorate
+
+
+def backend_version() -> int:
+    """The cuDNN backend whose features callers may expect, as ``major*10000+minor*100+patch``."""
+    return 92300
+
+
+def backend_version_string() -> str:
+    """:func:`backend_version` as ``"major.minor.patch"``."""
+    return "9.23.0"
+
+
+def get_last_error_string() -> str:
+    """Empty: every failure is raised as an exception that says all."""
+    return ""
+
+
+def create_kernel_cache() -> Any:
+    """Not needed: compiled kernels are cached on disk, and sizes are not compiled in."""
+    raise cudnnGraphNotSupportedError(
+        "Kernel caches are not supported: dlattn caches compiled kernels on disk by itself, and no "
+        "size is compiled in. Leave kernel_cache out."
+    )
+
+
+def create_device_properties(device: int | str) -> Any:
+    """Not supported yet."""
+    raise cudnnGraphNotSupportedError(
+        "Building for a device that is not there is not supported yet; leave device_property out."
+    )

@@ -1,0 +1,217 @@
+"""Completing a node: what the user left unset, and whether what was set makes sense."""
+
+from __future__ import annotations
+
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.tensor import packed_strides
+from dlattn.graph.vocabulary import tensor_reordering
+
+_DEFAULT_TYPES = {
+    "stats": data_type.FLOAT,
+    "attn_scale": data_type.FLOAT,
+    "seq_len_q": data_type.INT32,
+    "seq_len_kv": data_type.INT32,
+}
+_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+_AXES = "(batch, heads, sequence, head dim)"
+
+
+def complete(node: AttentionNode, io_data_type: data_type) -> None:
+    """Set the types, shapes and strides that the user left out, and check the others.
+
+    Raises:
+        InvalidGraphError: a shape is missing or wrong, an output has no memory, lengths without
+            ``use_padding_mask``, or the reverse.
+        cudnnGraphNotSupportedError: a valid wish that no plan grants: a last stride other than 1,
+            heads that do not divide, ragged or reordered storage.
+    """
+    _refuse_storage(node)
+    _check_lengths_are_wanted(node)
+    for role in node.inputs:
+        _check_declared(node, role)
+    _check_heads(node)
+    for role, dim in _expected_dims(node).items():
+        _settle_dim(node, role, dim)
+    for role in node.outputs:
+        _settle_stride(node, role)
+    for role in node.tensors:
+        _settle_type(node, role, io_data_type)
+        _check_strides(node, role)
+    for role in node.outputs:
+        _check_output(node, role)
+
+
+def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements may share an address; exact for every nested layout."""
+    reach = 0
+    for step, size in sorted((s, d) for d, s in zip(dim, stride, strict=True) if d > 1):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _refuse_storage(node: AttentionNode) -> None:
+    for role, t in node.tensors.items():
+        it = t.attributes
+        if it.ragged_offset is not None:
+            raise cudnnGraphNotSupportedError(
+                f"{node.label(role)} has a ragged offset, and no plan reads packed "
+                "variable-length storage yet; pad the sequences and use use_padding_mask."
+            )
+        if it.reordering_type is not tensor_reordering.NONE or it.vector_count != 1:
+            raise cudnnGraphNotSupportedError(
+                f"{node.label(role)} has reordering {it.reordering_type} and vector count "
+                f"{it.vector_count}; plans read plain strided tensors only."
+            )
+
+
+def _check_lengths_are_wanted(node: AttentionNode) -> None:
+    lengths = [role for role in ("seq_len_q", "seq_len_kv") if role in node.inputs]
+    if node.padding and not lengths:
+        raise InvalidGraphError(
+            f"{node.operation} {node.name!r} has use_padding_mask=True without seq_len_q or "
+            "seq_len_kv; give at least one of them."
+        )
+    if lengths and not node.padding:
+        raise InvalidGraphError(
+            f"{node.operation} {node.name!r} has {' and '.join(lengths)} without "
+            "use_padding_mask=True, so the lengths would do nothing; set the flag or leave them "
+            "out."
+        )
+
+
+def _check_declared(node: AttentionNode, role: str) -> None:
+    it = node.inputs[role].attributes
+    label = node.label(role)
+    if it.is_virtual:
+        raise InvalidGraphError(
+            f"{label} is virtual, but no node of the graph computes it; declare it with "
+            "is_virtual=False and put its memory into the variant pack."
+        )
+    if not it.dim or len(it.dim) != len(it.stride):
+        raise InvalidGraphError(
+            f"{label} needs a dim and a stride of one length; got dim {it.dim} and stride "
+            f"{it.stride}."
+        )
+    if min(it.dim) < 1:
+        raise InvalidGraphError(f"{label} has dim {it.dim}; every size must be at least 1.")
+    if role == "attn_scale":
+        if it.elements != 1:
+            raise InvalidGraphError(f"{label} must have one element; got dim {it.dim}.")
+    elif len(it.dim) != 4:
+        meaning = "(batch, 1, 1, 1)" if role.startswith("seq_len") else _AXES
+        raise InvalidGraphError(
+            f"{label} must have four dimensions, {meaning}; got dim {it.dim}. Reshape it."
+        )
+
+
+def _check_heads(node: AttentionNode) -> None:
+    heads = {role: node.inputs[role].attributes.dim[1] for role in ("q", "k", "v")}
+    for role in ("k", "v"):
+        if heads["q"] % heads[role]:
+            raise cudnnGraphNotSupportedError(
+                f"{node.label(role)} has {heads[role]} heads, which do not divide the "
+                f"{heads['q']} heads of {node.label('q')}; repeat or drop heads until they do."
+            )
+
+
+def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
+    q, k, v = (node.inputs[role].attributes.dim for role in ("q", "k", "v"))
+    batch, heads, seq_q, head_dim_qk = q
+    seq_kv, head_dim_v = k[2], v[3]
+    dims = {
+        "k": (batch, k[1], seq_kv, head_dim_qk),
+        "v": (batch, v[1], seq_kv, head_dim_v),
+        "o": (batch, heads, seq_q, head_dim_v),
+        "dO": (batch, heads, seq_q, head_dim_v),
+        "stats": (batch, heads, seq_q, 1),
+        "seq_len_q": (batch, 1, 1, 1),
+        "seq_len_kv": (batch, 1, 1, 1),
+        "dQ": q,
+        "dK": k,
+        "dV": v,
+    }
+    return {role: dim for role, dim in dims.items() if role in node.tensors}
+
+
+def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
+    it = node.tensors[role].attributes
+    if not it.dim:
+        it.dim = dim
+    if it.dim != dim:
+        q, k, v = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in ("q", "k", "v"))
+        raise InvalidGraphError(
+            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {q}, {k} and {v}."
+        )
+
+
+def _settle_stride(node: AttentionNode, role: str) -> None:
+    it = node.outputs[role].attributes
+    if it.stride:
+        if len(it.stride) != len(it.dim):
+            raise InvalidGraphError(
+                f"{node.label(role)} has stride {it.stride} for dim {it.dim}; expected one stride "
+                "per dimension."
+            )
+        return
+    source = _LAYOUT_FROM.get(role)
+    if source is None:
+        it.stride = packed_strides(it.dim)
+        return
+    model = node.inputs[source].attributes
+    same = model.dim == it.dim and not overlaps(model.dim, model.stride)
+    gradient = role != "o"
+    it.stride = model.stride if gradient and same else packed_strides(it.dim, like=model.stride)
+
+
+def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> None:
+    it = node.tensors[role].attributes
+    if it.dtype is not data_type.NOT_SET:
+        return
+    inferred = _DEFAULT_TYPES.get(role, io_data_type)
+    if inferred is data_type.NOT_SET and role in node.outputs:
+        inferred = node.inputs["q"].attributes.dtype
+    if inferred is data_type.NOT_SET:
+        raise InvalidGraphError(
+            f"{node.label(role)} has no data type; set it on the tensor, or set the graph's "
+            "io_data_type."
+        )
+    it.dtype = inferred
+
+
+def _check_strides(node: AttentionNode, role: str) -> None:
+    it = node.tensors[role].attributes
+    used = [step for size, step in zip(it.dim, it.stride, strict=True) if size > 1]
+    if used and min(used) < 0:
+        raise InvalidGraphError(
+            f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
+            "flip the tensor into new memory."
+        )
+    if it.dim[-1] > 1 and it.stride[-1] != 1:
+        raise cudnnGraphNotSupportedError(
+            f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
+            "are contiguous. Make the tensor contiguous along its head dim."
+        )
+    if role.startswith("seq_len") and it.dim[0] > 1 and it.stride[0] != 1:
+        raise cudnnGraphNotSupportedError(
+            f"{node.label(role)} has stride {it.stride}; lengths must be contiguous over the batch."
+        )
+
+
+def _check_output(node: AttentionNode, role: str) -> None:
+    it = node.outputs[role].attributes
+    if it.is_virtual:
+        if role == "stats":
+            return
+        raise InvalidGraphError(
+            f"{node.label(role)} is virtual, but {node.operation} writes it to memory; call "
+            "set_output(True) on it."
+        )
+    if overlaps(it.dim, it.stride):
+        raise InvalidGraphError(
+            f"{node.label(role)} is an output with dim {it.dim} and stride {it.stride}, in which "
+            "elements may share an address; give it strides without overlap."
+        )

@@ -1,0 +1,151 @@
+"""From nodes to a problem: the only translator between the user's words and what plans know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.tensor import Attributes, tensor
+from dlattn.problem import Band, Geometry, Mask, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.target import Target
+
+#: Roles whose element type is the problem's, and which kernels move in wide accesses.
+IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
+
+#: A bound beyond every sequence, small enough to add to any position in 32 bits.
+FARTHEST = 2**30
+
+_WIDEST_ACCESS = 16
+_FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
+_INTEGERS = (data_type.INT32, data_type.INT64)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph as plans see it.
+
+    Attributes:
+        tensors: role -> graph tensor; the roles of ``geometry.tensors``.
+        outputs: the roles that are written.
+    """
+
+    problem: Problem
+    geometry: Geometry
+    tensors: Mapping[str, tensor]
+    outputs: frozenset[str]
+    target: Target
+
+
+def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) -> Lowered:
+    """Translate one completed node (see :func:`dlattn.graph.infer.complete`).
+
+    Raises:
+        InvalidGraphError: a tensor has a type that its role cannot have, or is a host scalar.
+        cudnnGraphNotSupportedError: mixed element types, or an accumulator that is not FLOAT.
+    """
+    tensors = {role: t for role, t in node.tensors.items() if not t.get_is_virtual()}
+    _check_types(node, tensors)
+    _check_memory(node, tensors, target)
+    _check_compute_type(node, graph_compute_type, target)
+    q, v = tensors["q"].attributes, tensors["v"].attributes
+    stats = tensors.get("stats")
+    problem = Problem(
+        direction=node.direction,
+        dtype=q.dtype,
+        head_dim_qk=q.dim[3],
+        head_dim_v=v.dim[3],
+        edits=(Scale(positive="attn_scale" not in tensors and node.attn_scale > 0),),
+        masks=_masks(node),
+        stats=None if stats is None else stats.get_data_type(),
+        access_bytes=_access_bytes(tensors),
+    )
+    diagonal = node.diagonal
+    geometry = Geometry(
+        tensors={role: _spec(node.label(role), t.attributes) for role, t in tensors.items()},
+        attn_scale=node.attn_scale,
+        band_left=_near(diagonal.left),
+        band_right=_near(diagonal.right),
+        bottom_right=diagonal.bottom_right,
+    )
+    outputs = frozenset(role for role in node.outputs if role in tensors)
+    return Lowered(problem, geometry, tensors, outputs, target)
+
+
+def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides with those that mean nothing made equal: 0 where the size is 1, the last always 1."""
+    inner = (step if size > 1 else 0 for size, step in zip(dim[:-1], stride[:-1], strict=True))
+    return (*inner, 1) if dim else ()
+
+
+def _spec(label: str, it: Attributes) -> TensorSpec:
+    return TensorSpec(
+        label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, it.is_pass_by_value
+    )
+
+
+def _masks(node: AttentionNode) -> tuple[Mask, ...]:
+    left, right = node.diagonal.left is not None, node.diagonal.right is not None
+    return (Padding(), Band(left, right)) if left or right else (Padding(),)
+
+
+def _near(bound: int | None) -> int | None:
+    return None if bound is None else min(bound, FARTHEST)
+
+
+def _access_bytes(tensors: Mapping[str, tensor]) -> int:
+    io = [tensors[role].attributes for role in IO_ROLES if role in tensors]
+    element = dtypes.itemsize(io[0].dtype)
+    return _WIDEST_ACCESS if all(_is_wide(it, element) for it in io) else element
+
+
+def _is_wide(it: Attributes, element: int) -> bool:
+    steps = [s * element for d, s in zip(it.dim[:-1], it.stride[:-1], strict=True) if d > 1]
+    return all(offset % _WIDEST_ACCESS == 0 for offset in (*steps, it.alignment))
+
+
+def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
+    io_type = tensors["q"].get_data_type()
+    for role, t in tensors.items():
+        dtype = t.get_data_type()
+        if role in IO_ROLES:
+            if dtype is not io_type:
+                raise cudnnGraphNotSupportedError(
+                    f"{node.label(role)} is {dtype} and {node.label('q')} is {io_type}; plans take "
+                    f"{', '.join(r for r in IO_ROLES if r in tensors)} of one type. Cast one, or "
+                    "set_data_type() on the output."
+                )
+        elif role == "attn_scale":
+            if dtype is not data_type.FLOAT:
+                raise cudnnGraphNotSupportedError(
+                    f"{node.label(role)} is {dtype}; a scale tensor must be {data_type.FLOAT}."
+                )
+        elif dtype not in (_FLOATS if role == "stats" else _INTEGERS):
+            wanted = "a floating-point type" if role == "stats" else "INT32 or INT64"
+            raise InvalidGraphError(f"{node.label(role)} is {dtype}; expected {wanted}.")
+
+
+def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Target) -> None:
+    if target.kind == "cpu":
+        return
+    for role, t in tensors.items():
+        if t.get_is_pass_by_value() and role != "attn_scale":
+            raise InvalidGraphError(
+                f"{node.label(role)} is passed by value from the host, but {target} reads it from "
+                "device memory; move it there."
+            )
+
+
+def _check_compute_type(node: AttentionNode, graph_type: data_type, target: Target) -> None:
+    asked = graph_type if node.compute_data_type is data_type.NOT_SET else node.compute_data_type
+    if asked in (data_type.NOT_SET, data_type.FLOAT):
+        return
+    if asked is data_type.DOUBLE and target.kind == "cpu":
+        return
+    raise cudnnGraphNotSupportedError(
+        f"{node.operation} {node.name!r} has compute_data_type {asked}; plans on {target} "
+        f"accumulate in {data_type.FLOAT}. Set that, or leave it unset."
+    )

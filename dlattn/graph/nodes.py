@@ -1,0 +1,266 @@
+"""Attention nodes: the arguments of one ``sdpa`` or ``sdpa_backward`` call, made consistent.
+
+What contradicts itself is refused here, at the call. What is consistent and merely not supported
+is recorded, so that ``validate`` can refuse it with the argument's name.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlattn.dtypes import data_type, from_any
+from dlattn.errors import InvalidArgumentError
+from dlattn.graph.tensor import Attributes, tensor
+from dlattn.graph.vocabulary import diagonal_alignment
+from dlattn.problem import Direction
+
+#: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
+TENSOR_ARGUMENTS = {
+    "sdpa": (
+        *("q", "k", "v", "bias", "block_mask", "seq_len_q", "seq_len_kv", "rng_dump"),
+        *("paged_attention_k_table", "paged_attention_v_table"),
+        *("score_max", "score_sum_exp", "sink_token"),
+    ),
+    "sdpa_backward": (
+        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "seq_len_q", "seq_len_kv"),
+        *("rng_dump", "sink_token", "dSink_token"),
+    ),
+}
+
+_NOT_SUPPORTED = {
+    "sdpa": (
+        *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump"),
+        *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
+        *("score_mod", "score_max", "score_sum_exp", "sink_token"),
+    ),
+    "sdpa_backward": (
+        *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("dropout", "rng_dump", "use_deterministic_algorithm", "score_mod", "score_mod_bprop"),
+        *("sink_token", "dSink_token"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A diagonal band: see :class:`dlattn.problem.Geometry` for the meaning of the bounds."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionNode:
+    """One attention operation of a graph.
+
+    Attributes:
+        operation: ``"sdpa"`` or ``"sdpa_backward"``.
+        name: the node's name, in messages and in the default names of its outputs.
+        inputs: role -> tensor; roles as in :class:`dlattn.problem.Geometry`.
+        outputs: role -> tensor.
+        attn_scale: the scale when there is no ``attn_scale`` input.
+        padding: ``use_padding_mask``.
+        diagonal: the band.
+        compute_data_type: as given, or ``NOT_SET``.
+        not_supported: arguments that were given and that no plan understands.
+    """
+
+    operation: str
+    name: str
+    inputs: Mapping[str, tensor]
+    outputs: Mapping[str, tensor]
+    attn_scale: float
+    padding: bool
+    diagonal: Diagonal
+    compute_data_type: data_type
+    not_supported: tuple[str, ...]
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.FORWARD if self.operation == "sdpa" else Direction.BACKWARD
+
+    @property
+    def tensors(self) -> dict[str, tensor]:
+        """Role -> tensor, inputs first."""
+        return {**self.inputs, **self.outputs}
+
+    def label(self, role: str) -> str:
+        """The user's name for a tensor, or its role."""
+        return self.tensors[role].get_name() or role
+
+
+def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
+    """The forward node; its outputs are ``o`` and, if asked for, ``stats``.
+
+    Raises:
+        InvalidArgumentError: arguments contradict each other.
+        TypeError: an argument has the wrong Python type.
+    """
+    wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
+    if given["dropout"] is not None:
+        _check_dropout(given["dropout"], lengths=(2, 3))
+    outputs = {"o": _output(name, "O")}
+    if wants_stats:
+        outputs["stats"] = _output(name, "Stats")
+    return _node("sdpa", name, given, ("q", "k", "v"), outputs)
+
+
+def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
+    """The backward node; its outputs are ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
+    if given["dropout"] is not None:
+        _check_dropout(given["dropout"], lengths=(3,))
+    outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
+    required = ("q", "k", "v", "o", "dO", "stats")
+    return _node("sdpa_backward", name, given, required, outputs)
+
+
+def _node(
+    operation: str,
+    name: str,
+    given: Mapping[str, Any],
+    required: tuple[str, ...],
+    outputs: Mapping[str, tensor],
+) -> AttentionNode:
+    inputs = {}
+    for role in required:
+        if given[role] is None:
+            raise TypeError(f"{operation} needs the tensor {role}; got None.")
+        inputs[role] = given[role]
+    for role in ("seq_len_q", "seq_len_kv"):
+        if given[role] is not None:
+            inputs[role] = given[role]
+    scale = given["attn_scale"]
+    if isinstance(scale, tensor):
+        constant = scale.attributes.value
+        if constant is None:
+            inputs["attn_scale"] = scale
+        scale = constant
+    return AttentionNode(
+        operation=operation,
+        name=name,
+        inputs=inputs,
+        outputs=outputs,
+        attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
+        padding=_flag("use_padding_mask", given["use_padding_mask"]),
+        diagonal=_diagonal(given),
+        compute_data_type=from_any(given["compute_data_type"]),
+        not_supported=tuple(
+            argument
+            for argument in _NOT_SUPPORTED[operation]
+            if not _absent(argument, given[argument])
+        ),
+    )
+
+
+def _absent(argument: str, value: Any) -> bool:
+    if argument == "dropout" and isinstance(value, tuple):
+        return isinstance(value[0], (int, float)) and value[0] == 0
+    return value is None or (isinstance(value, (bool, np.bool_)) and not value)
+
+
+def _output(node: str, port: str) -> tensor:
+    return tensor(Attributes(name=f"{node}::{port}", is_virtual=True))
+
+
+def _wants_stats(generate_stats: Any, is_inference: Any) -> bool:
+    if (generate_stats is None) == (is_inference is None):
+        number = "neither" if generate_stats is None else "both"
+        raise InvalidArgumentError(
+            f"sdpa needs exactly one of generate_stats and is_inference; got {number}."
+        )
+    name, value = (
+        ("generate_stats", generate_stats)
+        if is_inference is None
+        else ("is_inference", is_inference)
+    )
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False; got {value!r}.")
+    return value if is_inference is None else not value
+
+
+def _diagonal(given: Mapping[str, Any]) -> Diagonal:
+    """The band that flags, alignment and bounds describe together."""
+    top_left = _flag("use_causal_mask", given["use_causal_mask"])
+    bottom_right = _flag("use_causal_mask_bottom_right", given["use_causal_mask_bottom_right"])
+    alignment = given["diagonal_alignment"]
+    if alignment is None:
+        alignment = diagonal_alignment.TOP_LEFT
+    if not isinstance(alignment, diagonal_alignment):
+        raise TypeError(
+            f"diagonal_alignment must be a dlattn.diagonal_alignment; got {alignment!r}."
+        )
+    left = _bound("diagonal_band_left_bound", given["diagonal_band_left_bound"], least=1)
+    right = _bound("diagonal_band_right_bound", given["diagonal_band_right_bound"], least=0)
+    window = _bound("sliding_window_length", given["sliding_window_length"], least=1)
+
+    if top_left and bottom_right:
+        raise InvalidArgumentError(
+            "use_causal_mask and use_causal_mask_bottom_right are both True; choose one."
+        )
+    if (top_left or bottom_right) and right is not None:
+        flag = "use_causal_mask" if top_left else "use_causal_mask_bottom_right"
+        raise InvalidArgumentError(
+            f"{flag} means diagonal_band_right_bound=0, but diagonal_band_right_bound={right} was "
+            "given too; give one of them."
+        )
+    if top_left and alignment is diagonal_alignment.BOTTOM_RIGHT:
+        raise InvalidArgumentError(
+            "use_causal_mask is aligned to the top left, but diagonal_alignment is BOTTOM_RIGHT; "
+            "use use_causal_mask_bottom_right, or diagonal_band_right_bound=0 with the alignment."
+        )
+    if window is not None and left is not None:
+        raise InvalidArgumentError(
+            "sliding_window_length is another name for diagonal_band_left_bound; give one of them."
+        )
+    return Diagonal(
+        left=window if left is None else left,
+        right=0 if top_left or bottom_right else right,
+        bottom_right=bottom_right or alignment is diagonal_alignment.BOTTOM_RIGHT,
+    )
+
+
+def _bound(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    try:
+        bound = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        bound = None
+    if bound is None:
+        raise InvalidArgumentError(f"{name} must be an int or None; got {value!r}.")
+    if bound < least:
+        raise InvalidArgumentError(
+            f"{name} must be at least {least}, or None for no bound; got {bound}."
+        )
+    return bound
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is None or (isinstance(value, (int, np.bool_)) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name} must be True, False or None; got {value!r}.")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, a graph tensor or None; got {value!r}.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise InvalidArgumentError(f"{name} must be finite; got {number}.")
+    return number
+
+
+def _check_dropout(dropout: Any, lengths: tuple[int, ...]) -> None:
+    if not isinstance(dropout, tuple) or len(dropout) not in lengths:
+        raise InvalidArgumentError(
+            f"dropout must be a tuple of {' or '.join(map(str, lengths))} entries, such as "
+            f"(probability, seed, offset); got {dropout!r}."
+        )

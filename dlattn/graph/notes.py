@@ -1,0 +1,22 @@
+"""cuDNN's notes on plans: what they do besides computing, and how they compute."""
+
+from __future__ import annotations
+
+from dlattn.graph.vocabulary import behavior_note, numerical_note
+from dlattn.plans.base import Plan
+from dlattn.problem import Direction
+
+
+def behavior_notes(plan: Plan) -> set[behavior_note]:
+    """CUDA plans are compiled at run time."""
+    return {behavior_note.RUNTIME_COMPILATION} if plan.target.kind == "cuda" else set()
+
+
+def numerical_notes(plan: Plan) -> set[numerical_note]:
+    """CUDA plans use tensor cores, and nothing promises the order of a backward's additions."""
+    if plan.target.kind != "cuda":
+        return set()
+    notes = {numerical_note.TENSOR_CORE}
+    if plan.problem.direction is Direction.BACKWARD:
+        notes.add(numerical_note.NONDETERMINISTIC)
+    return notes

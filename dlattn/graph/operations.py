@@ -1,0 +1,164 @@
+"""The attention operations' signatures, shared by ``pygraph`` and the ``Graph`` wrapper."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from dlattn.dtypes import data_type
+from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
+
+
+class Operations(ABC):
+    """A graph to which attention can be added.
+
+    Where an argument is a tensor, ``pygraph`` takes the graph's tensors, and ``Graph`` also takes
+    tensors of any DLPack framework.
+    """
+
+    @abstractmethod
+    def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
+        """Append one operation; its outputs, ``None`` where one was not asked for."""
+
+    def sdpa(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        is_inference: bool | None = None,
+        attn_scale: Any = None,
+        bias: Any = None,
+        block_mask: Any = None,
+        use_alibi_mask: bool | None = False,
+        use_padding_mask: bool | None = False,
+        seq_len_q: Any = None,
+        seq_len_kv: Any = None,
+        use_causal_mask: bool | None = False,
+        use_causal_mask_bottom_right: bool | None = False,
+        sliding_window_length: int | None = None,
+        diagonal_alignment: diagonal_alignment | None = diagonal_alignment.TOP_LEFT,
+        diagonal_band_left_bound: int | None = None,
+        diagonal_band_right_bound: int | None = None,
+        dropout: tuple[Any, ...] | None = None,
+        rng_dump: Any = None,
+        paged_attention_k_table: Any = None,
+        paged_attention_v_table: Any = None,
+        paged_attention_max_seq_len_kv: int | None = None,
+        compute_data_type: data_type = data_type.NOT_SET,
+        name: str = "",
+        score_mod: Callable[..., Any] | None = None,
+        generate_stats: bool | None = None,
+        implementation: attention_implementation = attention_implementation.AUTO,
+        score_max: Any = None,
+        score_sum_exp: Any = None,
+        sink_token: Any = None,
+        unfuse_fma: bool | None = False,
+    ) -> list[Any]:
+        """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
+
+        ``o = softmax(mask(q @ k^T * attn_scale)) @ v``, and the log-sum-exp of the masked scores.
+
+        Args:
+            q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
+                strides whose last is 1.
+            k: (B, Hk, Skv, Dqk); Hk divides Hq, and query head h reads head ``h // (Hq / Hk)``.
+            v: (B, Hv, Skv, Dv); Hv divides Hq, independently of Hk.
+            is_inference: ``not generate_stats``; give exactly one of the two.
+            attn_scale: a number, or a tensor of one fp32 element on the device or the host;
+                ``None`` means 1.
+            use_padding_mask: mask what lies beyond ``seq_len_q`` and ``seq_len_kv``. Then rows of
+                o beyond seq_len_q are 0, and those of the stats -inf.
+            seq_len_q, seq_len_kv: actual lengths, (B, 1, 1, 1), int32 or int64; either or both.
+            use_causal_mask: top left alignment and right bound 0.
+            use_causal_mask_bottom_right: bottom right alignment and right bound 0.
+            sliding_window_length: another name for ``diagonal_band_left_bound``.
+            diagonal_alignment: where the diagonal starts; ``shift`` below is 0 for ``TOP_LEFT``
+                and ``seq_len_kv - seq_len_q`` for ``BOTTOM_RIGHT``.
+            diagonal_band_left_bound: W >= 1 keeps keys with ``key + W > query + shift``: W keys,
+                the diagonal included.
+            diagonal_band_right_bound: R >= 0 keeps keys with ``key <= query + shift + R``.
+            compute_data_type: FLOAT; the reference engine also takes DOUBLE.
+            name: the node's name; outputs are called ``<name>::O`` and ``<name>::Stats``.
+            generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.
+            implementation: accepted; dlattn has one implementation.
+            unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
+
+        The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
+        name with :class:`cudnnGraphNotSupportedError`.
+
+        Returns:
+            ``[o, stats]``, virtual until ``set_output(True)``; stats is ``None`` when not asked
+            for. Shapes and strides that are not set are inferred: o in the layout of q, stats
+            packed.
+
+        Raises:
+            InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
+            TypeError: an argument has the wrong Python type.
+        """
+        return self._add("sdpa", _arguments(locals()))
+
+    def sdpa_backward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        dO: Any,
+        stats: Any,
+        attn_scale: Any = None,
+        bias: Any = None,
+        dBias: Any = None,
+        use_alibi_mask: bool | None = False,
+        use_padding_mask: bool | None = False,
+        seq_len_q: Any = None,
+        seq_len_kv: Any = None,
+        max_total_seq_len_q: int | None = None,
+        max_total_seq_len_kv: int | None = None,
+        use_causal_mask: bool | None = False,
+        use_causal_mask_bottom_right: bool | None = False,
+        sliding_window_length: int | None = None,
+        diagonal_alignment: diagonal_alignment | None = diagonal_alignment.TOP_LEFT,
+        diagonal_band_left_bound: int | None = None,
+        diagonal_band_right_bound: int | None = None,
+        dropout: tuple[Any, ...] | None = None,
+        rng_dump: Any = None,
+        use_deterministic_algorithm: bool | None = False,
+        compute_data_type: data_type = data_type.NOT_SET,
+        name: str = "",
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        sink_token: Any = None,
+        dSink_token: Any = None,
+    ) -> list[Any]:
+        """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
+
+        Args:
+            o: the forward's output, (B, Hq, Sq, Dv).
+            dO: the gradient of o, same shape.
+            stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+
+        The other arguments are those of the forward call, and must be given alike.
+
+        Returns:
+            ``[dQ, dK, dV]``, virtual until ``set_output(True)``; shapes and strides that are not
+            set are those of q, k and v. Rows beyond the actual lengths are written as 0.
+
+        Raises:
+            InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
+            TypeError: an argument has the wrong Python type.
+        """
+        return self._add("sdpa_backward", _arguments(locals()))
+
+    def scaled_dot_product_flash_attention(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Another name for :meth:`sdpa`."""
+        return self.sdpa(*args, **kwargs)
+
+    def scaled_dot_product_flash_attention_backward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Another name for :meth:`sdpa_backward`."""
+        return self.sdpa_backward(*args, **kwargs)
+
+
+def _arguments(scope: dict[str, Any]) -> dict[str, Any]:
+    """A method's arguments by name, from its ``locals()`` before it has any others."""
+    return {name: value for name, value in scope.items() if name != "self"}

@@ -1,0 +1,388 @@
+"""The graph: one attention operation, validated, planned, built and executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dlattn.dtypes import data_type, from_any
+from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.graph.declarations import Declarations
+from dlattn.graph.description import describe, key_of
+from dlattn.graph.handle import explicit_stream
+from dlattn.graph.infer import complete
+from dlattn.graph.lower import Lowered, lower
+from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.notes import behavior_notes, numerical_notes
+from dlattn.graph.placement import choose_target
+from dlattn.graph.vocabulary import behavior_note, build_plan_policy, heur_mode, numerical_note
+from dlattn.plans.base import Plan
+
+if TYPE_CHECKING:
+    from dlattn.graph.planning import Planning
+
+
+class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
+    """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
+
+    Life: tensors and one operation -> ``validate`` -> ``build_operation_graph`` ->
+    ``create_execution_plans`` -> ``check_support`` -> ``build_plans`` -> ``execute``. Each step
+    takes the steps before it that were left out; ``build()`` takes them all.
+
+    Args:
+        name: for messages.
+        io_data_type: element type of tensors that set none.
+        intermediate_data_type: accepted; nothing between nodes exists in memory.
+        compute_data_type: FLOAT, or DOUBLE on the reference engine.
+        handle: stream and device, see :func:`create_handle`. ``None``: the device is that of the
+            tensors, and execution follows the frameworks' current stream.
+        sm_version: compute capability that the device must have, e.g. 90.
+        sm_count, is_dynamic_shape_enabled: accepted; plans neither need the count nor compile
+            sizes in.
+        kernel_cache, device_property, is_override_shape_enabled: not supported yet; ``validate``
+            says so when they are given.
+    """
+
+    def __init__(
+        self,
+        name: str = "test_graph",
+        io_data_type: Any = data_type.NOT_SET,
+        intermediate_data_type: Any = data_type.NOT_SET,
+        compute_data_type: Any = data_type.NOT_SET,
+        handle: int | None = None,
+        sm_count: int | None = None,
+        sm_version: int | None = None,
+        kernel_cache: Any = None,
+        device_property: Any = None,
+        is_dynamic_shape_enabled: bool = False,
+        is_override_shape_enabled: bool = False,
+    ) -> None:
+        super().__init__(name)
+        explicit_stream(handle)  # an unknown handle is an error now, not at execute
+        self._types = {
+            "io_data_type": from_any(io_data_type),
+            "intermediate_data_type": from_any(intermediate_data_type),
+            "compute_data_type": from_any(compute_data_type),
+        }
+        self._handle = handle
+        self._sm_version = sm_version
+        self._not_supported = {
+            "kernel_cache": kernel_cache,
+            "device_property": device_property,
+            "is_override_shape_enabled": is_override_shape_enabled,
+        }
+        self._lowered: Lowered | None = None
+        self._kinds: list[type[Plan]] = []
+        self._filters: list[Callable[[Plan], bool]] = []
+        self._planning: Planning | None = None
+
+    # From declarations to plans ---------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Infer what was left out, and check that some plan can run the graph; idempotent.
+
+        Raises:
+            InvalidGraphError: the graph is wrong (a ``ValueError``).
+            cudnnGraphNotSupportedError: it is right, but nothing can run it; the message names the
+                argument, or has every plan's reason.
+        """
+        if self._lowered is None:
+            self._lower()
+
+    def build_operation_graph(self) -> None:
+        """Assign the missing uids, and freeze the graph. Raises as :meth:`validate` does."""
+        if self._lowered is not None:
+            return
+        lowered, self._kinds = self._lower()
+        taken = {t.attributes.uid for t in self._tensors}
+        free = (uid for uid in range(1, len(taken) + len(self._tensors) + 1) if uid not in taken)
+        for t in self._tensors:
+            if t.attributes.uid is None:
+                t.attributes.uid = next(free)
+            t.freeze()
+        self._lowered = lowered
+        self._is_built = True
+
+    @property
+    def lowered(self) -> Lowered:
+        """What plans see of the graph; builds the operation graph if that is not done."""
+        self.build_operation_graph()
+        assert self._lowered is not None
+        return self._lowered
+
+    def create_execution_plans(
+        self, heuristics: Iterable[heur_mode] = (heur_mode.A, heur_mode.FALLBACK)
+    ) -> None:
+        """Make the plans, best first. dlattn has one ranking, whatever the heuristic's name."""
+        for mode in heuristics:
+            if not isinstance(mode, heur_mode):
+                raise TypeError(f"create_execution_plans takes heur_mode members; got {mode!r}.")
+        self._plan(keep_others=False, engines=range(self.get_engine_count()))
+
+    def create_execution_plan(self, engine_id: int, knobs: Mapping[Any, int] | None = None) -> None:
+        """Add the plan of one engine, from 0 to ``get_engine_count() - 1``, best first.
+
+        Raises:
+            InvalidArgumentError: there is no such engine.
+            cudnnGraphNotSupportedError: knobs were given; plans have none.
+        """
+        if knobs:
+            raise cudnnGraphNotSupportedError("Plans have no knobs to turn; leave knobs out.")
+        if not 0 <= engine_id < self.get_engine_count():
+            raise InvalidArgumentError(
+                f"There is no engine {engine_id}; {len(self._kinds)} can run this graph, counted "
+                "from 0."
+            )
+        self._plan(keep_others=True, engines=[engine_id])
+
+    def check_support(self) -> None:
+        """Check that filtering left a plan.
+
+        Raises:
+            cudnnGraphNotSupportedError: it left none.
+        """
+        self._planned().check()
+
+    def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
+        """Compile and load the best plan, or all of them: the slow step.
+
+        Raises:
+            CompileError: NVRTC refused a kernel.
+        """
+        self._planned().build(policy)
+
+    def build(self, heuristics: Iterable[heur_mode] | None = None) -> None:
+        """All steps at once."""
+        self.create_execution_plans(*() if heuristics is None else (heuristics,))
+        self.build_plans()
+
+    def build_plan_at_index(self, index: int) -> None:
+        """Compile and load one plan, which becomes the one that ``execute`` runs."""
+        self._planned().build_at(index)
+
+    # Choosing among plans ---------------------------------------------------------------------
+
+    def get_engine_count(self) -> int:
+        """How many plans can run the graph."""
+        self.build_operation_graph()
+        return len(self._kinds)
+
+    def get_knobs_for_engine(self, engine_id: int) -> list[Any]:
+        """None: plans choose their tiling themselves."""
+        return []
+
+    def get_execution_plan_count(self) -> int:
+        """Plans made so far; 0 before ``create_execution_plans``."""
+        return 0 if self._planning is None else len(self._planning.plans)
+
+    def get_plan_name_at_index(self, index: int) -> str:
+        return self._planned().at(index).name
+
+    def get_workspace_size(self) -> int:
+        """Bytes of scratch memory that ``execute`` needs; may be 0."""
+        return self._planned().workspace_size
+
+    def get_workspace_size_plan_at_index(self, index: int) -> int:
+        return self._planned().at(index).workspace_size
+
+    def get_behavior_notes(self) -> list[behavior_note]:
+        """The notes of the best plan."""
+        return self.get_behavior_notes_for_plan_at_index(0)
+
+    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
+        return sorted(behavior_notes(self._planned().at(index)), key=lambda note: note.name)
+
+    def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
+        """Keep only plans that have every note."""
+        wanted = set(notes)
+        self._filter(lambda plan: wanted <= behavior_notes(plan))
+
+    def deselect_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
+        """Keep only plans that have none of the notes."""
+        unwanted = set(notes)
+        self._filter(lambda plan: not unwanted & behavior_notes(plan))
+
+    def select_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
+        """Keep only plans that have every note."""
+        wanted = set(notes)
+        self._filter(lambda plan: wanted <= numerical_notes(plan))
+
+    def deselect_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
+        """Keep only plans that have none of the notes."""
+        unwanted = set(notes)
+        self._filter(lambda plan: not unwanted & numerical_notes(plan))
+
+    def deselect_engines(self, names: Iterable[str]) -> None:
+        """Keep only plans with other names than these."""
+        unwanted = set(names)
+        self._filter(lambda plan: plan.name not in unwanted)
+
+    def deselect_workspace_greater_than(self, nbytes: int) -> None:
+        """Keep only plans that need at most this much workspace."""
+        self._filter(lambda plan: plan.workspace_size <= nbytes)
+
+    # Running ----------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: int | None = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
+        override_strides: Any = None,
+    ) -> None:
+        """Enqueue the work; never allocates device memory, copies or synchronises.
+
+        Args:
+            variant_pack: memory of every tensor that is not virtual, under the graph's tensor or
+                its uid: tensors of any framework, checked against the graph, or raw addresses,
+                which cannot be. ``None`` keys and unknown ones are skipped.
+            workspace: ``get_workspace_size()`` bytes, as a tensor or an address aligned to 16;
+                may be ``None`` or 0 when the size is 0.
+            handle: instead of the graph's. A stream set on it wins; else torch's current stream if
+                the pack has torch tensors, else CuPy's.
+
+        Raises:
+            InvalidVariantPackError: memory is missing, or is not what the graph declared.
+            InvalidArgumentError: no plan is built.
+            cudnnGraphNotSupportedError: override arguments were given.
+        """
+        if not (override_uids is None and override_shapes is None and override_strides is None):
+            raise _not_yet("Overriding shapes and strides at execution")
+        execution = None if self._planning is None else self._planning.chosen
+        if execution is None:
+            raise InvalidArgumentError(
+                f"Graph {self._name!r} has no built plan to execute; call build() first."
+            )
+        execution(variant_pack, workspace, self._handle if handle is None else handle)
+
+    def execute_plan_at_index(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        index: int,
+        handle: int | None = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
+        override_strides: Any = None,
+    ) -> None:
+        """As :meth:`execute`, with one of several built plans."""
+        if not (override_uids is None and override_shapes is None and override_strides is None):
+            raise _not_yet("Overriding shapes and strides at execution")
+        execution = self._planned().execution_at(index)
+        execution(variant_pack, workspace, self._handle if handle is None else handle)
+
+    # Looking at a graph -----------------------------------------------------------------------
+
+    def key(self) -> int:
+        """A hash of everything that execution depends on, the same in every process.
+
+        Names do not count; uids count when the user set them.
+        """
+        lowered = self._lowered or self._lower()[0]
+        return key_of(self._only_node(), self._types, str(lowered.target))
+
+    def __repr__(self) -> str:
+        types = {name: dtype.name for name, dtype in self._types.items()}
+        nodes = [describe(node) for node in self._nodes]
+        return json.dumps({"name": self._name, **types, "nodes": nodes})
+
+    def serialize(self) -> list[int]:
+        """Not supported yet."""
+        raise _not_yet("Serialising a graph")
+
+    def deserialize(self, *args: Any) -> None:
+        """Not supported yet."""
+        raise _not_yet("Deserialising a graph")
+
+    def populate_cuda_graph(self, *args: Any) -> None:
+        """Not supported yet."""
+        raise _not_yet("Populating a CUDA graph")
+
+    def update_cuda_graph(self, *args: Any) -> None:
+        """Not supported yet."""
+        raise _not_yet("Updating a CUDA graph")
+
+    # Details ----------------------------------------------------------------------------------
+
+    def _lower(self) -> tuple[Lowered, list[type[Plan]]]:
+        from dlattn.graph.planning import supported_plans
+
+        node = self._only_node()
+        self._refuse_what_no_plan_knows(node)
+        self._check_uids()
+        complete(node, self._types["io_data_type"])
+        target = choose_target(node, self._handle)
+        self._check_capability(target.capability if target.kind == "cuda" else None)
+        lowered = lower(node, target, self._types["compute_data_type"])
+        return lowered, supported_plans(lowered)
+
+    def _only_node(self) -> AttentionNode:
+        if len(self._nodes) != 1:
+            held = ", ".join(f"{n.operation} {n.name!r}" for n in self._nodes) or "nothing"
+            raise cudnnGraphNotSupportedError(
+                f"Graph {self._name!r} holds {held}; plans run graphs of exactly one sdpa or "
+                "sdpa_backward. Make one graph for each."
+            )
+        return self._nodes[0]
+
+    def _refuse_what_no_plan_knows(self, node: AttentionNode) -> None:
+        if node.not_supported:
+            raise cudnnGraphNotSupportedError(
+                f"{node.operation} {node.name!r} was given {', '.join(node.not_supported)}, which "
+                "no plan supports yet; leave it out, or compute this attention elsewhere."
+            )
+        for argument, value in self._not_supported.items():
+            if value:
+                raise _not_yet(f"The graph's argument {argument}")
+
+    def _check_uids(self) -> None:
+        named: dict[int, str] = {}
+        for t in self._tensors:
+            uid = t.attributes.uid
+            if uid is None:
+                continue
+            if uid in named:
+                raise InvalidGraphError(
+                    f"Tensors {named[uid]!r} and {t.get_name()!r} of graph {self._name!r} both "
+                    f"have uid {uid}; give each its own."
+                )
+            named[uid] = t.get_name()
+
+    def _check_capability(self, capability: tuple[int, int] | None) -> None:
+        if capability is None or self._sm_version is None:
+            return
+        major, minor = capability
+        if self._sm_version != 10 * major + minor:
+            raise InvalidGraphError(
+                f"Graph {self._name!r} was made for sm_version {self._sm_version}, but its device "
+                f"has {10 * major + minor}; leave sm_version out to use the device's."
+            )
+
+    def _planned(self) -> Planning:
+        if self._planning is None:
+            self.create_execution_plans()
+        assert self._planning is not None
+        return self._planning
+
+    def _plan(self, keep_others: bool, engines: Iterable[int]) -> None:
+        from dlattn.graph.planning import Planning
+
+        assert self._lowered is not None
+        if self._planning is None or not keep_others:
+            self._planning = Planning(self._lowered)
+        for engine in engines:
+            self._planning.append(self._kinds[engine])
+        for wanted in self._filters:
+            self._planning.keep(wanted)
+
+    def _filter(self, wanted: Callable[[Plan], bool]) -> None:
+        self._filters.append(wanted)
+        if self._planning is not None:
+            self._planning.keep(wanted)
+
+
+def _not_yet(what: str) -> cudnnGraphNotSupportedError:
+    return cudnnGraphNotSupportedError(f"{what} is not supported yet; leave it out.")

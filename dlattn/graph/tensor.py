@@ -1,0 +1,235 @@
+"""A tensor of a graph: a declaration, without data."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidGraphError
+from dlattn.graph.vocabulary import tensor_reordering
+
+Device = tuple[str, int]
+
+
+@dataclass
+class Attributes:
+    """Everything a graph knows about one tensor; empty ``dim`` or ``stride`` means not set yet.
+
+    Attributes:
+        uid: the key in variant packs; ``None`` until the user or the graph assigns one.
+        uid_from_user: the graph must keep this uid.
+        alignment: bytes to which addresses will be aligned; 16 unless set.
+        value: the number that a ``tensor_scalar`` holds.
+        device: where the object seen by ``tensor_like`` lives, e.g. ``("cuda", 0)``.
+    """
+
+    name: str = ""
+    dtype: data_type = data_type.NOT_SET
+    dim: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    is_virtual: bool = False
+    is_pass_by_value: bool = False
+    uid: int | None = None
+    uid_from_user: bool = False
+    reordering_type: tensor_reordering = tensor_reordering.NONE
+    alignment: int = 16
+    ragged_offset: tensor | None = None
+    vector_count: int = 1
+    vector_dimension: int = -1
+    value: float | int | None = None
+    is_compile_time_constant: bool = False
+    device: Device | None = None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements (1 when ``dim`` is not set)."""
+        count = 1
+        for size in self.dim:
+            count *= size
+        return count
+
+
+class tensor:  # noqa: N801 - cuDNN's public spelling
+    """A tensor of a graph (cuDNN frontend 1.23 ``cudnn.tensor``).
+
+    Made by ``pygraph.tensor``, ``pygraph.tensor_like`` or an operation. Setters return the tensor,
+    so that they chain, and raise :class:`InvalidGraphError` once the graph is built. Tensors
+    compare and hash by identity: they are the keys of variant packs.
+    """
+
+    __slots__ = ("_frozen", "attributes")
+
+    def __init__(self, attributes: Attributes | None = None) -> None:
+        self.attributes = Attributes() if attributes is None else attributes
+        self._frozen = False
+
+    def get_name(self) -> str:
+        return self.attributes.name
+
+    def set_name(self, name: str) -> tensor:
+        if not isinstance(name, str):
+            raise TypeError(f"A tensor's name must be a str; got {name!r}.")
+        return self._set(name=name)
+
+    def get_data_type(self) -> data_type:
+        return self.attributes.dtype
+
+    def set_data_type(self, data_type: Any) -> tensor:
+        """Set the element type: a ``data_type``, or a torch or NumPy dtype."""
+        return self._set(dtype=dtypes.from_any(data_type))
+
+    def get_dim(self) -> list[int]:
+        return list(self.attributes.dim)
+
+    def set_dim(self, dim: Iterable[int]) -> tensor:
+        return self._set(dim=integers(dim, "dim"))
+
+    def get_stride(self) -> list[int]:
+        return list(self.attributes.stride)
+
+    def set_stride(self, stride: Iterable[int]) -> tensor:
+        """Set the strides, in elements; those of dimensions of size 1 mean nothing."""
+        return self._set(stride=integers(stride, "stride"))
+
+    def get_is_virtual(self) -> bool:
+        return self.attributes.is_virtual
+
+    def set_is_virtual(self, is_virtual: bool) -> tensor:
+        return self._set(is_virtual=bool(is_virtual))
+
+    def set_output(self, is_output: bool) -> tensor:
+        """Make an operation's result an output of the graph, which needs memory in every pack."""
+        return self.set_is_virtual(not is_output)
+
+    def get_is_pass_by_value(self) -> bool:
+        return self.attributes.is_pass_by_value
+
+    def set_is_pass_by_value(self, is_pass_by_value: bool) -> tensor:
+        """Say that the value is read from host memory when the graph is executed."""
+        return self._set(is_pass_by_value=bool(is_pass_by_value))
+
+    def get_has_compile_time_constant(self) -> bool:
+        return self.attributes.is_compile_time_constant
+
+    def get_uid(self) -> int:
+        """The key in variant packs; 0 until the user or ``build_operation_graph`` assigns one."""
+        return self.attributes.uid or 0
+
+    def set_uid(self, uid: int) -> tensor:
+        """Set the key in variant packs; ``IntEnum`` members are welcome."""
+        return self._set(uid=operator.index(uid), uid_from_user=True)
+
+    def get_reordering_type(self) -> tensor_reordering:
+        return self.attributes.reordering_type
+
+    def set_reordering_type(self, reordering_type: tensor_reordering) -> tensor:
+        return self._set(reordering_type=reordering_type)
+
+    def get_alignment(self) -> int:
+        return self.attributes.alignment
+
+    def set_alignment(self, alignment: int) -> tensor:
+        """Set the alignment, in bytes, that every address given for this tensor will have."""
+        alignment = operator.index(alignment)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise InvalidGraphError(
+                f"The alignment of {self._said()} must be a power of two in bytes; got {alignment}."
+            )
+        return self._set(alignment=alignment)
+
+    def get_vector_count(self) -> int:
+        return self.attributes.vector_count
+
+    def get_vector_dimension(self) -> int:
+        return self.attributes.vector_dimension
+
+    def set_vector_count_and_dimension(self, count: int, dimension: int) -> tensor:
+        return self._set(
+            vector_count=operator.index(count), vector_dimension=operator.index(dimension)
+        )
+
+    def set_ragged_offset(self, ragged_offset: tensor) -> tensor:
+        """Declare packed, variable-length storage: element offsets, shape (B+1, 1, 1, 1)."""
+        if ragged_offset is not None and not isinstance(ragged_offset, tensor):
+            raise TypeError(f"A ragged offset must be a graph tensor; got {ragged_offset!r}.")
+        return self._set(ragged_offset=ragged_offset)
+
+    def __repr__(self) -> str:
+        return json.dumps(described(self))
+
+    def __copy__(self) -> tensor:
+        return tensor(copy.copy(self.attributes))
+
+    def freeze(self) -> None:
+        """Refuse every later change: the graph has read the attributes."""
+        self._frozen = True
+
+    def _set(self, **changes: Any) -> tensor:
+        if self._frozen:
+            raise InvalidGraphError(
+                f"Cannot set the {next(iter(changes))} of {self._said()}: its graph is built. "
+                "Set it before build_operation_graph(), or make a new graph."
+            )
+        for attribute, value in changes.items():
+            setattr(self.attributes, attribute, value)
+        return self
+
+    def _said(self) -> str:
+        return f"tensor {self.attributes.name!r}" if self.attributes.name else "a tensor"
+
+
+#: For classes that have a method named ``tensor``.
+Tensor = tensor
+
+
+def described(t: tensor) -> dict[str, Any]:
+    """A tensor's attributes as JSON values, under cuDNN's keys."""
+    it = t.attributes
+    return {
+        "name": it.name,
+        "data_type": it.dtype.name,
+        "dim": list(it.dim),
+        "stride": list(it.stride),
+        "is_virtual": it.is_virtual,
+        "is_pass_by_value": it.is_pass_by_value,
+        "pass_by_value": it.value,
+        "reordering_type": it.reordering_type.name,
+        "alignment": it.alignment,
+        "uid": t.get_uid(),
+        "uid_assigned": it.uid is not None,
+    }
+
+
+def integers(values: Iterable[int], what: str) -> tuple[int, ...]:
+    """A tuple of Python ints from any sequence of integers, ``torch.Size`` included.
+
+    Raises:
+        TypeError: not a sequence, or not of integers.
+    """
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{what} must be a sequence of integers; got {values!r}.") from None
+
+
+def packed_strides(dim: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides without gaps: row-major, or in the order of the strides ``like``.
+
+    The last dimension always comes out innermost: every plan reads heads along it.
+    """
+    last = len(dim) - 1
+    order = list(range(last))
+    if like is not None:
+        order.sort(key=lambda axis: -like[axis])
+    strides = [1] * len(dim)
+    step = dim[last] if dim else 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= dim[axis]
+    return tuple(strides)

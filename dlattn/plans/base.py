@@ -1,0 +1,55 @@
+"""The contract between a problem and the engines that can run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from dlattn.problem import Geometry, Problem
+from dlattn.runtime.target import Target
+
+
+class Plan(ABC):
+    """One way to run one problem on one device.
+
+    Life: ``supports`` (class) -> ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow:
+    compiles and loads) -> ``execute`` (often; thread-safe; never allocates device memory, copies
+    or synchronises).
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
+        self.problem = problem
+        self.geometry = geometry
+        self.target = target
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        """``None`` when this plan can run the problem, else one sentence that says why not."""
+
+    @property
+    @abstractmethod
+    def workspace_size(self) -> int:
+        """Bytes of scratch memory, 256-byte aligned, that :meth:`execute` needs; may be 0."""
+
+    @abstractmethod
+    def build(self) -> None:
+        """Compile and load; idempotent.
+
+        Raises:
+            CompileError: NVRTC refused a kernel.
+        """
+
+    @abstractmethod
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        """Enqueue the work.
+
+        Args:
+            pointers: role -> address; exactly the roles of ``geometry.tensors``. The memory has
+                been checked against the specs there. By-value scalars are host addresses.
+            workspace: address of ``workspace_size`` bytes on the device (0 when none is needed).
+            stream: CUDA stream handle (0 is the legacy default stream); ignored on the CPU.
+        """

@@ -1,0 +1,156 @@
+"""The portable backward: delta, main and dQ kernels, for compute capability 8.0 and up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from dlattn.plans.cuda import (
+    MOST_BLOCKS,
+    WAVE_BYTES,
+    CudaPlan,
+    KernelLaunch,
+    refusal,
+    round_up,
+    tile_bytes,
+)
+from dlattn.plans.source import kernel_source
+from dlattn.problem import Direction, Geometry, Problem
+from dlattn.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class BwdTiling:
+    """How a backward block divides its work (``BwdTiling`` in ``bwd_tile.cuh``).
+
+    Attributes:
+        tile_q, tile_k: queries and keys per tile.
+        warps: warps per block.
+        warps_s: of those, along queries in the score products.
+        warps_kv: of those, along keys in dK and dV.
+        warps_dq: of those, along queries in dQ.
+        stages_q, stages_do: tiles of Q and of dO held in shared memory, 1 or 2.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    warps_s: int
+    warps_kv: int
+    warps_dq: int
+    stages_q: int
+    stages_do: int
+    min_blocks: int = 1
+
+    @property
+    def cpp(self) -> str:
+        return (
+            f"BwdTiling<{self.tile_q}, {self.tile_k}, {self.warps}, {self.warps_s}, "
+            f"{self.warps_kv}, {self.warps_dq}, {self.stages_q}, {self.stages_do}>"
+        )
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the main kernel's ``SharedMemory``."""
+        dim_qk, dim_v = padded_dims(problem)
+        return (
+            self.stages_q * tile_bytes(self.tile_q, dim_qk)
+            + self.stages_do * tile_bytes(self.tile_q, dim_v)
+            + tile_bytes(self.tile_k, dim_qk)
+            + tile_bytes(self.tile_k, dim_v)
+            + 2 * tile_bytes(self.tile_q, self.tile_k)
+            + 2 * 2 * 4 * self.tile_q
+        )
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of the kernel's tiles for q and k, and for v (``BwdShapes``)."""
+    return round_up(problem.head_dim_qk, 32), round_up(problem.head_dim_v, 32)
+
+
+#: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
+TILINGS: dict[int, tuple[BwdTiling, ...]] = {
+    64: (BwdTiling(64, 128, 8, 4, 4, 4, 2, 2), BwdTiling(64, 64, 8, 4, 4, 4, 2, 2)),
+    128: (BwdTiling(64, 64, 8, 4, 4, 4, 2, 2), BwdTiling(64, 64, 8, 4, 4, 4, 1, 1)),
+    192: (BwdTiling(32, 64, 8, 2, 4, 2, 2, 2), BwdTiling(32, 64, 8, 2, 4, 2, 1, 1)),
+    256: (BwdTiling(32, 64, 8, 2, 4, 2, 2, 2), BwdTiling(32, 32, 8, 2, 2, 2, 1, 1)),
+}
+
+
+def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
+    """The fastest tiling, as measured, that fits the device's shared memory."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    tilings = next(row for limit, row in TILINGS.items() if largest <= limit)
+    return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
+
+
+class BwdSm80(CudaPlan):
+    """FlashAttention-2's backward with mma.sync, cp.async and ldmatrix.
+
+    The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
+    """
+
+    name = "bwd_sm80"
+
+    def __init__(
+        self,
+        problem: Problem,
+        geometry: Geometry,
+        target: Target,
+        tiling: BwdTiling | None = None,
+    ) -> None:
+        super().__init__(problem, geometry, target)
+        self.tiling = tiling or choose_tiling(problem, target)
+        bytes_per_query = 6 * problem.head_dim_qk + 2 * problem.head_dim_v
+        bytes_per_block = bytes_per_query * geometry.seq_q * self._heads_per_block
+        pairs = geometry.batch * geometry.heads_q // self._heads_per_block
+        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_block))
+
+    @classmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        reason = refusal(problem, geometry, target, Direction.BACKWARD, cls.name)
+        blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
+        if reason is None and blocks > MOST_BLOCKS:
+            return "batch x heads x (keys / 32) must be below 2**31."
+        return reason
+
+    @property
+    def _heads_per_block(self) -> int:
+        geometry = self.geometry
+        return lcm(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
+
+    @property
+    def _query_tiles(self) -> int:
+        return -(-self.geometry.seq_q // self.tiling.tile_q)
+
+    @cached_property
+    def _dq_accum_bytes(self) -> int:
+        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return 4 * tiles * self.tiling.tile_q * padded_dims(self.problem)[0]
+
+    @cached_property
+    def workspace_size(self) -> int:
+        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return round_up(self._dq_accum_bytes + 4 * tiles * 2 * self.tiling.tile_q, 256)
+
+    def place_workspace(self, workspace: int) -> None:
+        self._params.dq_accum = workspace
+        self._params.row_stats = workspace + self._dq_accum_bytes
+
+    def kernels(self) -> list[KernelLaunch]:
+        tiling, geometry, threads = self.tiling, self.geometry, 32 * self.tiling.warps
+        key_tiles = -(-geometry.seq_kv // tiling.tile_k)
+        blocks = geometry.batch * geometry.heads_q // self._heads_per_block * key_tiles
+        per_query_tile = (self._query_tiles, geometry.heads_q, geometry.batch)
+        main_shared = tiling.shared_memory(self.problem)
+        dq_shared = tile_bytes(tiling.tile_q, padded_dims(self.problem)[0])
+
+        def launch(kernel: str, grid: tuple[int, int, int], shared: int) -> KernelLaunch:
+            source = kernel_source(kernel, self.problem, tiling, shared)
+            return KernelLaunch(source, grid, threads, shared)
+
+        return [
+            launch("bwd_delta", per_query_tile, 0),
+            launch(self.name, (blocks, 1, 1), main_shared),
+            launch("bwd_dq", per_query_tile, dq_shared),
+        ]

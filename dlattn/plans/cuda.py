@@ -1,0 +1,157 @@
+"""What every CUDA plan shares: its kernels compiled side by side, one ``Params``, launches."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+
+import numpy as np
+
+from dlattn.dtypes import data_type, to_numpy
+from dlattn.plans.base import Plan
+from dlattn.plans.params import Params, address_slot, params_for
+from dlattn.problem import Direction, Geometry, Problem
+from dlattn.runtime import jit
+from dlattn.runtime.launch import Launch, device_guard
+from dlattn.runtime.target import Target
+
+#: Blocks of a launch grid along x, and along y or z.
+MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
+
+#: What one wave of blocks may re-read from L2; about half of the smallest L2 that matters (A100).
+WAVE_BYTES = 20 * 2**20
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel of a plan.
+
+    Attributes:
+        source: its translation unit.
+        grid: blocks along x, y, z.
+        block: threads per block.
+        shared: bytes of dynamic shared memory.
+    """
+
+    source: jit.KernelSource
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def tile_bytes(rows: int, columns: int) -> int:
+    """Bytes of a ``SharedTile`` of 16-bit elements (``cuda_src/tile/shared_tile.cuh``)."""
+    pitch = columns + 8 if columns // 8 % 2 == 0 else columns
+    return 2 * rows * pitch
+
+
+class CudaPlan(Plan):
+    """A plan that launches kernels of ``cuda_src/kernels``, in order, with one ``Params``."""
+
+    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
+        super().__init__(problem, geometry, target)
+        self._params = params_for(geometry)
+        self._lock = Lock()
+        self._launches: list[Launch] | None = None
+        scale = geometry.tensors.get("attn_scale")
+        self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
+        self._slots = [
+            (role, address_slot(self._params, role))
+            for role in geometry.tensors
+            if not (role == "attn_scale" and self._host_scale is not None)
+        ]
+
+    @abstractmethod
+    def kernels(self) -> list[KernelLaunch]:
+        """The kernels, in launch order."""
+
+    @property
+    def params(self) -> Params:
+        """The argument of every kernel; addresses are set at each execute."""
+        return self._params
+
+    @cached_property
+    def workspace_size(self) -> int:
+        return 0
+
+    def place_workspace(self, workspace: int) -> None:
+        """Writes the addresses of scratch arrays into :attr:`params`."""
+
+    def build(self) -> None:
+        if self._launches is not None:
+            return
+        kernels = self.kernels()
+        compiled = jit.compile_kernels([kernel.source for kernel in kernels], self.target.arch)
+        launches = []
+        for kernel, cubin in zip(kernels, compiled, strict=True):
+            loaded = jit.load(cubin, self.target.index)
+            loaded.set_shared(kernel.shared)
+            launches.append(
+                Launch(
+                    loaded.function,
+                    kernel.grid,
+                    kernel.block,
+                    kernel.shared,
+                    ctypes.addressof(self._params),
+                    name=kernel.source.name,
+                )
+            )
+        self._launches = launches
+
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        launches = self._launches
+        if launches is None:
+            raise RuntimeError(f"{self.name}: build() comes before execute()")
+        # The driver copies Params during the launch call, so the lock covers no device work.
+        with self._lock, device_guard(self.target.index):
+            for role, slot in self._slots:
+                slot.value = pointers[role]
+            if self._host_scale is not None:
+                value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
+                self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])
+            self.place_workspace(workspace)
+            for launch in launches:
+                launch(stream)
+
+
+def refusal(
+    problem: Problem, geometry: Geometry, target: Target, direction: Direction, kernel: str
+) -> str | None:
+    """Why the portable kernels cannot run a problem, or ``None``."""
+    if problem.direction is not direction:
+        return f"{kernel} computes the {direction.value} pass only."
+    if target.kind != "cuda":
+        return "it needs a CUDA device."
+    if target.capability < (8, 0):
+        major, minor = target.capability
+        return f"it needs compute capability 8.0 (Ampere) or above; {target} has {major}.{minor}."
+    if problem.dtype not in (data_type.HALF, data_type.BFLOAT16):
+        return (
+            f"tensor cores take HALF or BFLOAT16; the graph has {problem.dtype.name}. "
+            "Cast q, k and v, or run on the CPU."
+        )
+    for name, dim in (("q and k", problem.head_dim_qk), ("v", problem.head_dim_v)):
+        if dim % 8 or not 8 <= dim <= 256:
+            return (
+                f"the head dimension of {name} must be a multiple of 8 from 8 to 256; got {dim}. "
+                f"Pad the last dimension with zeros to {min(256, round_up(dim, 8))}."
+                if dim <= 256
+                else f"the head dimension of {name} must be at most 256; got {dim}."
+            )
+    if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
+        return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."
+    scale = geometry.tensors.get("attn_scale")
+    if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
+        return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."
+    if max(geometry.batch, geometry.heads_q) > MOST_BLOCKS_YZ:
+        return f"batch and heads must each be at most {MOST_BLOCKS_YZ}."
+    return None

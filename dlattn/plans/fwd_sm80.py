@@ -1,0 +1,100 @@
+"""The portable forward: ``cuda_src/kernels/fwd_sm80.cuh``, for compute capability 8.0 and up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlattn.plans.cuda import (
+    MOST_BLOCKS,
+    WAVE_BYTES,
+    CudaPlan,
+    KernelLaunch,
+    refusal,
+    round_up,
+    tile_bytes,
+)
+from dlattn.plans.source import kernel_source
+from dlattn.problem import Direction, Geometry, Problem
+from dlattn.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class FwdTiling:
+    """How a forward block divides its work (``FwdTiling`` in the kernel).
+
+    Attributes:
+        tile_q, tile_k: queries and keys per tile.
+        warps: warps per block; each owns ``tile_q / warps`` rows.
+        stages: key and value tiles held in shared memory, 1 or 2.
+        min_blocks: resident blocks per multiprocessor that the registers must allow.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def cpp(self) -> str:
+        return f"FwdTiling<{self.tile_q}, {self.tile_k}, {self.warps}, {self.stages}>"
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the kernel's ``SharedMemory``."""
+        dim_qk, dim_v = round_up(problem.head_dim_qk, 16), round_up(problem.head_dim_v, 16)
+        q_or_o = max(tile_bytes(self.tile_q, dim_qk), tile_bytes(self.tile_q, dim_v))
+        k_and_v = tile_bytes(self.tile_k, dim_qk) + tile_bytes(self.tile_k, dim_v)
+        return q_or_o + self.stages * k_and_v
+
+
+#: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
+TILINGS: dict[int, tuple[FwdTiling, ...]] = {
+    64: (FwdTiling(128, 64, 4, 2, 2),),
+    128: (FwdTiling(128, 32, 4, 2, 2),),
+    192: (FwdTiling(128, 64, 8, 2, 1), FwdTiling(64, 32, 4, 1, 2)),
+    256: (FwdTiling(128, 64, 8, 1, 1), FwdTiling(64, 32, 4, 1, 2)),
+}
+
+
+def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
+    """The fastest tiling, as measured, that fits the device's shared memory."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    tilings = next(row for limit, row in TILINGS.items() if largest <= limit)
+    return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
+
+
+class FwdSm80(CudaPlan):
+    """FlashAttention-2's forward with mma.sync, cp.async and ldmatrix."""
+
+    name = "fwd_sm80"
+
+    def __init__(
+        self,
+        problem: Problem,
+        geometry: Geometry,
+        target: Target,
+        tiling: FwdTiling | None = None,
+    ) -> None:
+        super().__init__(problem, geometry, target)
+        self.tiling = tiling or choose_tiling(problem, target)
+        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
+        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
+        pairs = geometry.batch * geometry.heads_q
+        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+
+    @classmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
+        if reason is None and _blocks(geometry, 64) > MOST_BLOCKS:
+            return "batch x heads x (queries / 64) must be below 2**31."
+        return reason
+
+    def kernels(self) -> list[KernelLaunch]:
+        shared = self.tiling.shared_memory(self.problem)
+        source = kernel_source(self.name, self.problem, self.tiling, shared)
+        grid = (_blocks(self.geometry, self.tiling.tile_q), 1, 1)
+        return [KernelLaunch(source, grid, 32 * self.tiling.warps, shared)]
+
+
+def _blocks(geometry: Geometry, tile_q: int) -> int:
+    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)

@@ -1,0 +1,93 @@
+"""The one argument of every kernel, mirrored from ``cuda_src/attn/params.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+
+from dlattn.dtypes import data_type
+from dlattn.problem import Geometry, TensorSpec
+
+#: Roles that are (batch, head, row, column) tensors, in the order of the struct.
+TENSOR_ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
+LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+
+
+class TensorRef(ctypes.Structure):
+    """Address and strides (in elements) of a tensor whose columns are contiguous."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    ]
+
+
+class LengthRef(ctypes.Structure):
+    """Address of one length per batch entry; null when every sequence is full."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("stride", ctypes.c_int64),
+        ("is_int64", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class Params(ctypes.Structure):
+    """What every kernel is given, by value."""
+
+    _fields_ = [
+        *((role, TensorRef) for role in TENSOR_ROLES),
+        *((role, LengthRef) for role in LENGTH_ROLES),
+        ("attn_scale_device", ctypes.c_uint64),
+        ("dq_accum", ctypes.c_uint64),
+        ("row_stats", ctypes.c_uint64),
+        ("batch", ctypes.c_int32),
+        ("heads_q", ctypes.c_int32),
+        ("heads_k", ctypes.c_int32),
+        ("heads_v", ctypes.c_int32),
+        ("seq_q", ctypes.c_int32),
+        ("seq_kv", ctypes.c_int32),
+        ("band_left", ctypes.c_int32),
+        ("band_right", ctypes.c_int32),
+        ("bottom_right", ctypes.c_int32),
+        ("heads_per_wave", ctypes.c_int32),
+        ("attn_scale", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+def params_for(geometry: Geometry) -> Params:
+    """A ``Params`` with every size, stride and scalar set, and every address null."""
+    params = Params(
+        batch=geometry.batch,
+        heads_q=geometry.heads_q,
+        heads_k=geometry.heads_k,
+        heads_v=geometry.heads_v,
+        seq_q=geometry.seq_q,
+        seq_kv=geometry.seq_kv,
+        band_left=geometry.band_left or 0,
+        band_right=geometry.band_right or 0,
+        bottom_right=geometry.bottom_right,
+        heads_per_wave=1,
+        attn_scale=geometry.attn_scale,
+    )
+    for role in TENSOR_ROLES:
+        if role in geometry.tensors:
+            batch, head, row, _ = geometry.tensors[role].stride
+            setattr(params, role, TensorRef(0, batch, head, row))
+    for role in LENGTH_ROLES:
+        if role in geometry.tensors:
+            setattr(params, role, _length_ref(geometry.tensors[role]))
+    return params
+
+
+def address_slot(params: Params, role: str) -> ctypes.c_uint64:
+    """A view of the field that holds the address of ``role``; assign its ``value``."""
+    field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
+    return ctypes.c_uint64.from_buffer(params, field.offset)
+
+
+def _length_ref(spec: TensorSpec) -> LengthRef:
+    return LengthRef(0, spec.stride[0], spec.dtype is data_type.INT64, 0)

@@ -1,0 +1,309 @@
+"""Attention on the CPU in NumPy: the definition that every other engine is held to.
+
+The engine knows of edits and masks only what their NumPy twins say, so a feature that has a twin
+runs here in every combination. Rows of queries go in blocks: memory grows linearly with the
+sequence lengths. Source: FlashAttention-2 (arXiv 2307.08691), algorithms 1 and 2, with a block of
+keys that spans every key.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dlattn.dtypes import data_type, to_numpy
+from dlattn.plans.base import Plan
+from dlattn.problem import Direction, Edit, Geometry, Mask, Problem, TensorSpec, Values, Where
+from dlattn.problem.score import Array
+from dlattn.runtime.target import Target
+
+_DTYPES = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
+
+#: Scores held at a time: small enough for a last-level cache, large enough to keep BLAS busy.
+_SCORES_PER_BLOCK = 1 << 20
+
+
+class Reference(Plan):
+    """Runs forward and backward problems on host memory.
+
+    Args:
+        compute: NumPy type of all arithmetic; float64 for DOUBLE problems and float32 for all
+            others when not given. Results are rounded once, when they are stored.
+    """
+
+    name = "reference"
+
+    def __init__(
+        self,
+        problem: Problem,
+        geometry: Geometry,
+        target: Target,
+        compute: type[np.floating[Any]] | None = None,
+    ) -> None:
+        super().__init__(problem, geometry, target)
+        double = problem.dtype is data_type.DOUBLE
+        self.compute = compute or (np.float64 if double else np.float32)
+
+    @classmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        if target.kind != "cpu":
+            return f"it runs on the CPU, and the tensors are on {target}"
+        if problem.dtype not in _DTYPES:
+            return f"it computes in {', '.join(d.name for d in _DTYPES)}, not {problem.dtype.name}"
+        return None
+
+    @property
+    def workspace_size(self) -> int:
+        return 0
+
+    def build(self) -> None:
+        """Nothing to compile."""
+
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        specs = self.geometry.tensors
+        tensors = {role: _view(pointers[role], spec) for role, spec in specs.items()}
+        q, k, v = (tensors[role] for role in "qkv")
+        values = self._values(tensors)
+        edits, masks, compute = self.problem.edits, self.problem.masks, self.compute
+        if self.problem.direction is Direction.FORWARD:
+            o, stats = attention_forward(
+                q, k, v, edits=edits, masks=masks, values=values, compute=compute
+            )
+            results = {"o": o, "stats": stats}
+        else:
+            o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
+            dq, dk, dv = attention_backward(
+                q, k, v, o, d_o, stats, edits=edits, masks=masks, values=values, compute=compute
+            )
+            results = {"dQ": dq, "dK": dk, "dV": dv}
+        with np.errstate(all="ignore"):
+            for role, result in results.items():
+                if role in tensors:
+                    tensors[role][...] = result
+
+    def _values(self, tensors: Mapping[str, Array]) -> Values:
+        geometry = self.geometry
+        scale = tensors.get("attn_scale")
+        return Values(
+            attn_scale=geometry.attn_scale if scale is None else float(scale.item()),
+            len_q=_lengths(tensors.get("seq_len_q"), geometry.batch, geometry.seq_q),
+            len_kv=_lengths(tensors.get("seq_len_kv"), geometry.batch, geometry.seq_kv),
+            band_left=geometry.band_left,
+            band_right=geometry.band_right,
+            bottom_right=geometry.bottom_right,
+        )
+
+
+def attention_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    edits: Sequence[Edit] = (),
+    masks: Sequence[Mask] = (),
+    values: Values | None = None,
+    compute: type[np.floating[Any]] = np.float64,
+) -> tuple[Array, Array]:
+    """``softmax(masked(edited(q k^T))) v``, and the log-sum-exp of its rows.
+
+    Args:
+        q, k, v: (B, Hq, Sq, Dqk), (B, Hk, Skv, Dqk), (B, Hv, Skv, Dv), of any float type and
+            strides; Hk and Hv divide Hq. Elements past the lengths in ``values`` are never read.
+        edits, masks: as in :class:`dlattn.problem.Problem`.
+        values: what edits and masks read; without it, a scale of 1 and full lengths.
+        compute: type of all arithmetic and of the results.
+
+    Returns:
+        o (B, Hq, Sq, Dv) and stats (B, Hq, Sq, 1), natural logarithm. Rows that attend to nothing,
+        and rows past the query length, hold 0 and -inf.
+    """
+    batch, heads, seq_q, _ = q.shape
+    values = values or _full_values(q, k)
+    o = np.zeros((batch, heads, seq_q, v.shape[-1]), compute)
+    stats = np.full((batch, heads, seq_q, 1), -np.inf, compute)
+    for entry in range(batch):
+        q_b, k_b, v_b, values_b = _entry(entry, q, k, v, values, compute)
+        for block in _blocks(entry, heads, masks, values_b):
+            scores, _ = _scores(q_b, k_b, block, edits, values_b)
+            o[entry, :, block.rows], stats[entry, :, block.rows] = _softmax_times_v(
+                scores, v_b[:, block.keys]
+            )
+    return o, stats
+
+
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    d_o: Array,
+    stats: Array,
+    *,
+    edits: Sequence[Edit] = (),
+    masks: Sequence[Mask] = (),
+    values: Values | None = None,
+    compute: type[np.floating[Any]] = np.float64,
+) -> tuple[Array, Array, Array]:
+    """The gradients of ``sum(o * d_o)`` for q, k and v.
+
+    Args:
+        o, d_o, stats: (B, Hq, Sq, Dv), the same, and (B, Hq, Sq, 1), from the forward pass.
+        q, k, v, edits, masks, values, compute: as in :func:`attention_forward`.
+
+    Returns:
+        dQ, dK, dV in the shapes of q, k, v; 0 past the lengths.
+    """
+    batch, heads = q.shape[:2]
+    values = values or _full_values(q, k)
+    dq, dk, dv = (np.zeros(x.shape, compute) for x in (q, k, v))
+    for entry in range(batch):
+        q_b, k_b, v_b, values_b = _entry(entry, q, k, v, values, compute)
+        for block in _blocks(entry, heads, masks, values_b):
+            rows, keys = block.rows, block.keys
+            o_r, d_o_r, stats_r = (x[entry, :, rows].astype(compute) for x in (o, d_o, stats))
+            scores, trail = _scores(q_b, k_b, block, edits, values_b)
+            with np.errstate(all="ignore"):
+                # Rows that attend to nothing have stats -inf; +inf makes their weights exp(-inf).
+                weights = np.exp(scores - np.where(np.isneginf(stats_r), np.inf, stats_r))
+                delta = (d_o_r * o_r).sum(axis=-1, keepdims=True)
+                grad = weights * (_times(d_o_r, v_b[:, keys].swapaxes(1, 2)) - delta)
+                for edit, given in zip(reversed(edits), reversed(trail), strict=True):
+                    grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
+                if block.dropped is not None:
+                    np.copyto(grad, 0, where=block.dropped)
+                dq[entry, :, rows] = _times(grad, k_b[:, keys])
+                dk[entry, :, keys] += _transpose_times(grad, q_b[:, rows], len(k_b))
+                dv[entry, :, keys] += _transpose_times(weights, d_o_r, len(v_b))
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive queries of one batch entry, and the range of keys that any of them attends to.
+
+    Attributes:
+        rows, keys: the ranges.
+        where: their positions, for all heads.
+        dropped: True where a score is masked, broadcastable to (H, rows, keys); ``None`` when
+            none is.
+    """
+
+    rows: slice
+    keys: slice
+    where: Where
+    dropped: Array | None
+
+
+def _blocks(entry: int, heads: int, masks: Sequence[Mask], values: Values) -> Iterator[_Block]:
+    """The blocks of one batch entry; rows that attend to nothing may be in none of them."""
+    len_q, len_kv = int(values.len_q.item()), int(values.len_kv.item())
+    step = max(1, _SCORES_PER_BLOCK // max(1, heads * len_kv))
+    for start in range(0, len_q, step):
+        rows = slice(start, min(start + step, len_q))
+        where = _where(entry, heads, rows, slice(0, len_kv))
+        keep = np.ones((1, 1, 1, len_kv), bool)
+        for mask in masks:
+            keep = keep & mask.keep(where, values)
+        attended = np.flatnonzero(keep.any(axis=(0, 1, 2)))
+        if not attended.size:
+            continue
+        keys = slice(int(attended[0]), int(attended[-1]) + 1)
+        keep = keep[0, ..., keys]
+        yield _Block(rows, keys, _where(entry, heads, rows, keys), None if keep.all() else ~keep)
+
+
+def _where(entry: int, heads: int, rows: slice, keys: slice) -> Where:
+    return Where(
+        batch=np.full((1, 1, 1, 1), entry),
+        head=np.arange(heads).reshape(1, -1, 1, 1),
+        query=np.arange(rows.start, rows.stop).reshape(1, 1, -1, 1),
+        key=np.arange(keys.start, keys.stop).reshape(1, 1, 1, -1),
+    )
+
+
+def _scores(
+    q: Array, k: Array, block: _Block, edits: Sequence[Edit], values: Values
+) -> tuple[Array, list[Array]]:
+    """The final scores (H, rows, keys), -inf where masked, and what each edit was given."""
+    with np.errstate(all="ignore"):
+        scores = _times(q[:, block.rows], k[:, block.keys].swapaxes(1, 2))
+        trail = []
+        for edit in edits:
+            trail.append(scores)
+            scores = edit.apply(scores[None], block.where, values)[0]
+    if block.dropped is not None:
+        scores = np.where(block.dropped, np.asarray(-np.inf, scores.dtype), scores)
+    return scores, trail
+
+
+def _softmax_times_v(scores: Array, v: Array) -> tuple[Array, Array]:
+    """Rows of o, and their log-sum-exp; 0 and -inf for a row whose scores are all -inf."""
+    with np.errstate(all="ignore"):
+        row_max = scores.max(axis=-1, keepdims=True)
+        # Without this, a row of only -inf would ask for exp(-inf - -inf).
+        weights = np.exp(scores - np.where(np.isneginf(row_max), 0, row_max))
+        row_sum = weights.sum(axis=-1, keepdims=True)
+        sums = _times(weights, v)
+        o = np.divide(sums, row_sum, out=np.zeros_like(sums), where=row_sum != 0)
+        return o, row_max + np.log(row_sum)
+
+
+def _times(x: Array, y: Array) -> Array:
+    """``x[h] @ y[h // (H / G)]``: x is (H, rows, n), y is (G, n, m), the result (H, rows, m)."""
+    heads, rows, width = x.shape
+    product: Array = x.reshape(len(y), heads // len(y) * rows, width) @ y
+    return product.reshape(heads, rows, y.shape[-1])
+
+
+def _transpose_times(x: Array, y: Array, groups: int) -> Array:
+    """``x[h].T @ y[h]`` summed over the heads of each group: (H, rows, n), (H, rows, m) ->
+    (groups, n, m)."""
+    x, y = (a.reshape(groups, -1, a.shape[-1]) for a in (x, y))
+    product: Array = x.swapaxes(1, 2) @ y
+    return product
+
+
+def _entry(
+    entry: int, q: Array, k: Array, v: Array, values: Values, compute: type[np.floating[Any]]
+) -> tuple[Array, Array, Array, Values]:
+    """One batch entry in the compute type, cut to its lengths: padding may hold NaN."""
+    values = replace(
+        values, len_q=values.len_q[entry : entry + 1], len_kv=values.len_kv[entry : entry + 1]
+    )
+    len_q, len_kv = int(values.len_q.item()), int(values.len_kv.item())
+    return (
+        np.ascontiguousarray(q[entry, :, :len_q], compute),
+        np.ascontiguousarray(k[entry, :, :len_kv], compute),
+        np.ascontiguousarray(v[entry, :, :len_kv], compute),
+        values,
+    )
+
+
+def _full_values(q: Array, k: Array) -> Values:
+    batch = q.shape[0]
+    return Values(1.0, _lengths(None, batch, q.shape[2]), _lengths(None, batch, k.shape[2]))
+
+
+def _lengths(given: Array | None, batch: int, size: int) -> Array:
+    """Actual lengths (B, 1, 1, 1), int64, clamped into [0, size]; all full when not given."""
+    if given is None:
+        return np.full((batch, 1, 1, 1), size, np.int64)
+    return np.clip(given.astype(np.int64), 0, size).reshape(batch, 1, 1, 1)
+
+
+def _view(address: int, spec: TensorSpec) -> Array:
+    """Host memory as the array that a spec describes."""
+    dtype = to_numpy(spec.dtype)
+    # A dimension of size 1 may carry any stride at all.
+    stride = [s if d > 1 else 0 for d, s in zip(spec.dim, spec.stride, strict=True)]
+    if 0 in spec.dim:
+        return np.empty(spec.dim, dtype)
+    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, stride, strict=True))
+    memory = (ctypes.c_byte * (extent * dtype.itemsize)).from_address(address)
+    return np.ndarray(
+        spec.dim, dtype, memoryview(memory), strides=[s * dtype.itemsize for s in stride]
+    )

@@ -1,0 +1,42 @@
+"""Choosing a plan: the first that supports the problem wins; every refusal is kept as a reason."""
+
+from __future__ import annotations
+
+from dlattn.errors import cudnnGraphNotSupportedError
+from dlattn.plans.base import Plan
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.reference import Reference
+from dlattn.problem import Geometry, Problem
+from dlattn.runtime.target import Target
+
+#: Most specialised first.
+PLANS: tuple[type[Plan], ...] = (FwdSm80, BwdSm80, Reference)
+
+
+def select(
+    problem: Problem, geometry: Geometry, target: Target, engine: str | None = None
+) -> list[type[Plan]]:
+    """The plans that can run a problem, best first.
+
+    Args:
+        engine: keep only the plan of this name (``DLATTN_ENGINE``).
+
+    Raises:
+        cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
+    """
+    supported: list[type[Plan]] = []
+    reasons: list[str] = []
+    for plan in PLANS:
+        reason = plan.supports(problem, geometry, target)
+        if reason is None and engine not in (None, plan.name):
+            reason = f"DLATTN_ENGINE asks for {engine!r}"
+        if reason is None:
+            supported.append(plan)
+        else:
+            reasons.append(f"{plan.name}: {reason}")
+    if not supported:
+        raise cudnnGraphNotSupportedError(
+            f"No plan runs this graph on {target}. " + " ".join(f"[{r}]" for r in reasons)
+        )
+    return supported

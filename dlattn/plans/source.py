@@ -1,0 +1,59 @@
+"""Writing the translation unit of a specialised kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+from dlattn.dtypes import to_cpp
+from dlattn.plans.params import Params
+from dlattn.problem import Problem
+from dlattn.runtime.jit import KernelSource
+
+
+class Tiling(Protocol):
+    """What the generated source needs of a tiling."""
+
+    warps: int
+
+    @property
+    def cpp(self) -> str: ...
+
+    @property
+    def min_blocks(self) -> int: ...
+
+
+def kernel_source(kernel: str, problem: Problem, tiling: Tiling, shared_memory: int) -> KernelSource:
+    """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
+
+    Args:
+        shared_memory: bytes of dynamic shared memory that the launch will ask for; the kernel
+            asserts that its layout has exactly this size.
+    """
+    edits = ", ".join(edit.cpp for edit in problem.edits)
+    masks = ", ".join(mask.cpp for mask in problem.masks)
+    entry = f"dlattn_{kernel}"
+    text = f"""\
+#include "kernels/{kernel}.cuh"
+
+using namespace dlattn;
+
+struct Problem {{
+  using Element = {to_cpp(problem.dtype)};
+  static constexpr int head_dim_qk = {problem.head_dim_qk}, head_dim_v = {problem.head_dim_v};
+  using Score = Edits<{edits}>;
+  using Mask = Masks<{masks}>;
+  static constexpr bool stats = {str(problem.stats is not None).lower()};
+  using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
+  static constexpr int access_bytes = {problem.access_bytes};
+  static constexpr int shared_memory = {shared_memory};
+}};
+using Tiling = {tiling.cpp};
+static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "dlattn/plans/params.py");
+
+extern "C" __global__ void __launch_bounds__({32 * tiling.warps}, {tiling.min_blocks})
+{entry}(const __grid_constant__ Params p) {{
+  {kernel}<Problem, Tiling>(p);
+}}
+"""
+    return KernelSource(entry, text)

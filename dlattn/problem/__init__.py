@@ -1,0 +1,19 @@
+"""What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
+
+from dlattn.problem.mask import Band, Mask, Padding
+from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.problem.score import Edit, Scale, Values, Where
+
+__all__ = [
+    "Band",
+    "Direction",
+    "Edit",
+    "Geometry",
+    "Mask",
+    "Padding",
+    "Problem",
+    "Scale",
+    "TensorSpec",
+    "Values",
+    "Where",
+]

@@ -1,0 +1,67 @@
+"""Masks: which positions a query attends to.
+
+A mask is the C++ type that kernels compose (``cuda_src/attn/mask.cuh``: the range of key blocks
+worth visiting, whether a tile needs no element test, and the element test itself) and its NumPy
+twin, which is its definition.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from dlattn.problem.score import Array, Values, Where
+
+
+class Mask(ABC):
+    """A predicate on (batch, head, query, key)."""
+
+    @property
+    @abstractmethod
+    def cpp(self) -> str:
+        """The C++ type in ``cuda_src/attn/mask.cuh``."""
+
+    @abstractmethod
+    def keep(self, where: Where, values: Values) -> Array:
+        """True where a position is attended; broadcasts to (B, H, S_q, S_kv)."""
+
+
+@dataclass(frozen=True)
+class Padding(Mask):
+    """Keeps positions inside the actual lengths; present in every problem, because tiles overhang."""
+
+    @property
+    def cpp(self) -> str:
+        return "Padding"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        return (where.query < values.len_q) & (where.key < values.len_kv)
+
+
+@dataclass(frozen=True)
+class Band(Mask):
+    """Keeps a diagonal band (sdpa_contract 1.8.2): causal masks and sliding windows.
+
+    Attributes:
+        left: there is a left bound.
+        right: there is a right bound.
+    """
+
+    left: bool
+    right: bool
+
+    @property
+    def cpp(self) -> str:
+        return f"Band<{str(self.left).lower()}, {str(self.right).lower()}>"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        shift = values.len_kv - values.len_q if values.bottom_right else 0
+        diagonal = where.query + shift
+        kept = where.key == where.key
+        if self.left:
+            assert values.band_left is not None
+            kept = kept & (where.key + values.band_left > diagonal)
+        if self.right:
+            assert values.band_right is not None
+            kept = kept & (where.key <= diagonal + values.band_right)
+        return kept

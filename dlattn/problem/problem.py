@@ -1,0 +1,113 @@
+"""What we know about one attention call.
+
+A :class:`Problem` holds only what changes code, so that one compiled kernel serves every batch
+size, head count, length, stride and scale. A :class:`Geometry` holds the run-time values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dlattn.dtypes import data_type
+from dlattn.problem.mask import Mask
+from dlattn.problem.score import Edit
+
+
+class Direction(Enum):
+    """Which pass a problem describes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that changes the code of a kernel, and nothing else.
+
+    Attributes:
+        direction: forward, or backward.
+        dtype: element type of q, k, v, o and their gradients.
+        head_dim_qk: elements per head of q and k.
+        head_dim_v: elements per head of v and o.
+        edits: score edits, applied in order to each q.k product.
+        masks: masks, all of which must keep a position for it to be attended.
+        stats: element type of the log-sum-exp that the forward writes or the backward reads;
+            ``None`` when a forward writes none.
+        access_bytes: widest global-memory access that every tensor's strides and declared
+            alignment allow (16), or 2 (one 16-bit element) when any does not.
+    """
+
+    direction: Direction
+    dtype: data_type
+    head_dim_qk: int
+    head_dim_v: int
+    edits: tuple[Edit, ...] = ()
+    masks: tuple[Mask, ...] = ()
+    stats: data_type | None = None
+    access_bytes: int = 16
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the graph declared for one tensor, under the user's name for it.
+
+    Attributes:
+        name: the user's name, for messages.
+        dim: shape.
+        stride: strides in elements, one per dimension.
+        dtype: element type.
+        by_value: a host scalar, read at execute time.
+    """
+
+    name: str
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: data_type
+    by_value: bool = False
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The run-time values of a problem: sizes, strides, scale, window bounds.
+
+    Attributes:
+        tensors: role -> spec. Roles: ``q k v o stats dO dQ dK dV attn_scale seq_len_q
+            seq_len_kv``; an absent role is an absent feature.
+        attn_scale: the scale when there is no ``attn_scale`` tensor.
+        band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
+        band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
+        bottom_right: whether the diagonal ends in the bottom right corner:
+            ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
+    """
+
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
+    attn_scale: float = 1.0
+    band_left: int | None = None
+    band_right: int | None = None
+    bottom_right: bool = False
+
+    @property
+    def batch(self) -> int:
+        return self.tensors["q"].dim[0]
+
+    @property
+    def heads_q(self) -> int:
+        return self.tensors["q"].dim[1]
+
+    @property
+    def heads_k(self) -> int:
+        return self.tensors["k"].dim[1]
+
+    @property
+    def heads_v(self) -> int:
+        return self.tensors["v"].dim[1]
+
+    @property
+    def seq_q(self) -> int:
+        return self.tensors["q"].dim[2]
+
+    @property
+    def seq_kv(self) -> int:
+        return self.tensors["k"].dim[2]

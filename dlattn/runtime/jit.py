@@ -1,0 +1,309 @@
+"""From CUDA source to a function on a device: compiled once, cached on disk, loaded by CuPy.
+
+The cache's key is a hash of everything that the cubin is made from: the source, the name and text
+of every header, the options, the compiler. Headers reach NVRTC from memory, so what is hashed is
+what is compiled. A start that finds all its kernels in the cache never loads NVRTC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dlattn.config import settings
+from dlattn.errors import CompileError
+from dlattn.runtime import cache as disk
+from dlattn.runtime import nvrtc
+from dlattn.runtime.log import log
+from dlattn.runtime.ptxas import Usage, read_report
+
+#: Part of every key. Raise it when the files or facts of an entry change their meaning.
+CACHE_FORMAT = 1
+
+#: Given to NVRTC beside ``-arch``; ``-v`` makes ptxas report registers and spills, and NVRTC's own
+#: cache (13.0 and later) would answer without that report.
+OPTIONS = ("-std=c++20", "-default-device", "-DNDEBUG", "--ptxas-options=-v", "--no-cache")
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A translation unit with one kernel.
+
+    Attributes:
+        name: the kernel's ``extern "C"`` name.
+        text: CUDA C++; its ``#include`` lines name headers relative to :func:`cuda_source_root`.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel(Usage):
+    """A kernel in the cache.
+
+    Attributes:
+        name: the kernel's name in the cubin.
+        arch: NVRTC's ``-arch`` value, e.g. ``sm_90a``.
+        cubin: the file; ``kernel.cu``, ``kernel.log`` and ``kernel.json`` lie beside it.
+        log: NVRTC's and ptxas's output.
+    """
+
+    name: str
+    arch: str
+    cubin: Path
+    log: str
+
+
+@dataclass
+class Statistics:
+    """How requests were answered since the start of the process (or :func:`forget`)."""
+
+    compiles: int = 0
+    disk_hits: int = 0
+    memory_hits: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, answer: str) -> None:
+        """Add one to a counter."""
+        with self._lock:
+            setattr(self, answer, getattr(self, answer) + 1)
+
+    def reset(self) -> None:
+        """Set all counters to 0."""
+        self.compiles = self.disk_hits = self.memory_hits = 0
+
+
+statistics = Statistics()
+
+_memory: dict[tuple[KernelSource, str], Future[CompiledKernel]] = {}
+_memory_lock = threading.Lock()
+
+
+def cuda_source_root() -> Path:
+    """The folder of CUDA headers: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "cuda_src"
+    return installed if installed.is_dir() else package.parent / "cuda_src"
+
+
+def compile_kernel(source: KernelSource, arch: str) -> CompiledKernel:
+    """Compile a kernel, or take it from memory or disk; safe to call from many threads.
+
+    Args:
+        arch: NVRTC's ``-arch`` value.
+
+    Raises:
+        CompileError: NVRTC is missing or refused the source.
+    """
+    key = (source, arch)
+    with _memory_lock:
+        future = _memory.get(key)
+        mine = future is None
+        if future is None:
+            future = _memory[key] = Future()
+    if not mine:
+        kernel = future.result()
+        statistics.count("memory_hits")
+        return kernel
+    try:
+        kernel = _from_disk_or_compiler(source, arch)
+    except BaseException as error:
+        with _memory_lock:
+            _memory.pop(key, None)
+        future.set_exception(error)
+        raise
+    future.set_result(kernel)
+    return kernel
+
+
+def compile_kernels(sources: Sequence[KernelSource], arch: str) -> list[CompiledKernel]:
+    """Compile several kernels side by side (NVRTC releases the GIL); see :func:`compile_kernel`."""
+    if len(sources) < 2:
+        return [compile_kernel(source, arch) for source in sources]
+    workers = min(len(sources), os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, thread_name_prefix="dlattn-nvrtc") as pool:
+        return list(pool.map(lambda source: compile_kernel(source, arch), sources))
+
+
+def forget() -> None:
+    """Drop what this process remembers (headers, compiled kernels, counters), not the disk.
+
+    Headers are read once per process; call this after editing one in a running session.
+    """
+    with _memory_lock:
+        _memory.clear()
+    _headers.cache_clear()
+    statistics.reset()
+
+
+# The cache ----------------------------------------------------------------------------------------
+
+
+def _from_disk_or_compiler(source: KernelSource, arch: str) -> CompiledKernel:
+    root = settings().cache_dir
+    headers = _headers(cuda_source_root())
+    compiler = nvrtc.identity(root)
+    kernel = _read(root, _entry_name(source, arch, headers, compiler))
+    if kernel is None:
+        library = nvrtc.load(root)
+        entry = _entry_name(source, arch, headers, library.identity)
+        if library.identity != compiler:  # the remembered NVRTC was another one
+            kernel = _read(root, entry)
+        if kernel is None:
+            return _compile(root, entry, source, arch, headers, library)
+    statistics.count("disk_hits")
+    return kernel
+
+
+def _read(root: Path, entry: str) -> CompiledKernel | None:
+    found = disk.read(root, entry)
+    if found is None:
+        return None
+    usage = Usage(**{**found.facts["usage"], "warnings": tuple(found.facts["usage"]["warnings"])})
+    return _compiled(found.facts, usage, found.folder, found.files["kernel.log"].decode())
+
+
+def _compile(
+    root: Path,
+    entry: str,
+    source: KernelSource,
+    arch: str,
+    headers: Headers,
+    library: nvrtc.Nvrtc,
+) -> CompiledKernel:
+    facts = {"name": source.name, "arch": arch, "nvrtc": library.version, "options": OPTIONS}
+    started = time.perf_counter()
+    try:
+        cubin, output = library.compile(source.text, headers.texts, (f"-arch={arch}", *OPTIONS))
+        usage = read_report(source.name, output)
+        if usage is None:
+            raise nvrtc.Rejected(f'error: it has no extern "C" kernel named {source.name}')
+    except nvrtc.Rejected as rejected:
+        output = str(rejected)
+        files = {"kernel.cu": source.text.encode(), "kernel.log": output.encode()}
+        kept = disk.write(root, f"refused-{entry}", files, facts)
+        raise CompileError(
+            f"NVRTC refused {source.name} for {arch}: {_first_error(output)} "
+            f"(source and full log: {kept})"
+        ) from None
+    statistics.count("compiles")
+    log(1, f"compiled {source.name} for {arch} in {time.perf_counter() - started:.2f} s")
+    files = {
+        "kernel.cu": source.text.encode(),
+        "kernel.cubin": cubin,
+        "kernel.log": output.encode(),
+    }
+    folder = disk.write(root, entry, files, {**facts, "usage": asdict(usage)})
+    return _compiled(facts, usage, folder, output)
+
+
+def _compiled(facts: dict[str, Any], usage: Usage, folder: Path, output: str) -> CompiledKernel:
+    return CompiledKernel(
+        name=facts["name"],
+        arch=facts["arch"],
+        cubin=folder / "kernel.cubin",
+        log=output,
+        **vars(usage),
+    )
+
+
+def _first_error(output: str) -> str:
+    lines = output.splitlines()
+    return next((line for line in lines if "error" in line), lines[0]).strip()
+
+
+# The key ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Every header under the source root.
+
+    Attributes:
+        texts: content by path relative to the root.
+        digest: hash of all names and contents.
+    """
+
+    texts: dict[str, str]
+    digest: str
+
+
+@cache
+def _headers(root: Path) -> Headers:
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(root.rglob("*.cuh"))
+    }
+    return Headers(texts, _digest(*(part for header in texts.items() for part in header)))
+
+
+def _entry_name(source: KernelSource, arch: str, headers: Headers, compiler: str) -> str:
+    key = _digest(
+        str(CACHE_FORMAT), source.name, source.text, headers.digest, compiler, arch, *OPTIONS
+    )
+    return f"{source.name}-{arch}-{key[:32]}"
+
+
+def _digest(*parts: str) -> str:
+    """A hash that tells ``("ab", "c")`` from ``("a", "bc")``."""
+    hashed = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode()
+        hashed.update(len(encoded).to_bytes(8, "little"))
+        hashed.update(encoded)
+    return hashed.hexdigest()
+
+
+# Loading ------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel on one device.
+
+    Attributes:
+        name: its name.
+        function: the driver's ``CUfunction`` as an int.
+    """
+
+    def __init__(self, compiled: CompiledKernel, device_index: int) -> None:
+        import cupy
+
+        self.name = compiled.name
+        self._device = cupy.cuda.Device(device_index)
+        self._shared = 0
+        with self._device:
+            # Kept: the driver unloads the code when the module goes.
+            self._module = cupy.RawModule(path=str(compiled.cubin))
+            self._raw_kernel = self._module.get_function(compiled.name)
+            self.function = int(self._raw_kernel.kernel.ptr)
+
+    def set_shared(self, nbytes: int) -> None:
+        """Allow launches with this much dynamic shared memory per block, in bytes."""
+        if nbytes <= self._shared:
+            return
+        with self._device:
+            self._raw_kernel.max_dynamic_shared_size_bytes = nbytes
+        self._shared = nbytes
+
+
+_kernels: dict[tuple[Path, int], Kernel] = {}
+_kernels_lock = threading.Lock()
+
+
+def load(compiled: CompiledKernel, device_index: int) -> Kernel:
+    """Load a compiled kernel on a CUDA device, once per process."""
+    key = (compiled.cubin, device_index)
+    with _kernels_lock:
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = _kernels[key] = Kernel(compiled, device_index)
+    return kernel

@@ -1,0 +1,90 @@
+"""The machine that a plan is made for: one device, described by the facts that choose code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, or a description of one (plans are made and compiled without a GPU too).
+
+    Attributes:
+        kind: ``"cpu"`` or ``"cuda"``.
+        index: CUDA device ordinal.
+        capability: CUDA compute capability, e.g. ``(9, 0)``.
+        shared_memory: most bytes of dynamic shared memory a block may ask for.
+        multiprocessors: streaming multiprocessors.
+    """
+
+    kind: str
+    index: int = 0
+    capability: tuple[int, int] = (0, 0)
+    shared_memory: int = 0
+    multiprocessors: int = 0
+
+    @property
+    def arch(self) -> str:
+        """NVRTC's ``-arch`` value; ``sm_90a`` on Hopper, whose own instructions need the ``a``."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+CPU = Target("cpu")
+
+#: Descriptions for compiling without a GPU, by architecture.
+KNOWN = {
+    "sm_80": Target("cuda", 0, (8, 0), 163 * 1024, 108),
+    "sm_90a": Target("cuda", 0, (9, 0), 227 * 1024, 132),
+    "sm_100": Target("cuda", 0, (10, 0), 227 * 1024, 148),
+    "sm_120": Target("cuda", 0, (12, 0), 99 * 1024, 170),
+}
+
+
+#: ``cudaDeviceAttr`` values, of which CuPy names only some.
+_MULTIPROCESSOR_COUNT = 16
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
+_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+
+
+@lru_cache(maxsize=None)
+def cuda_target(index: int) -> Target:
+    """The CUDA device with this ordinal, measured through CuPy's runtime bindings."""
+    from cupy.cuda import runtime
+
+    attribute = runtime.deviceGetAttribute
+    return Target(
+        "cuda",
+        index,
+        (
+            attribute(_COMPUTE_CAPABILITY_MAJOR, index),
+            attribute(_COMPUTE_CAPABILITY_MINOR, index),
+        ),
+        attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
+        attribute(_MULTIPROCESSOR_COUNT, index),
+    )
+
+
+def cuda_device_count() -> int:
+    """CUDA devices that CuPy can use; 0 without CuPy, a driver, or a device."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return 0
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def default_target() -> Target:
+    """CUDA's current device if there is one, else the CPU."""
+    if cuda_device_count() == 0:
+        return CPU
+    from cupy.cuda import runtime
+
+    return cuda_target(runtime.getDevice())

@@ -1,0 +1,209 @@
+"""Tensors for a case, in memory that shows every stray write.
+
+Each tensor lies in a buffer of its own that is filled with one NaN bit pattern: before and after
+the tensor, in the gaps that its strides leave, and, for outputs, in the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dlattn.dtypes import from_any
+from dlattn.problem import TensorSpec
+from tests.strategies import Case
+
+#: Bytes before and after each tensor; keeps the alignment that allocators give.
+_MARGIN = 512
+
+#: A quiet NaN in each float type, with a payload that no arithmetic makes.
+_POISON = {1: 0x7F, 2: 0x7FFA, 4: 0x7FFA5A5A, 8: 0x7FFA5A5A5A5A5A5A}
+
+_TAILS = {"nan": float("nan"), "inf": float("inf"), "huge": 3e4}
+
+#: What a dimension of size 1 may say its stride is.
+_WILD = 3331333
+
+
+class Library:
+    """The few operations that builders need, for NumPy, CuPy, or PyTorch on one device.
+
+    Attributes:
+        xp: the library's module.
+        device: torch's device name; unused by the others.
+    """
+
+    def __init__(self, xp: Any = np, device: str = "cpu") -> None:
+        self.xp = xp
+        self.device = device
+        self.is_torch = xp.__name__ == "torch"
+
+    def dtype(self, name: str) -> Any:
+        if self.is_torch:
+            return getattr(self.xp, name)
+        return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+    def full(self, size: int, value: int, dtype: str) -> Any:
+        device = {"device": self.device} if self.is_torch else {}
+        return self.xp.full((size,), value, dtype=self.dtype(dtype), **device)
+
+    def strided(self, flat: Any, dim: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+        if self.is_torch:
+            return flat.as_strided(dim, stride, offset)
+        strides = [s * flat.itemsize for s in stride]
+        return self.xp.lib.stride_tricks.as_strided(flat[offset:], dim, strides)
+
+    def normal(self, dim: Sequence[int], seed: int) -> Any:
+        """Standard normal values, float32; each library draws its own."""
+        if self.is_torch:
+            generator = self.xp.Generator(self.device).manual_seed(seed)
+            return self.xp.randn(*dim, generator=generator, device=self.device)
+        return self.xp.random.default_rng(seed).standard_normal(dim, dtype=np.float32)
+
+    def values(self, numbers: Sequence[float], dtype: str) -> Any:
+        if self.is_torch:
+            return self.xp.tensor(numbers, dtype=self.dtype(dtype), device=self.device)
+        return self.xp.asarray(numbers, dtype=self.dtype(dtype))
+
+    def cast(self, x: Any, dtype: str) -> Any:
+        return x.to(self.dtype(dtype)) if self.is_torch else x.astype(self.dtype(dtype))
+
+    def copy(self, x: Any) -> Any:
+        return x.clone() if self.is_torch else x.copy()
+
+    def host(self) -> Library:
+        """The same library in host memory."""
+        return Library(self.xp) if self.is_torch else Library(np)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A tensor inside its poisoned buffer.
+
+    Attributes:
+        spec: shape, strides and type, as a graph would declare them.
+        start: the tensor's first element in the buffer.
+        bits: the whole buffer, as integers.
+        tensor: the tensor.
+        written: the engine may write the tensor's elements.
+    """
+
+    library: Library
+    spec: TensorSpec
+    start: int
+    bits: Any
+    tensor: Any
+    written: bool
+    before: Any = field(repr=False)
+
+    def stray_writes(self) -> int:
+        """How many elements were changed that should not have been."""
+        now = self.library.copy(self.bits)
+        if self.written:
+            own, was = (self._elements(bits) for bits in (now, self.before))
+            own[...] = was
+        return int((now != self.before).sum())
+
+    def _elements(self, flat: Any) -> Any:
+        return self.library.strided(flat, self.spec.dim, self.spec.stride, self.start)
+
+
+def strides(layout: str, dim: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements for a (B, H, S, D) tensor.
+
+    ``bshd``, ``bhsd`` and ``sbhd`` are dense in that order; ``packed`` is a bshd slice of a fused
+    q, k, v projection; ``padded`` leaves gaps of a multiple of 8 elements after rows, heads and
+    batch entries; ``odd`` leaves gaps that break every 16-byte alignment, and :func:`make_tensors`
+    starts it at an address that does.
+    """
+    b, h, s, d = dim
+    if layout == "bshd":
+        return (s * h * d, d, h * d, 1)
+    if layout == "bhsd":
+        return (h * s * d, s * d, d, 1)
+    if layout == "sbhd":
+        return (h * d, d, b * h * d, 1)
+    if layout == "packed":
+        return (3 * s * h * d, d, 3 * h * d, 1)
+    gap = {"padded": 8, "odd": 1}[layout]
+    row, head = d + gap, s * (d + gap) + 2 * gap
+    return (h * head + 3 * gap, head, row, 1)
+
+
+def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
+    """Every tensor that a forward and a backward of the case need, by role.
+
+    Inputs hold random data and, past the lengths, what ``case.tails`` says; outputs hold poison.
+    ``stats`` is absent without ``case.stats``; ``attn_scale`` and the lengths where the case gives
+    none as tensors.
+    """
+    made = dict(_data(case, library))
+    dims = case.dims()
+    for role in ("o", "dQ", "dK", "dV", *(["stats"] if case.stats else [])):
+        dtype = (case.stats if role == "stats" else None) or case.dtype
+        spec = _spec(case, role, dims[role], dtype)
+        made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
+    return made
+
+
+def check_poison_intact(tensors: Mapping[str, Guarded], note: object = "") -> None:
+    """Fails when an input, or anything around or between an output's elements, was written."""
+    strays = {role: strays for role, t in tensors.items() if (strays := t.stray_writes())}
+    assert not strays, f"elements written outside the outputs: {strays}; {note!r}"
+
+
+def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
+    rows = {"q": case.lengths_q(), "dO": case.lengths_q()}
+    for nth, role in enumerate(("q", "k", "v", "dO")):
+        dim = case.dims()[role]
+        data = library.normal(dim, 4 * case.seed + nth)
+        if role in "qk":
+            data = data * _score_factor(case)
+        for entry, length in enumerate(rows.get(role, case.lengths_kv())):
+            data[entry, :, length:] = _TAILS[case.tails]
+        shifted = case.layout(role) == "odd"
+        yield role, _guard(library, _spec(case, role, dim, case.dtype), case.dtype, data, shifted)
+    one = (1, 1, 1, 1)
+    if case.scale_as != "value":
+        home = library.host() if case.scale_as == "host" else library
+        spec = _spec(case, "attn_scale", one, "float32", by_value=case.scale_as == "host")
+        data = home.values([case.scale_value], "float32").reshape(one)
+        yield "attn_scale", _guard(home, spec, "float32", data, False)
+    for role, given, dtype in zip(
+        ("seq_len_q", "seq_len_kv"), (case.len_q, case.len_kv), case.len_dtypes, strict=True
+    ):
+        if given is not None:
+            dim = (case.batch, 1, 1, 1)
+            data = library.values(given, dtype).reshape(dim)
+            yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+
+
+def _score_factor(case: Case) -> float:
+    """What q and k are multiplied by so that scaled scores have the case's magnitude."""
+    scale = abs(case.scale_value) or 1.0
+    return min(100.0, (case.logits / (scale * case.head_dim_qk**0.5)) ** 0.5)
+
+
+def _spec(
+    case: Case, role: str, dim: tuple[int, ...], dtype: str, by_value: bool = False
+) -> TensorSpec:
+    stride = strides(case.layout(role), dim)
+    if case.wild_strides:
+        stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
+    return TensorSpec(role, dim, stride, from_any(Library().dtype(dtype)), by_value)
+
+
+def _guard(library: Library, spec: TensorSpec, dtype: str, data: Any, shifted: bool) -> Guarded:
+    size = library.dtype(dtype).itemsize
+    margin, shift = _MARGIN // size, int(shifted)
+    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, spec.stride, strict=True) if d > 1)
+    bits = library.full(margin + shift + extent + margin, _POISON[size], f"int{8 * size}")
+    flat = bits.view(library.dtype(dtype))
+    tensor = library.strided(flat, spec.dim, spec.stride, margin + shift)
+    if data is not None:
+        tensor[...] = library.cast(data, dtype)
+    return Guarded(library, spec, margin + shift, bits, tensor, data is None, library.copy(bits))

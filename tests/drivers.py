@@ -1,0 +1,188 @@
+"""Ways to run a case, through a plan or through graphs, and the check of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import dlattn as cudnn
+from dlattn.dtypes import from_any
+from dlattn.plans.reference import Reference, attention_backward, attention_forward
+from dlattn.problem import Band, Direction, Edit, Geometry, Mask, Padding, Problem, Scale, Values
+from dlattn.runtime.target import CPU
+from tests import oracle
+from tests.builders import Guarded, Library, check_poison_intact, make_tensors
+from tests.strategies import Case
+
+Tensors = Mapping[str, Guarded]
+
+#: Bytes before and after the workspace.
+_MARGIN = 4096
+
+_FORWARD = ("q", "k", "v", "o", "stats", "attn_scale", "seq_len_q", "seq_len_kv")
+_BACKWARD = (*_FORWARD, "dO", "dQ", "dK", "dV")
+
+
+def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
+    """Fails unless every output of the case is right, and nothing else was written.
+
+    Args:
+        run: runs the forward and, if the case has stats, the backward that reads their results.
+    """
+    tensors = make_tensors(case, library)
+    run(case, tensors)
+    check_poison_intact(tensors, case)
+    outputs = ("o", "stats", "dQ", "dK", "dV") if case.stats else ("o",)
+    arrays = {role: t.tensor for role, t in tensors.items()}
+    oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
+
+
+def run_plan(case: Case, tensors: Tensors) -> None:
+    """Runs the reference plan on NumPy tensors."""
+    for direction, roles in ((Direction.FORWARD, _FORWARD), (Direction.BACKWARD, _BACKWARD)):
+        if direction is Direction.BACKWARD and not case.stats:
+            return
+        used = {role: tensors[role] for role in roles if role in tensors}
+        plan = Reference(problem_of(case, direction), geometry_of(case, used), CPU)
+        plan.build()
+        plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
+
+
+def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
+    """o and stats by the reference engine's function."""
+    return attention_forward(
+        *(arrays[role] for role in "qkv"),
+        edits=edits_of(case),
+        masks=masks_of(case),
+        values=values_of(case),
+        compute=compute,
+    )
+
+
+def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
+    """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
+    o, stats = forward(case, arrays, compute)
+    return attention_backward(
+        *(arrays[role] for role in "qkv"),
+        o,
+        arrays["dO"],
+        stats,
+        edits=edits_of(case),
+        masks=masks_of(case),
+        values=values_of(case),
+        compute=compute,
+    )
+
+
+def run_graph(case: Case, tensors: Tensors) -> None:
+    """Runs a forward and a backward graph on the device of the tensors."""
+    _run_graph_of(case, tensors, ("q", "k", "v"), ("o", "stats") if case.stats else ("o",))
+    if case.stats:
+        _run_graph_of(case, tensors, ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV"))
+
+
+def problem_of(case: Case, direction: Direction) -> Problem:
+    """The problem that a graph of the case lowers to."""
+    numpy = Library()
+    return Problem(
+        direction=direction,
+        dtype=from_any(numpy.dtype(case.dtype)),
+        head_dim_qk=case.head_dim_qk,
+        head_dim_v=case.head_dim_v,
+        edits=edits_of(case),
+        masks=masks_of(case),
+        stats=from_any(numpy.dtype(case.stats)) if case.stats else None,
+    )
+
+
+def edits_of(case: Case) -> tuple[Edit, ...]:
+    return (Scale(positive=case.scale_as == "value" and case.scale_value > 0),)
+
+
+def masks_of(case: Case) -> tuple[Mask, ...]:
+    band = Band(left=case.left is not None, right=case.right is not None)
+    return (Padding(), band) if band.left or band.right else (Padding(),)
+
+
+def geometry_of(case: Case, tensors: Tensors) -> Geometry:
+    return Geometry(
+        tensors={role: t.spec for role, t in tensors.items()},
+        attn_scale=case.scale_value,
+        band_left=case.left,
+        band_right=case.right,
+        bottom_right=case.bottom_right,
+    )
+
+
+def values_of(case: Case) -> Values:
+    return Values(
+        attn_scale=case.scale_value,
+        len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
+        len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),
+        band_left=case.left,
+        band_right=case.right,
+        bottom_right=case.bottom_right,
+    )
+
+
+@cache
+def gpu_library() -> Library:
+    """PyTorch on CUDA if it is there, else CuPy."""
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    if torch is not None and torch.cuda.is_available():
+        return Library(torch, "cuda")
+    import cupy
+
+    return Library(cupy)
+
+
+def _run_graph_of(
+    case: Case, tensors: Tensors, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> None:
+    graph = cudnn.pygraph(
+        io_data_type=from_any(Library().dtype(case.dtype)),
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+    )
+    options = [role for role in ("attn_scale", "seq_len_q", "seq_len_kv") if role in tensors]
+    given = {role: graph.tensor_like(tensors[role].tensor) for role in (*inputs, *options)}
+    if case.scale_as == "value" and case.scale is not None:
+        given["attn_scale"] = case.scale
+    arguments = {**given, **_mask_arguments(case)}
+    arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
+    if "dO" in inputs:
+        made = graph.sdpa_backward(**arguments)
+    else:
+        made = graph.sdpa(**arguments, generate_stats=case.stats is not None)
+    pack = {given[role]: tensors[role].tensor for role in (*inputs, *options)}
+    for role, t in zip(outputs, made, strict=False):
+        spec = tensors[role].spec
+        t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
+        if case.layout(role) == "odd":
+            t.set_alignment(tensors[role].tensor.itemsize)
+        pack[t] = tensors[role].tensor
+    graph.build()
+    size = graph.get_workspace_size()
+    guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
+    graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
+    outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
+    assert outside == 0, f"{outside} bytes written outside the workspace of {size}; {case!r}"
+
+
+def _mask_arguments(case: Case) -> dict[str, Any]:
+    """The shorthand flags where there is one for the band, the bounds otherwise."""
+    if case.left is None and case.right == 0:
+        name = "use_causal_mask_bottom_right" if case.bottom_right else "use_causal_mask"
+        return {name: True}
+    corner = cudnn.diagonal_alignment
+    return {
+        "diagonal_alignment": corner.BOTTOM_RIGHT if case.bottom_right else corner.TOP_LEFT,
+        "diagonal_band_left_bound": case.left,
+        "diagonal_band_right_bound": case.right,
+    }

@@ -1,0 +1,302 @@
+"""What attention is, written from its definition, and how far a computation may be from it.
+
+Nothing here uses dlattn. Every function takes arrays of NumPy, CuPy or PyTorch, and works on one
+batch entry at a time, cut to its lengths.
+
+A result is compared with the exact one by two yardsticks, both computed for the very data at hand:
+the error of a plain computation that rounds where any fused kernel must (:func:`rounded`), and the
+standard deviation that those roundings give each element (:func:`noise`). There is no absolute
+tolerance: where nothing rounds, nothing may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.strategies import Case
+
+Tensors = Mapping[str, Any]
+
+#: How many times the larger yardstick the largest error may be.
+FACTORS = {"o": 2.0, "stats": 2.0, "dQ": 3.0, "dK": 3.0, "dV": 3.0}
+
+#: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
+#: millions of elements; a wrong row that others dwarf does not.
+_DEVIATIONS = 8.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One batch entry: k and v repeated for the query heads, lengths cut off.
+
+    Attributes:
+        q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
+        keep: (m, n) booleans.
+        alive: (m, 1) booleans: rows that attend to something.
+    """
+
+    xp: Any
+    q: Any
+    k: Any
+    v: Any
+    d_o: Any
+    keep: Any
+    alive: Any
+
+
+def exact(case: Case, given: Tensors) -> dict[str, Any]:
+    """o, stats, dQ, dK, dV in float64, from q, k, v and dO; 0 and -inf where nothing is attended.
+
+    The gradient is that of the softmax itself, ``dS = P * (dP - rowsum(P * dP))``; it uses neither
+    o nor stats.
+    """
+
+    def entry(e: _Entry) -> dict[str, Any]:
+        scores = case.scale_value * (e.q @ _t(e.k))
+        p, stats = _softmax(e, scores)
+        d_p = e.d_o @ _t(e.v)
+        d_s = case.scale_value * p * (d_p - _row_sum(e, p * d_p))
+        return {
+            "o": p @ e.v,
+            "stats": stats,
+            "dQ": d_s @ e.k,
+            "dK": _t(d_s) @ e.q,
+            "dV": _t(p) @ e.d_o,
+        }
+
+    return _by_entry(case, given, entry, "float64")
+
+
+def rounded(case: Case, given: Tensors) -> dict[str, Any]:
+    """The same from a plain computation with the roundings that no fused kernel can avoid.
+
+    Arithmetic is float32 (float64 for float64 tensors); P and dS, which the tensor cores read, and
+    the results are rounded to the case's type. The gradient uses the rounded o and stats.
+    """
+    compute = _compute(case)
+
+    def entry(e: _Entry) -> dict[str, Any]:
+        def store(x: Any, dtype: str | None = None) -> Any:
+            return _cast(_cast(x, dtype or case.dtype), compute)
+
+        scores = case.scale_value * (e.q @ _t(e.k))
+        p, stats = _softmax(e, scores)
+        stats = store(stats, case.stats)
+        top = _row_max(e, p)
+        unnormalised = p / e.xp.where(top > 0, top, 1.0)
+        o = store(store(unnormalised) @ e.v * top)
+        d_p = e.d_o @ _t(e.v)
+        p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - e.xp.where(e.alive, stats, 0.0))
+        d_s = store(p * (d_p - _row_sum(e, e.d_o * o)))
+        return {
+            "o": o,
+            "stats": stats,
+            "dQ": store(case.scale_value * (d_s @ e.k)),
+            "dK": case.scale_value * (_t(d_s) @ e.q),
+            "dV": _t(store(p)) @ e.d_o,
+        }
+
+    results = _by_entry(case, given, entry, compute)
+    # Only now, because the query heads of a group are summed before they are rounded.
+    return results | {role: _cast(results[role], case.dtype) for role in ("dK", "dV")}
+
+
+def noise(case: Case, given: Tensors) -> dict[str, Any]:
+    """Standard deviation of each element of :func:`rounded`, to first order.
+
+    A value x that is rounded to a type carries an independent error, uniform within ``u * |x|`` (or
+    half of the smallest subnormal): variance a third of the square. A sum of products carries the
+    error of its accumulation: one ``eps`` of the arithmetic, of the sum of absolute products.
+    """
+    eps = float(np.finfo(_compute(case)).eps)
+
+    def rounding(x: Any, dtype: str | None = None) -> Any:
+        info = ml_dtypes.finfo(dtype or case.dtype)
+        tiny = max(float(info.smallest_subnormal) / 2, 1e-150)  # its square must not underflow
+        return ((float(info.eps) / 2 * x) ** 2 + tiny**2) / 3
+
+    def product(x: Any, y: Any, x_variance: Any) -> Any:
+        """Variance of ``x @ y`` when only x has errors of its own."""
+        return x_variance @ y**2 + (eps * (abs(x) @ abs(y))) ** 2
+
+    def entry(e: _Entry) -> dict[str, Any]:
+        p, stats = _softmax(e, case.scale_value * (e.q @ _t(e.k)))
+        stats = e.xp.where(e.alive, stats, 0.0)
+        o, d_p = p @ e.v, e.d_o @ _t(e.v)
+        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q)
+        # An error in a score moves o by p times its key's distance from o.
+        o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
+        o_own = product(p, e.v, rounding(p)) + o_score
+        # delta = rowsum(dO * o) has the errors of o: its own, and those of p, common to its row.
+        delta = (
+            _row_sum(e, e.d_o**2 * (rounding(o) + (eps * o) ** 2))
+            + _row_sum(e, rounding(p) * d_p**2)
+            + _row_sum(e, p**2 * score * d_p**2)
+        )
+        # The backward's p is exp(score - stats), with the rounding of stats.
+        p_variance = p**2 * (score + rounding(stats, case.stats))
+        d_s = p * (d_p - _row_sum(e, p * d_p))
+        d_s_variance = (
+            rounding(d_s)
+            + p_variance * (d_p - _row_sum(e, p * d_p)) ** 2
+            + p**2 * product(e.d_o, _t(e.v), 0 * e.d_o)
+        )
+        scale = case.scale_value**2
+        return {
+            "o": o_own,
+            "stats": rounding(stats, case.stats) + 4 * eps**2 + _row_sum(e, p**2 * score),
+            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
+            "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
+            "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
+        }
+
+    variance, final = _by_entry(case, given, entry, "float64", dead=0.0), exact(case, given)
+    return {
+        role: (x if role == "stats" else x + rounding(final[role])) ** 0.5
+        for role, x in variance.items()
+    }
+
+
+def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
+    """Fails unless each result in ``got`` is as near to the exact one as its type allows.
+
+    Args:
+        given: q, k, v and dO, in the case's type.
+        got: any of o, stats, dQ, dK, dV.
+
+    The largest absolute error may be ``FACTORS`` times the larger of the largest error of
+    :func:`rounded` and the largest :func:`noise` (a plain computation on a few elements may be
+    lucky), and no error may exceed ``_DEVIATIONS`` times its own noise. Infinities must agree,
+    and nothing may be NaN.
+    """
+    want, plain, sigma = exact(case, given), rounded(case, given), noise(case, given)
+    for role, result in got.items():
+        finite = abs(want[role]) != np.inf
+        same = _cast(result, "float64") == want[role]
+        assert bool((same | finite).all()), f"{role}: infinities differ; {case!r}"
+        x, y, z, deviation = (
+            _cast(a, "float64")[finite] for a in (result, want[role], plain[role], sigma[role])
+        )
+        error, usual, luck = _largest(x - y), _largest(z - y), _largest(deviation)
+        deviations = _largest((x - y) / deviation)
+        allowed = FACTORS[role] * max(usual, luck)
+        assert error <= allowed and deviations <= _DEVIATIONS, (
+            f"{role}: error {error:.3e}, allowed {allowed:.3e} (a plain computation errs by "
+            f"{usual:.3e}, the noise is {luck:.3e}, values reach {_largest(y):.3e}); an element is "
+            f"{deviations:.1f} deviations off, allowed {_DEVIATIONS}; {case!r}"
+        )
+
+
+def _compute(case: Case) -> str:
+    """The type of arithmetic that goes with a case's tensors."""
+    return "float64" if case.dtype == "float64" else "float32"
+
+
+def _by_entry(
+    case: Case,
+    given: Tensors,
+    compute: Callable[[_Entry], dict[str, Any]],
+    dtype: str,
+    dead: float = -np.inf,
+) -> dict[str, Any]:
+    """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
+
+    What no entry computes is 0, and ``dead`` in stats. Key and value gradients are summed over the
+    query heads that share them.
+    """
+    q, k, v, d_o = (_cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
+    xp = _module(q)
+    like = {"o": d_o, "stats": q[..., :1], "dQ": q, "dK": k, "dV": v}
+    full = {role: xp.zeros_like(x) for role, x in like.items()}
+    full["stats"] = full["stats"] + dead
+    heads_of = {"dK": case.heads_k, "dV": case.heads_v}
+    for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+        if m == 0 or n == 0:
+            continue
+        keep = _keep(case, xp, q, m, n)
+        e = _Entry(
+            xp=xp,
+            q=q[index, :, :m],
+            k=_repeat(k[index, :, :n], case.heads_q),
+            v=_repeat(v[index, :, :n], case.heads_q),
+            d_o=d_o[index, :, :m],
+            keep=keep,
+            alive=keep.any(-1)[:, None],
+        )
+        for role, x in compute(e).items():
+            if role in heads_of:
+                heads = heads_of[role]
+                x = xp.sum(x.reshape(heads, case.heads_q // heads, *x.shape[1:]), 1)
+                full[role][index, :, :n] = x
+            else:
+                full[role][index, :, :m] = x
+    return full
+
+
+def _keep(case: Case, xp: Any, like: Any, m: int, n: int) -> Any:
+    """Which of (m, n) positions are attended: cuDNN's diagonal band."""
+    row = _positions(xp, like, m)[:, None]
+    column = _positions(xp, like, n)[None, :]
+    ahead = column - row - (n - m if case.bottom_right else 0)
+    keep = ahead == ahead
+    if case.right is not None:
+        keep = keep & (ahead <= case.right)
+    if case.left is not None:
+        keep = keep & (ahead > -case.left)
+    return keep
+
+
+def _positions(xp: Any, like: Any, size: int) -> Any:
+    """0, 1, ... on the device of ``like``."""
+    return xp.cumsum(xp.ones_like(like[0, 0, :1, :1].reshape(1).repeat(size)), 0) - 1
+
+
+def _repeat(x: Any, heads: int) -> Any:
+    """Head h of the result is head ``h // (heads / H)`` of x (H, n, D)."""
+    return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
+
+
+def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
+    """Weights, 0 where masked, and the log-sum-exp (H, m, 1) of the kept scores."""
+    low = e.xp.where(e.keep, scores, -np.inf)
+    top = e.xp.where(e.alive, _row_max(e, low), 0.0)
+    weights = e.xp.where(e.keep, e.xp.exp(low - top), 0.0)
+    total = _row_sum(e, weights)
+    safe = e.xp.where(e.alive, total, 1.0)
+    return weights / safe, e.xp.where(e.alive, top + e.xp.log(safe), -np.inf)
+
+
+def _t(x: Any) -> Any:
+    """The transpose within each head."""
+    return x.swapaxes(-1, -2)
+
+
+def _row_sum(e: _Entry, x: Any) -> Any:
+    return e.xp.sum(x, -1)[..., None]
+
+
+def _row_max(e: _Entry, x: Any) -> Any:
+    return e.xp.amax(x, -1)[..., None]
+
+
+def _largest(x: Any) -> float:
+    """The largest magnitude; NaN if any is NaN; 0 of nothing."""
+    return float(abs(x).max()) if x.shape[0] else 0.0
+
+
+def _module(x: Any) -> Any:
+    """The library that made an array."""
+    import sys
+
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    if _module(x).__name__ == "torch":
+        return x.to(getattr(_module(x), dtype))
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

@@ -1,0 +1,111 @@
+"""The reference engine's backward: it is the derivative of the forward, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dlattn.plans.reference import attention_backward, attention_forward
+from tests.builders import Library, make_tensors
+from tests.drivers import backward, forward, run_plan
+from tests.reference.test_forward import _CASE, _Cube, _Weave
+from tests.strategies import Case, cases
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+#: Doubles throughout, and logits that central differences can follow.
+_smooth = cases(
+    dtype="float64", stats="float64", scale=0.3, scale_as="value", logits=1.0, tails="huge"
+)
+
+
+def _arrays(case: Case) -> dict[str, Any]:
+    return {role: t.tensor.astype(np.float64) for role, t in make_tensors(case, Library()).items()}
+
+
+def _directions(case: Case, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {role: rng.standard_normal(case.dims()[role]) for role in "qkv"}
+
+
+@settings(max_examples=60)
+@given(_smooth)
+def test_adjoint(case: Case) -> None:
+    """<dO, J t> = <J^T dO, t> for any direction t; J t by central differences."""
+    arrays, direction, step = _arrays(case), _directions(case, case.seed), 1e-5
+    ahead, behind = (
+        forward(case, {role: arrays[role] + sign * direction[role] for role in "qkv"})[0]
+        for sign in (step, -step)
+    )
+    moved = sum(
+        ((ahead - behind)[b, :, :m] / (2 * step) * arrays["dO"][b, :, :m]).sum()
+        for b, m in enumerate(case.lengths_q())
+    )
+    gradients = dict(zip("qkv", backward(case, arrays), strict=True))
+    pulled = sum((gradients[role] * direction[role]).sum() for role in "qkv")
+    size = sum(np.abs(gradients[role] * direction[role]).sum() for role in "qkv")
+    assert abs(moved - pulled) <= 1e-7 * (1 + size)
+
+
+def test_adjoint_of_any_edit_and_mask() -> None:
+    """The chain of gradients of edits that the engine has never heard of is their derivative."""
+    case, step = replace(_CASE, heads_k=4, heads_v=4), 1e-6
+    arrays, direction = _arrays(case), _directions(case, 1)
+    features = {"edits": (_Cube(), _Cube()), "masks": (_Weave(),)}
+    q, k, v, d_o = (arrays[role] for role in ("q", "k", "v", "dO"))
+    ahead, behind = (
+        attention_forward(*(arrays[role] + sign * direction[role] for role in "qkv"), **features)[0]
+        for sign in (step, -step)
+    )
+    o, stats = attention_forward(q, k, v, **features)
+    gradients = attention_backward(q, k, v, o, d_o, stats, **features)
+    pulled = sum((g * direction[role]).sum() for g, role in zip(gradients, "qkv", strict=True))
+    assert np.isclose((d_o * (ahead - behind)).sum() / (2 * step), pulled, rtol=1e-6)
+
+
+@settings(max_examples=60)
+@given(_smooth)
+def test_gradients_of_a_shift(case: Case) -> None:
+    """Adding one vector to every key moves no weight, so key gradients of a head sum to 0; adding
+    one to every value moves o by it, so value gradients sum to dO's rows that attend at all."""
+    arrays = _arrays(case)
+    _, d_k, d_v = backward(case, arrays)
+    assert np.abs(d_k.sum(2)).max() <= 1e-12 * (1 + np.abs(d_k).sum())
+    alive = np.isfinite(forward(case, arrays)[1])
+    d_o = np.where(alive, arrays["dO"], 0).sum(2)
+    by_head = d_o.reshape(case.batch, case.heads_v, -1, case.head_dim_v).sum(2)
+    assert np.abs(d_v.sum(2) - by_head).max() <= 1e-12 * (1 + np.abs(d_v).sum())
+
+
+@settings(max_examples=40)
+@given(_smooth)
+def test_shared_heads(case: Case) -> None:
+    """A shared key or value head gets the sum of what its copies would get."""
+    arrays = _arrays(case)
+    copies = {
+        role: arrays[role].repeat(case.heads_q // heads, axis=1)
+        for role, heads in (("k", case.heads_k), ("v", case.heads_v))
+    }
+    _, *shared = backward(case, arrays)
+    alone = backward(replace(case, heads_k=case.heads_q, heads_v=case.heads_q), arrays | copies)[1:]
+    for got, parts in zip(shared, alone, strict=True):
+        sums = parts.reshape(case.batch, got.shape[1], -1, *parts.shape[2:]).sum(2)
+        assert np.abs(got - sums).max() <= 1e-12 * (1 + np.abs(parts).sum())
+
+
+@settings(max_examples=60)
+@given(cases(stats="float32"))
+def test_what_is_not_attended_gets_zero(case: Case) -> None:
+    """Gradients past the lengths, and of rows that attend to nothing, are written as 0."""
+    tensors = make_tensors(case, Library())
+    run_plan(case, tensors)
+    out = {role: t.tensor for role, t in tensors.items()}
+    for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+        assert (out["dQ"][b, :, m:] == 0).all()
+        assert (out["dK"][b, :, n:] == 0).all() and (out["dV"][b, :, n:] == 0).all()
+    dead = out["stats"][..., 0] == -np.inf
+    assert (out["dQ"][dead] == 0).all()

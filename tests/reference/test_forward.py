@@ -1,0 +1,168 @@
+"""The reference engine's forward: what it does at the edges of its contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dlattn.dtypes import data_type
+from dlattn.plans.reference import Reference, attention_forward
+from dlattn.problem import Direction, Edit, Mask, Values, Where
+from dlattn.runtime.target import CPU, KNOWN
+from tests.builders import Guarded, Library, make_tensors
+from tests.drivers import check, forward, geometry_of, problem_of, run_plan
+from tests.strategies import Case, cases
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+_CASE = Case(
+    **{"dtype": "float64", "stats": "float64", "scale": 0.3},
+    **{"batch": 2, "heads_q": 4, "heads_k": 2, "heads_v": 1, "seq_q": 5, "seq_kv": 9},
+    **{"head_dim_qk": 16, "head_dim_v": 8},
+)
+
+
+def _run(case: Case) -> dict[str, Any]:
+    tensors = make_tensors(case, Library())
+    run_plan(case, tensors)
+    return {role: t.tensor for role, t in tensors.items()}
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_blocks_of_rows(case: Case) -> None:
+    """However few rows fit in a block, forward and backward are right."""
+    with patch("dlattn.plans.reference._SCORES_PER_BLOCK", 3 * case.heads_q * case.seq_kv):
+        check(case, Library(), run_plan)
+
+
+def test_rows_that_attend_to_nothing() -> None:
+    """Valid rows whose band is empty hold 0 and -inf."""
+    out = _run(replace(_CASE, seq_q=9, seq_kv=5, right=0, bottom_right=True))
+    assert (out["o"][:, :, :4] == 0).all() and (out["stats"][:, :, :4] == -np.inf).all()
+    assert np.isfinite(out["stats"][:, :, 4:]).all()
+
+
+@pytest.mark.parametrize("tails", ["nan", "inf", "huge"])
+def test_padding(tails: str) -> None:
+    """Rows past the query length hold 0 and -inf; nothing past a length is read."""
+    out = _run(replace(_CASE, len_q=(3, 0), len_kv=(4, 9), tails=tails))
+    assert (out["o"][0, :, 3:] == 0).all() and (out["o"][1] == 0).all()
+    assert (out["stats"][0, :, 3:] == -np.inf).all() and (out["stats"][1] == -np.inf).all()
+    assert np.isfinite(out["o"]).all() and np.isfinite(out["stats"][0, :, :3]).all()
+
+
+def test_no_keys() -> None:
+    """With a key length of 0 every row holds 0 and -inf."""
+    out = _run(replace(_CASE, len_kv=(0, 0)))
+    assert (out["o"] == 0).all() and (out["stats"] == -np.inf).all()
+
+
+@pytest.mark.parametrize("len_dtype", ["int32", "int64"])
+def test_lengths_are_clamped(len_dtype: str) -> None:
+    """Lengths outside [0, S] count as the nearer of the two."""
+    case = replace(_CASE, len_dtypes=(len_dtype, len_dtype))
+    wild = replace(case, len_q=(-7, 2**31 - 1), len_kv=(99, -1))
+    tame = replace(case, len_q=(0, 5), len_kv=(9, 0))
+    tensors, lengths = make_tensors(tame, Library()), make_tensors(wild, Library())
+    tensors |= {role: lengths[role] for role in ("seq_len_q", "seq_len_kv")}
+    run_plan(wild, tensors)
+    expected = _run(tame)
+    for role in ("o", "stats", "dQ", "dK", "dV"):
+        assert (tensors[role].tensor == expected[role]).all()
+
+
+def test_nan_among_the_keys_reaches_the_rows_that_attend_to_it() -> None:
+    """A NaN in a valid key spoils the rows that see it, and no others."""
+    case = replace(_CASE, right=0)
+    arrays = {role: t.tensor.copy() for role, t in make_tensors(case, Library()).items()}
+    arrays["k"][0, 1, 3, 0] = np.nan
+    o, stats = forward(case, arrays)
+    spoilt = np.zeros(o.shape[:3], bool)
+    spoilt[0, 2:, 3:] = True
+    assert (np.isnan(o).any(-1) == spoilt).all() and (np.isnan(stats[..., 0]) == spoilt).all()
+
+
+def test_scale_zero() -> None:
+    """A scale of 0 takes the mean of v, and stats count the keys."""
+    case = replace(_CASE, scale=0.0, heads_v=4)
+    arrays = _run(case)
+    mean = arrays["v"].mean(2, keepdims=True)
+    assert np.allclose(arrays["o"], mean, atol=1e-14) and np.allclose(arrays["stats"], np.log(9))
+
+
+@pytest.mark.parametrize("scale_as", ["host", "device"])
+def test_scale_as_a_tensor(scale_as: str) -> None:
+    """A scale in a tensor does what the same number does as an argument."""
+    by_value = replace(_CASE, scale=-0.25)
+    expected, got = _run(by_value), _run(replace(by_value, scale_as=scale_as))
+    assert (expected["o"] == got["o"]).all() and (expected["dQ"] == got["dQ"]).all()
+
+
+def test_computes_as_told() -> None:
+    """With ``compute=float64``, bf16 results are the exact ones rounded once."""
+    case = replace(_CASE, dtype="bfloat16", stats=None)
+    tensors = make_tensors(case, Library())
+    used = {role: tensors[role] for role in ("q", "k", "v", "o")}
+    plan = Reference(
+        problem_of(case, Direction.FORWARD), geometry_of(case, used), CPU, compute=np.float64
+    )
+    plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
+    exact, _ = forward(case, {role: t.tensor for role, t in tensors.items()})
+    assert (tensors["o"].tensor == exact.astype(tensors["o"].tensor.dtype)).all()
+
+
+def test_supports() -> None:
+    """It takes four types on the CPU, and says in a sentence what it does not take."""
+    tensors: dict[str, Guarded] = make_tensors(_CASE, Library())
+    problem, geometry = problem_of(_CASE, Direction.FORWARD), geometry_of(_CASE, tensors)
+    for dtype in (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE):
+        assert Reference.supports(replace(problem, dtype=dtype), geometry, CPU) is None
+    assert "cuda:0" in (Reference.supports(problem, geometry, KNOWN["sm_90a"]) or "")
+    fp8 = replace(problem, dtype=data_type.FP8_E4M3)
+    assert "FP8_E4M3" in (Reference.supports(fp8, geometry, CPU) or "")
+
+
+@dataclass(frozen=True)
+class _Cube(Edit):
+    """An edit the engine has never heard of; it reads every position."""
+
+    @property
+    def cpp(self) -> str:
+        return "Cube"
+
+    def apply(self, score: Any, where: Where, values: Values) -> Any:
+        return score**3 / 9 + 0.1 * (where.head - where.batch) * (where.query - where.key)
+
+    def backward(self, grad: Any, score: Any, where: Where, values: Values) -> Any:
+        return grad * score**2 / 3
+
+
+@dataclass(frozen=True)
+class _Weave(Mask):
+    """A mask the engine has never heard of; it differs by batch entry and head."""
+
+    @property
+    def cpp(self) -> str:
+        return "Weave"
+
+    def keep(self, where: Where, values: Values) -> Any:
+        return (where.batch + where.head + where.query + where.key) % 3 > 0
+
+
+def test_any_edit_and_mask() -> None:
+    """Edits and masks run through their twins alone, in order."""
+    case = replace(_CASE, heads_k=4, heads_v=4)
+    q, k, v = (make_tensors(case, Library())[role].tensor for role in "qkv")
+    o, _ = attention_forward(q, k, v, edits=(_Cube(), _Cube()), masks=(_Weave(),))
+    b, h, i, j = np.ogrid[:2, :4, :5, :9]
+    scores = q @ k.swapaxes(2, 3)
+    for _ in range(2):
+        scores = scores**3 / 9 + 0.1 * (h - b) * (i - j)
+    weights = np.where((b + h + i + j) % 3 > 0, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    assert np.allclose(o, weights @ v / weights.sum(-1, keepdims=True), rtol=1e-12)

@@ -1,0 +1,158 @@
+"""The oracle itself: its tolerance admits sound kernels and refuses broken ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import oracle
+from tests.builders import Library, make_tensors
+from tests.strategies import Case, cases
+
+_HALVES = st.sampled_from(("bfloat16", "float16"))
+
+
+def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
+    """A fused kernel's arithmetic: FlashAttention-2 in float32, with keys in tiles.
+
+    P is rounded against the running maximum, which later tiles change; exponentials are base 2.
+    """
+    arrays = {role: given[role].astype(np.float32) for role in ("q", "k", "v", "dO")}
+    dims, log2e = case.dims(), np.float32(np.log2(np.e))
+    out = {role: np.zeros(dims[role], np.float32) for role in ("o", "dQ", "dK", "dV")}
+    out["stats"] = np.full(dims["stats"], -np.inf, np.float32)
+
+    def store(x: Any) -> Any:
+        return given["q"].dtype.type(x).astype(np.float32)
+
+    for b, h in np.ndindex(case.batch, case.heads_q):
+        m, n = case.lengths_q()[b], case.lengths_kv()[b]
+        hk, hv = h * case.heads_k // case.heads_q, h * case.heads_v // case.heads_q
+        q, d_o = arrays["q"][b, h, :m], arrays["dO"][b, h, :m]
+        k, v = arrays["k"][b, hk, :n], arrays["v"][b, hv, :n]
+        row, column = np.arange(m)[:, None], np.arange(n)[None, :]
+        ahead = column - row - (n - m if case.bottom_right else 0)
+        keep = (ahead <= (n if case.right is None else case.right)) | (case.right is None)
+        keep &= (ahead > -(m if case.left is None else case.left)) | (case.left is None)
+        scale2 = np.float32(case.scale_value) * log2e
+        s = np.where(keep, (q @ k.T) * scale2, np.float32(-np.inf))
+        top = np.full((m, 1), -np.inf, np.float32)
+        total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
+        for j in range(0, n, tile):
+            new = np.maximum(top, s[:, j : j + tile].max(1, keepdims=True))
+            safe = np.where(np.isinf(new), 0, new)
+            shrink, p = np.exp2(top - safe), np.exp2(s[:, j : j + tile] - safe)
+            total = total * shrink + p.sum(1, keepdims=True)
+            acc = acc * shrink + store(p) @ v[j : j + tile]
+            top = new
+        alive = total > 0
+        o = store(acc / np.where(alive, total, 1))
+        stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
+        p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
+        d_s = store(p * (d_o @ v.T - (d_o * o).sum(1, keepdims=True)))
+        out["o"][b, h, :m] = o
+        out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
+        for j in range(0, n, tile):
+            out["dQ"][b, h, :m] += d_s[:, j : j + tile] @ k[j : j + tile]
+        out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
+        out["dV"][b, hv, :n] += store(p).T @ d_o
+    out["dQ"] *= np.float32(case.scale_value)
+    return out | {role: given["q"].dtype.type(out[role]) for role in ("dQ", "dK", "dV")}
+
+
+def _given(case: Case) -> dict[str, Any]:
+    return {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+
+
+@settings(max_examples=100)
+@given(cases(), _HALVES, st.sampled_from((1, 8, 16)))
+def test_admits_tiled_kernels(case: Case, dtype: str, tile: int) -> None:
+    """A correct kernel with other tiles, another order and other exponentials passes."""
+    case = replace(case, dtype=dtype, stats="float32")
+    given = _given(case)
+    with np.errstate(all="ignore"):
+        oracle.assert_close(case, given, _tiled(case, given, tile))
+
+
+_TYPICAL = Case(
+    batch=2,
+    heads_q=4,
+    heads_k=2,
+    heads_v=4,
+    seq_q=40,
+    seq_kv=56,
+    head_dim_qk=64,
+    head_dim_v=48,
+    scale=0.125,
+    right=20,
+    len_q=(40, 33),
+    len_kv=(56, 41),
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": 0.126},
+        {"right": 21},
+        {"right": 19},
+        {"left": 39},
+        {"bottom_right": True},
+        {"len_kv": (55, 41)},
+        {"len_q": (40, 32)},
+        {"heads_k": 1},
+    ],
+    ids=repr,
+)
+def test_refuses_other_problems(wrong: dict[str, Any], dtype: str) -> None:
+    """The results of a slightly different call fail: a key more or less, a scale 1 % off."""
+    case = replace(_TYPICAL, dtype=dtype)
+    given = _given(case)
+    with np.errstate(all="ignore"), pytest.raises(AssertionError):
+        oracle.assert_close(case, given, _tiled(replace(case, **wrong), given, 16))
+
+
+@pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])
+def test_refuses_one_wrong_element(role: str) -> None:
+    """One element of an otherwise good result, off by a tenth of the typical value, fails."""
+    given = _given(_TYPICAL)
+    good = {role: _tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
+    oracle.assert_close(_TYPICAL, given, good)
+    good[role][0, 0, 5, 7] += 0.1 * np.std(good[role])
+    with pytest.raises(AssertionError):
+        oracle.assert_close(_TYPICAL, given, good)
+
+
+@pytest.mark.parametrize("role", ["o", "stats", "dQ", "dK", "dV"])
+def test_refuses_nan(role: str) -> None:
+    """A NaN anywhere fails, also in rows that should be 0 or -inf."""
+    given = _given(_TYPICAL)
+    good = {role: _tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
+    good[role][1, 0, -1, 0] = np.nan
+    with pytest.raises(AssertionError):
+        oracle.assert_close(_TYPICAL, given, good)
+
+
+def test_gradients_are_those_of_the_output() -> None:
+    """The exact dQ, dK and dV match central differences of the exact o."""
+    case = Case(
+        dtype="float64", heads_q=2, heads_v=2, seq_q=6, seq_kv=9, scale=-0.5, right=3, len_kv=(7,)
+    )
+    given = _given(case)
+    want = oracle.exact(case, given)
+    for role, gradient in (("q", "dQ"), ("k", "dK"), ("v", "dV")):
+        for index in np.ndindex(given[role].shape):
+            losses = []
+            for step in (1e-5, -1e-5):
+                moved = given[role].copy()
+                moved[index] += step
+                o = oracle.exact(case, given | {role: moved})["o"]
+                losses.append((o * given["dO"]).sum())
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert abs(slope - want[gradient][index]) < 1e-7

@@ -1,0 +1,161 @@
+"""Laws of attention that hold for every case, in double precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlattn.plans.reference import attention_forward
+from dlattn.problem import Edit, Values, Where
+from tests.builders import Library, make_tensors
+from tests.drivers import backward, edits_of, forward, masks_of, values_of
+from tests.strategies import Case, cases
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+_doubles = cases(dtype="float64", stats="float64")
+_unmasked = cases(dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None)
+_few = settings(max_examples=60)
+
+
+def _arrays(case: Case) -> dict[str, Any]:
+    return {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+
+
+def _close(x: Any, y: Any, size: float = 1.0) -> bool:
+    """Equal up to the rounding of doubles among logits as large as a case has them."""
+    same_infinities = (np.isinf(x) == np.isinf(y)).all()
+    finite = np.isfinite(y)
+    return bool(same_infinities and np.allclose(x[finite], y[finite], rtol=1e-9, atol=1e-9 * size))
+
+
+@_few
+@given(_doubles)
+def test_rows_are_convex_combinations(case: Case) -> None:
+    """No channel of o leaves the range that the valid values span in it."""
+    arrays = _arrays(case)
+    o, _ = forward(case, arrays)
+    v = arrays["v"].repeat(case.heads_q // case.heads_v, axis=1)
+    for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+        if m and n:
+            low, high = v[b, :, :n].min(1), v[b, :, :n].max(1)
+            # A row that attends to nothing is 0, which the values need not span.
+            low, high = np.minimum(low, 0), np.maximum(high, 0)
+            slack = 1e-12 * (high - low)
+            assert (o[b] >= (low - slack)[:, None]).all() and (
+                o[b] <= (high + slack)[:, None]
+            ).all()
+
+
+@_few
+@given(_unmasked, st.randoms(use_true_random=False))
+def test_order_of_keys_is_free(case: Case, random: Any) -> None:
+    """Without a band, permuting keys and values together changes nothing."""
+    arrays = _arrays(case)
+    order = random.sample(range(case.seq_kv), case.seq_kv)
+    shuffled = arrays | {role: arrays[role][:, :, order] for role in "kv"}
+    for x, y in zip(forward(case, shuffled), forward(case, arrays), strict=True):
+        assert _close(x, y)
+
+
+@_few
+@given(_unmasked, st.integers(0, 40))
+def test_parts_combine_by_their_stats(case: Case, cut: int) -> None:
+    """Attention over two parts of the keys, weighted by exp(stats), is attention over all."""
+    cut = min(cut, case.seq_kv)
+    arrays = _arrays(case)
+    parts = [
+        forward(
+            replace(case, seq_kv=keys.stop - keys.start),
+            arrays | {role: arrays[role][:, :, keys] for role in "kv"},
+        )
+        for keys in (slice(0, cut), slice(cut, case.seq_kv))
+    ]
+    whole_o, whole_stats = forward(case, arrays)
+    assert _close(np.logaddexp(parts[0][1], parts[1][1]), whole_stats)
+    assert _close(sum(o * np.exp(stats - whole_stats) for o, stats in parts), whole_o)
+
+
+@dataclass(frozen=True)
+class _AddMinusInfinity(Edit):
+    """The masks of a case, as an additive bias."""
+
+    case: Case
+
+    @property
+    def cpp(self) -> str:
+        return "AddMinusInfinity"
+
+    def apply(self, score: Any, where: Where, values: Values) -> Any:
+        keep = np.ones(score.shape, bool)
+        for mask in masks_of(self.case):
+            keep &= mask.keep(where, values)
+        return score + np.where(keep, 0, -np.inf)
+
+    def backward(self, grad: Any, score: Any, where: Where, values: Values) -> Any:
+        return grad
+
+
+@_few
+@given(_doubles)
+def test_a_mask_is_minus_infinity(case: Case) -> None:
+    """Masking a position is adding -inf to its score."""
+    arrays = _arrays(case)
+    biased = attention_forward(
+        *(arrays[role] for role in "qkv"),
+        edits=(*edits_of(case), _AddMinusInfinity(case)),
+        values=values_of(case),
+    )
+    for x, y in zip(biased, forward(case, arrays), strict=True):
+        assert _close(x, y)
+
+
+@_few
+@given(_doubles)
+def test_batch_entries_and_heads_are_independent(case: Case) -> None:
+    """Each batch entry and query head alone gives its own slice of o, stats and dQ."""
+    arrays = _arrays(case)
+    whole = (*forward(case, arrays), backward(case, arrays)[0])
+    for b, h in np.ndindex(case.batch, case.heads_q):
+        alone = replace(
+            case,
+            **{"batch": 1, "heads_q": 1, "heads_k": 1, "heads_v": 1},
+            **{"len_q": (case.lengths_q()[b],), "len_kv": (case.lengths_kv()[b],)},
+        )
+        heads = {"q": h, "dO": h, "k": h * case.heads_k // case.heads_q}
+        heads["v"] = h * case.heads_v // case.heads_q
+        part = {role: arrays[role][b : b + 1, i : i + 1] for role, i in heads.items()}
+        pieces = (*forward(alone, part), backward(alone, part)[0])
+        for piece, all_of_it in zip(pieces, whole, strict=True):
+            assert _close(piece, all_of_it[b : b + 1, h : h + 1], case.logits)
+
+
+@_few
+@given(cases(), st.sampled_from(("nan", "inf", "huge")))
+def test_padding_never_matters(case: Case, tails: str) -> None:
+    """What lies past the lengths changes no bit of any result."""
+    one, other = (_arrays(replace(case, tails=kind)) for kind in (case.tails, tails))
+    for x, y in zip(
+        (*forward(case, one), *backward(case, one)),
+        (*forward(case, other), *backward(case, other)),
+        strict=True,
+    ):
+        assert x.tobytes() == y.tobytes()
+
+
+@_few
+@given(_doubles)
+def test_values_enter_linearly(case: Case) -> None:
+    """o is linear in v."""
+    arrays = _arrays(case)
+    other = np.random.default_rng(1).standard_normal(arrays["v"].shape)
+    mixed, mine, theirs = (
+        forward(case, arrays | {"v": v})[0]
+        for v in (2 * arrays["v"] - 3 * other, arrays["v"], other)
+    )
+    assert _close(mixed, 2 * mine - 3 * theirs)

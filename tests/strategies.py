@@ -1,0 +1,213 @@
+"""Random attention calls. Every feature of dlattn has a field here, and a line that draws it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+HEAD_DIMS = range(8, 257, 8)
+
+#: Roles whose memory layout a case may choose.
+ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
+
+#: Layouts whose strides keep rows on 16-byte boundaries (see :func:`tests.builders.strides`).
+ALIGNED_LAYOUTS = ("bshd", "bhsd", "sbhd", "packed", "padded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call, forward or backward; its repr is one line that evaluates to it.
+
+    Attributes:
+        dtype: float16, bfloat16, float32 or float64: the type of q, k, v, o and their gradients.
+        scale: attn_scale; ``None`` leaves the argument out, which means 1.0.
+        scale_as: how the scale is given: ``"value"`` (a Python float), ``"host"`` (an fp32 tensor
+            passed by value) or ``"device"`` (an fp32 tensor).
+        left, right: the diagonal band's bounds; ``None`` is no bound.
+        bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
+        len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
+        len_dtypes: integer types of the two length tensors.
+        layouts: (role, layout) for each tensor that is not laid out as ``"bshd"``.
+        wild_strides: dimensions of size 1 carry a meaningless stride.
+        stats: type of the stats that the forward writes and the backward reads; with ``None``
+            there is no backward.
+        logits: about the standard deviation of the scaled scores.
+        tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
+        seed: of the data.
+    """
+
+    dtype: str = "bfloat16"
+    batch: int = 1
+    heads_q: int = 1
+    heads_k: int = 1
+    heads_v: int = 1
+    seq_q: int = 1
+    seq_kv: int = 1
+    head_dim_qk: int = 8
+    head_dim_v: int = 8
+    scale: float | None = None
+    scale_as: str = "value"
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    len_q: tuple[int, ...] | None = None
+    len_kv: tuple[int, ...] | None = None
+    len_dtypes: tuple[str, str] = ("int32", "int32")
+    layouts: tuple[tuple[str, str], ...] = ()
+    wild_strides: bool = False
+    stats: str | None = "float32"
+    logits: float = 1.0
+    tails: str = "nan"
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
+    def layout(self, role: str) -> str:
+        return dict(self.layouts).get(role, "bshd")
+
+    @property
+    def scale_value(self) -> float:
+        """The scale that the engine reads: as a tensor it is float32."""
+        scale = 1.0 if self.scale is None else self.scale
+        return scale if self.scale_as == "value" else struct.unpack("f", struct.pack("f", scale))[0]
+
+    def lengths_q(self) -> tuple[int, ...]:
+        return self.len_q or (self.seq_q,) * self.batch
+
+    def lengths_kv(self) -> tuple[int, ...]:
+        return self.len_kv or (self.seq_kv,) * self.batch
+
+    def dims(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes by role."""
+        rows_q, rows_kv = (self.batch, self.heads_q, self.seq_q), self.seq_kv
+        q = (*rows_q, self.head_dim_qk)
+        k = (self.batch, self.heads_k, rows_kv, self.head_dim_qk)
+        v = (self.batch, self.heads_v, rows_kv, self.head_dim_v)
+        o = (*rows_q, self.head_dim_v)
+        return {
+            **{"q": q, "k": k, "v": v, "o": o, "stats": (*rows_q, 1)},
+            **{"dO": o, "dQ": q, "dK": k, "dV": v},
+        }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How large and how varied the cases are.
+
+    Attributes:
+        dtypes: element types to draw from, with the types of stats that go with each.
+        edges: sequence lengths to draw often: one around each tile boundary.
+        longest: longest sequence.
+        heads: query heads to draw from.
+    """
+
+    dtypes: dict[str, tuple[str, ...]]
+    edges: tuple[int, ...]
+    longest: int
+    heads: tuple[int, ...]
+
+
+PROFILES = {
+    "cpu": Profile(
+        dtypes={
+            "bfloat16": ("float32", "float32", "bfloat16"),
+            "float16": ("float32",),
+            "float32": ("float32", "float64"),
+            "float64": ("float64", "float32"),
+        },
+        edges=(2, 7, 8, 9, 15, 16, 17, 33),
+        longest=40,
+        heads=(1, 2, 3, 4, 6),
+    ),
+    "gpu": Profile(
+        dtypes={"bfloat16": ("float32",), "float16": ("float32",)},
+        edges=(
+            *(2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129),
+            *(159, 160, 161, 175, 176, 177, 191, 192, 193, 255, 256, 257, 383, 384, 385, 511, 513),
+        ),
+        longest=600,
+        heads=(1, 2, 3, 4, 6, 8, 12),
+    ),
+}
+
+
+def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
+    """Any case of a profile; ``fixed`` pins fields."""
+    return families(profile, 1, **fixed).map(lambda family: family[0])
+
+
+@st.composite
+def families(
+    draw: st.DrawFn, profile: str = "cpu", size: int = 4, **fixed: Any
+) -> tuple[Case, ...]:
+    """Up to ``size`` cases that share all that changes a kernel's code, so that one compilation
+    serves them; ``fixed`` pins fields in each."""
+    kind = draw(_kinds(PROFILES[profile]))
+    aligned = draw(st.sampled_from((True, True, False)))
+    members = st.lists(_members(PROFILES[profile], kind, aligned), min_size=1, max_size=size)
+    return tuple(replace(case, **fixed) for case in draw(members))
+
+
+@st.composite
+def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
+    """A case whose fields that change code are drawn; bounds are only present or absent."""
+    head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
+    scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
+    dtype = draw(st.sampled_from(tuple(profile.dtypes)))
+    scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
+    return Case(
+        dtype=dtype,
+        head_dim_qk=head_dim_qk,
+        head_dim_v=draw(st.sampled_from((head_dim_qk, *HEAD_DIMS))),
+        scale=draw(st.sampled_from(scales if scale_as != "value" else [None, *scales])),
+        scale_as=scale_as,
+        left=draw(st.sampled_from((None, None, 1))),
+        right=draw(st.sampled_from((None, 0))),
+        stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
+    )
+
+
+@st.composite
+def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Case:
+    """A case of the given kind."""
+    batch = draw(st.integers(1, 3))
+    heads_q = draw(st.sampled_from(profile.heads))
+    divisors = st.sampled_from([h for h in range(1, heads_q + 1) if heads_q % h == 0])
+    size = st.sampled_from(profile.edges) | st.integers(1, profile.longest)
+    seq_q, seq_kv = draw(size), draw(size)
+    padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
+    layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
+    bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
+    len_dtype = st.sampled_from(("int32", "int32", "int64"))
+    return replace(
+        kind,
+        batch=batch,
+        heads_q=heads_q,
+        heads_k=draw(divisors),
+        heads_v=draw(divisors),
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        left=None if kind.left is None else 1 + draw(bound),
+        right=None if kind.right is None else draw(bound),
+        bottom_right=draw(st.booleans()),
+        len_q=draw(_lengths(batch, seq_q)) if padded in ("both", "q") else None,
+        len_kv=draw(_lengths(batch, seq_kv)) if padded in ("both", "kv") else None,
+        len_dtypes=draw(st.tuples(len_dtype, len_dtype)),
+        layouts=tuple(
+            (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
+        ),
+        wild_strides=draw(st.booleans()),
+        logits=draw(st.sampled_from((1.0, 1.0, 1.0, 0.01, 10.0, 10.0, 100.0, 1000.0))),
+        tails=draw(st.sampled_from(("nan", "inf", "huge"))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    length = st.sampled_from((longest, 0, longest)) | st.integers(1, longest)
+    return st.tuples(*[length] * batch)
