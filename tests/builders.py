@@ -150,10 +150,10 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     return made
 
 
-def check_poison_intact(tensors: Mapping[str, Guarded], note: object = "") -> None:
+def check_poison_intact(tensors: Mapping[str, Guarded]) -> None:
     """Fails when an input, or anything around or between an output's elements, was written."""
     strays = {role: strays for role, t in tensors.items() if (strays := t.stray_writes())}
-    assert not strays, f"elements written outside the outputs: {strays}; {note!r}"
+    assert not strays, f"elements written outside the outputs: {strays}"
 
 
 def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:

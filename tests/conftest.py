@@ -1,9 +1,9 @@
-"""Options, markers and Hypothesis profiles of every test."""
+"""Options, Hypothesis profiles, and what a machine without a GPU skips."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from dlattn.runtime.target import cuda_device_count
 from tests.strategies import Case
@@ -11,22 +11,29 @@ from tests.strategies import Case
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("dlattn")
-    group.addoption("--examples", type=int, help="examples of each random GPU test (50)")
-    group.addoption("--repro", help='run one case: --repro "Case(...)"')
+    group.addoption(
+        "--examples",
+        type=int,
+        default=50,
+        help="kernels that the random GPU test compiles, with up to six calls of each (50)",
+    )
+    group.addoption("--repro", help='the case of tests/test_repro.py: --repro "Case(...)"')
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    # Importing frameworks and compiling kernels makes first examples slow.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("cpu", deadline=None, suppress_health_check=slow)
     settings.register_profile(
-        "dlattn",
-        deadline=None,
-        # Cases are drawn from dozens of small choices, and the first draw of a run is the slowest.
-        suppress_health_check=[HealthCheck.too_slow],
+        "gpu",
+        settings.get_profile("cpu"),
+        max_examples=config.getoption("--examples"),
+        phases=[Phase.generate],
     )
-    settings.load_profile("dlattn")
+    settings.load_profile("cpu")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and cuda_device_count() == 0:
         for item in on_gpu:

@@ -30,14 +30,20 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
     """Fails unless every output of the case is right, and nothing else was written.
 
     Args:
-        run: runs the forward and, if the case has stats, the backward that reads their results.
+        run: runs the forward and, if the case has stats, the backward that reads its results.
+
+    Whatever fails, the line to repeat it with is printed.
     """
-    tensors = make_tensors(case, library)
-    run(case, tensors)
-    check_poison_intact(tensors, case)
-    outputs = ("o", "stats", "dQ", "dK", "dV") if case.stats else ("o",)
-    arrays = {role: t.tensor for role, t in tensors.items()}
-    oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
+    try:
+        tensors = make_tensors(case, library)
+        run(case, tensors)
+        check_poison_intact(tensors)
+        arrays = {role: t.tensor for role, t in tensors.items()}
+        outputs = ("o", "stats", "dQ", "dK", "dV") if case.stats else ("o",)
+        oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
+    except BaseException:
+        print(f'pytest tests/test_repro.py --repro "{case!r}"')
+        raise
 
 
 def run_plan(case: Case, tensors: Tensors) -> None:
@@ -66,7 +72,9 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
     """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
     o, stats = forward(case, arrays, compute)
     return attention_backward(
-        *(arrays[role] for role in "qkv"),
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
         o,
         arrays["dO"],
         stats,
@@ -151,7 +159,8 @@ def _run_graph_of(
         compute_data_type=cudnn.data_type.FLOAT,
     )
     options = [role for role in ("attn_scale", "seq_len_q", "seq_len_kv") if role in tensors]
-    given = {role: graph.tensor_like(tensors[role].tensor) for role in (*inputs, *options)}
+    fed = [*inputs, *options]
+    given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     arguments = {**given, **_mask_arguments(case)}
@@ -160,7 +169,7 @@ def _run_graph_of(
         made = graph.sdpa_backward(**arguments)
     else:
         made = graph.sdpa(**arguments, generate_stats=case.stats is not None)
-    pack = {given[role]: tensors[role].tensor for role in (*inputs, *options)}
+    pack = {given[role]: tensors[role].tensor for role in fed}
     for role, t in zip(outputs, made, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
@@ -172,7 +181,7 @@ def _run_graph_of(
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
     graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
-    assert outside == 0, f"{outside} bytes written outside the workspace of {size}; {case!r}"
+    assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
 
 
 def _mask_arguments(case: Case) -> dict[str, Any]:

@@ -138,19 +138,17 @@ PROFILES = {
 
 def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
     """Any case of a profile; ``fixed`` pins fields."""
-    return families(profile, 1, **fixed).map(lambda family: family[0])
+    return families(profile, 1).map(lambda family: replace(family[0], **fixed))
 
 
 @st.composite
-def families(
-    draw: st.DrawFn, profile: str = "cpu", size: int = 4, **fixed: Any
-) -> tuple[Case, ...]:
+def families(draw: st.DrawFn, profile: str = "cpu", size: int = 4) -> tuple[Case, ...]:
     """Up to ``size`` cases that share all that changes a kernel's code, so that one compilation
-    serves them; ``fixed`` pins fields in each."""
+    serves them."""
     kind = draw(_kinds(PROFILES[profile]))
     aligned = draw(st.sampled_from((True, True, False)))
     members = st.lists(_members(PROFILES[profile], kind, aligned), min_size=1, max_size=size)
-    return tuple(replace(case, **fixed) for case in draw(members))
+    return tuple(draw(members))
 
 
 @st.composite
@@ -163,7 +161,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     return Case(
         dtype=dtype,
         head_dim_qk=head_dim_qk,
-        head_dim_v=draw(st.sampled_from((head_dim_qk, *HEAD_DIMS))),
+        head_dim_v=draw(st.just(head_dim_qk) | st.sampled_from(HEAD_DIMS)),
         scale=draw(st.sampled_from(scales if scale_as != "value" else [None, *scales])),
         scale_as=scale_as,
         left=draw(st.sampled_from((None, None, 1))),
@@ -183,6 +181,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
+    # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
+    logits = (1.0, 1.0, 1.0, 0.01, 10.0, 10.0, *([100.0, 1000.0] * (kind.stats != "bfloat16")))
     len_dtype = st.sampled_from(("int32", "int32", "int64"))
     return replace(
         kind,
@@ -202,7 +202,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),
         wild_strides=draw(st.booleans()),
-        logits=draw(st.sampled_from((1.0, 1.0, 1.0, 0.01, 10.0, 10.0, 100.0, 1000.0))),
+        logits=draw(st.sampled_from(logits)),
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -50,8 +50,8 @@ struct Params {
   int band_left, band_right;  // cuDNN's diagonal bounds
   int bottom_right;           // the diagonal ends in the bottom right corner
   int heads_per_wave;         // (batch, head) pairs scheduled together, so that K and V stay in L2
+  int heads_per_block;        // query heads that a backward block walks: whole groups of K and V
   float attn_scale;
-  int unused;
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

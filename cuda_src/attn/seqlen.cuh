@@ -10,8 +10,8 @@ struct Lengths {
   int shift;  // key position that query 0's diagonal passes through
 
   DLATTN_DEVICE Lengths(const Params& p, int batch)
-      : q(p.seq_len_q.at(batch, p.seq_q)),
-        kv(p.seq_len_kv.at(batch, p.seq_kv)),
+      : q(uniform(p.seq_len_q.at(batch, p.seq_q))),
+        kv(uniform(p.seq_len_kv.at(batch, p.seq_kv))),
         shift(p.bottom_right ? kv - q : 0) {}
 };
 

@@ -17,50 +17,74 @@ DLATTN_DEVICE float reduce_row(float value, Combine combine) {
 // Row i of m tile m is index 2 m + i / 2, as accumulators have it.
 template <int m_tiles>
 struct OnlineSoftmax {
-  float row_max[2 * m_tiles];  // of the scores seen, before the factor
-  float row_sum[2 * m_tiles];  // of exponentials; partial, per lane, until finish()
-  float log2_factor;           // score units -> log2 units
+  static constexpr int rows = 2 * m_tiles;
+  // Exponentials may reach 2^8 before the running maximum is replaced: bf16 and fp16 represent
+  // them as well as numbers below one, and the output is rescaled only where it matters.
+  static constexpr float slack = 8.f;
+
+  float row_max[rows];  // the number that exponents are relative to, before the factor
+  float row_sum[rows];  // of exponentials; partial, per lane, until finish()
+  float log2_factor;    // score units -> log2 units
 
   DLATTN_DEVICE explicit OnlineSoftmax(float factor) : log2_factor(factor * log2_e) {
 #pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
+    for (int r = 0; r < rows; ++r) {
       row_max[r] = -infinity();
       row_sum[r] = 0.f;
     }
   }
 
-  // Replaces scores by exponentials relative to the new maxima, and rescales the output so far.
+  // A row with no key yet keeps every exponent at -infinity instead of infinity - infinity.
+  DLATTN_DEVICE float scaled_max(int r) const {
+    return row_max[r] == -infinity() ? 0.f : row_max[r] * log2_factor;
+  }
+
+  // Replaces scores by exponentials, and rescales the output so far if a maximum grew by much.
   template <int n_tiles, int v_tiles>
   DLATTN_DEVICE void update(Accumulator<m_tiles, n_tiles>& score,
                             Accumulator<m_tiles, v_tiles>& output) {
+    float largest[rows];
+    bool grew = false;
 #pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
+    for (int r = 0; r < rows; ++r) {
       const int m = r / 2, i = r % 2 * 2;
-      float largest = row_max[r];
+      largest[r] = row_max[r];
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n) {
-        largest = fmaxf(largest, fmaxf(score.at[m][n][i], score.at[m][n][i + 1]));
+        largest[r] = fmaxf(largest[r], fmaxf(score.at[m][n][i], score.at[m][n][i + 1]));
       }
-      largest = reduce_row(largest, [](float a, float b) { return fmaxf(a, b); });
-      // A row with no key yet keeps every exponent at -infinity instead of infinity - infinity.
-      const float scaled_max = largest == -infinity() ? 0.f : largest * log2_factor;
-      const float rescale = exp2_approx(row_max[r] * log2_factor - scaled_max);
-      row_max[r] = largest;
+      largest[r] = reduce_row(largest[r], [](float a, float b) { return fmaxf(a, b); });
+      grew |= (largest[r] - row_max[r]) * log2_factor > slack;
+    }
+    if (__any_sync(0xffffffffu, grew)) rescale(largest, output);
 
-      float sum = 0.f;
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const int m = r / 2, i = r % 2 * 2;
+      const float offset = scaled_max(r);
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n) {
 #pragma unroll
         for (int j = i; j < i + 2; ++j) {
-          score.at[m][n][j] = exp2_approx(score.at[m][n][j] * log2_factor - scaled_max);
-          sum += score.at[m][n][j];
+          score.at[m][n][j] = exp2_approx(score.at[m][n][j] * log2_factor - offset);
+          row_sum[r] += score.at[m][n][j];
         }
       }
-      row_sum[r] = row_sum[r] * rescale + sum;
+    }
+  }
+
+  template <int v_tiles>
+  DLATTN_DEVICE void rescale(const float (&largest)[rows], Accumulator<m_tiles, v_tiles>& output) {
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const float before = row_max[r];
+      row_max[r] = largest[r];
+      const float factor = exp2_approx(before * log2_factor - scaled_max(r));
+      row_sum[r] *= factor;
 #pragma unroll
       for (int n = 0; n < v_tiles; ++n) {
-        output.at[m][n][i] *= rescale;
-        output.at[m][n][i + 1] *= rescale;
+        output.at[r / 2][n][r % 2 * 2] *= factor;
+        output.at[r / 2][n][r % 2 * 2 + 1] *= factor;
       }
     }
   }
@@ -69,7 +93,7 @@ struct OnlineSoftmax {
   template <int v_tiles>
   DLATTN_DEVICE void finish(Accumulator<m_tiles, v_tiles>& output) {
 #pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
+    for (int r = 0; r < rows; ++r) {
       row_sum[r] = reduce_row(row_sum[r], [](float a, float b) { return a + b; });
       const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
 #pragma unroll

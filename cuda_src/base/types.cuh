@@ -37,6 +37,11 @@ constexpr int greatest_common_divisor(int a, int b) {
 DLATTN_DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
 DLATTN_DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
+// A value that is the same in all lanes, made known to the compiler as such: what depends on it
+// alone takes uniform registers, of which there are plenty.
+DLATTN_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+DLATTN_DEVICE int warp_index() { return uniform(threadIdx.x / 32); }
+
 // Half-open range of positions.
 struct Interval {
   int first, last;

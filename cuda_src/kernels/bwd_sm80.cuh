@@ -15,18 +15,11 @@
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared_tile.cuh"
 
 namespace dlattn {
-
-// Query heads that one block walks: a whole number of groups of both K's and V's heads.
-DLATTN_DEVICE int heads_per_block(const Params& p) {
-  const int group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
-  int heads = group_k;
-  while (heads % group_v != 0) heads += group_k;
-  return heads;
-}
 
 template <class Problem, class Tiling>
 struct BwdSm80 : BwdShapes<Problem, Tiling> {
@@ -65,7 +58,8 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
 
   const Params& p;
   SharedMemory& shared;
-  const WorkItem item;  // its head is a block of query heads
+  int head;  // the query head at work
+  int batch;
   const Lengths length;
   const ScoreValues values;
   const Interval keys;  // of this tile that exist
@@ -73,58 +67,64 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   DLATTN_DEVICE BwdSm80(const Params& params, SharedMemory& shared_memory, WorkItem work)
       : p(params),
         shared(shared_memory),
-        item(work),
+        head(work.head * params.heads_per_block),
+        batch(work.batch),
         length(params, work.batch),
         values(params),
         keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)} {}
 
-  DLATTN_DEVICE int head_k(int head) const { return head / (p.heads_q / p.heads_k); }
-  DLATTN_DEVICE int head_v(int head) const { return head / (p.heads_q / p.heads_v); }
+  // Query heads that share a head of K, or of V. A block begins and ends at a multiple of both.
+  DLATTN_DEVICE int group_k() const { return p.heads_q / p.heads_k; }
+  DLATTN_DEVICE int group_v() const { return p.heads_q / p.heads_v; }
+  DLATTN_DEVICE int head_k() const { return head / group_k(); }
+  DLATTN_DEVICE int head_v() const { return head / group_v(); }
 
-  DLATTN_DEVICE void load_k(int head) {
+  DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, p.k.rows<T>(item.batch, head_k(head), keys.first), p.k.row,
+        shared.k, p.k.rows<T>(batch, head_k(), keys.first), p.k.row,
         keys.last - keys.first);
   }
-  DLATTN_DEVICE void load_v(int head) {
+  DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, p.v.rows<T>(item.batch, head_v(head), keys.first), p.v.row,
+        shared.v, p.v.rows<T>(batch, head_v(), keys.first), p.v.row,
         keys.last - keys.first);
   }
-  DLATTN_DEVICE void load_q(int head, int tile, int iteration) {
+  DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.q[iteration % Tiling::stages_q], p.q.rows<T>(item.batch, head, tile * tile_q),
+        shared.q[iteration % Tiling::stages_q], p.q.rows<T>(batch, head, tile * tile_q),
         p.q.row, length.q - tile * tile_q);
   }
-  DLATTN_DEVICE void load_do(int head, int tile, int iteration) {
+  DLATTN_DEVICE void load_do(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.dO[iteration % Tiling::stages_do], p.dO.rows<T>(item.batch, head, tile * tile_q),
+        shared.dO[iteration % Tiling::stages_do], p.dO.rows<T>(batch, head, tile * tile_q),
         p.dO.row, length.q - tile * tile_q);
   }
-  DLATTN_DEVICE void load_row_stats(int head, int tile, int iteration) {
-    const float* g_stats = Shapes::row_stats(p, item.batch, head, tile);
-    for (int i = threadIdx.x * 4; i < 2 * tile_q; i += threads * 4) {
+  DLATTN_DEVICE void load_row_stats(int tile, int iteration) {
+    const float* g_stats = Shapes::row_stats(p, batch, head, tile);
+    const int i = 4 * threadIdx.x;
+    static_assert(4 * threads >= 2 * tile_q);
+    if (i < 2 * tile_q) {
       cp_async_16(shared_address(&shared.row_stats[iteration % 2][i]), g_stats + i, true);
     }
   }
 
-  DLATTN_DEVICE Position position(int head, int tile, int m, int n, int i) const {
-    return {item.batch, head, tile * tile_q + SGrid::first_row() + Scores::row(m, i),
+  DLATTN_DEVICE Position position(int tile, int m, int n, int i) const {
+    return {batch, head, tile * tile_q + SGrid::first_row() + Scores::row(m, i),
             keys.first + SGrid::first_column() + Scores::column(n, i)};
   }
 
   // Turns raw products into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int head, int tile,
+  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int tile,
                                   const float* s_stats, bool full) {
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     probability.for_each([&](float& value, int m, int n, int i) {
       const float score =
-          Problem::Score::apply(raw.at[m][n][i], position(head, tile, m, n, i), values);
+          Problem::Score::apply(raw.at[m][n][i], position(tile, m, n, i), values);
       value = exp2_approx(score * log2_factor - s_stats[SGrid::first_row() + Scores::row(m, i)]);
     });
     if (full) return;
-    const int first_query = tile * tile_q + SGrid::first_row();
-    const int first_key = keys.first + SGrid::first_column();
+    const int first_query = opaque(tile * tile_q + SGrid::first_row());
+    const int first_key = opaque(keys.first + SGrid::first_column());
     probability.for_each([&](float& value, int m, int n, int i) {
       const int query = first_query + Scores::row(m, i), key = first_key + Scores::column(n, i);
       if (!Problem::Mask::keep(query, key, length, p)) value = 0.f;
@@ -132,14 +132,14 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   }
 
   // One query tile of one head.
-  DLATTN_DEVICE void step(int head, int tile, int last_tile, int iteration, DK& dK, DV& dV) {
+  DLATTN_DEVICE void step(int tile, int last_tile, int iteration, DK& dK, DV& dV) {
     const bool more = tile + 1 < last_tile;
     cp_async_wait_all();
     __syncthreads();
     if (more) {
-      load_row_stats(head, tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_q == 2) load_q(head, tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_do == 2) load_do(head, tile + 1, iteration + 1);
+      load_row_stats(tile + 1, iteration + 1);
+      if constexpr (Tiling::stages_q == 2) load_q(tile + 1, iteration + 1);
+      if constexpr (Tiling::stages_do == 2) load_do(tile + 1, iteration + 1);
     }
     QTile& s_q = shared.q[iteration % Tiling::stages_q];
     DOTile& s_do = shared.dO[iteration % Tiling::stages_do];
@@ -154,7 +154,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
     const bool full = Problem::Mask::full_keys(queries, length, p)
                           .contains({keys.first, keys.first + tile_k});
-    exponentiate(probability, raw, head, tile, s_stats, full);
+    exponentiate(probability, raw, tile, s_stats, full);
     store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
 
     Scores dS;
@@ -165,7 +165,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
                         SharedRight<VTile, false>(shared.v, SGrid::first_column()));
     dS.for_each([&](float& value, int m, int n, int i) {
       value = Problem::Score::backward(probability.at[m][n][i] * value, raw.at[m][n][i],
-                                       position(head, tile, m, n, i), values);
+                                       position(tile, m, n, i), values);
     });
     store_accumulator(shared.dS, SGrid::first_row(), SGrid::first_column(), dS);
     __syncthreads();
@@ -174,22 +174,22 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
                          SharedRight<DOTile, true>(s_do, DVGrid::first_column()));
     if constexpr (Tiling::stages_do == 1) {
       __syncthreads();
-      if (more) load_do(head, tile + 1, 0);
+      if (more) load_do(tile + 1, 0);
     }
-    add_dq(head, tile);
+    add_dq(tile);
     gemm<T, tile_q / 16>(dK, SharedLeft<PTile, true>(shared.dS, DKGrid::first_row()),
                          SharedRight<QTile, true>(s_q, DKGrid::first_column()));
     if constexpr (Tiling::stages_q == 1) {
       __syncthreads();
-      if (more) load_q(head, tile + 1, 0);
+      if (more) load_q(tile + 1, 0);
     }
   }
 
   // In column chunks, so that few registers beside dK and dV are live.
-  DLATTN_DEVICE void add_dq(int head, int tile) {
+  DLATTN_DEVICE void add_dq(int tile) {
     constexpr int m_tiles = DQGrid::m_tiles, n_tiles = DQGrid::n_tiles;
     constexpr int chunk = greatest_common_divisor(n_tiles, least(4, n_tiles));
-    float* g_sum = Shapes::dq_accum(p, item.batch, head, tile);
+    float* g_sum = Shapes::dq_accum(p, batch, head, tile);
     const SharedLeft<PTile, false> left(shared.dS, DQGrid::first_row());
 #pragma unroll
     for (int first = 0; first < n_tiles; first += chunk) {
@@ -207,17 +207,17 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   }
 
   // All query tiles of one head.
-  DLATTN_DEVICE void walk_queries(int head, DK& dK, DV& dV) {
+  DLATTN_DEVICE void walk_queries(DK& dK, DV& dV) {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (!keys.empty() && !queries.empty()) {
       const int last_tile = ceil_div(queries.last, tile_q);
       int tile = queries.first / tile_q;
-      load_row_stats(head, tile, 0);
-      load_q(head, tile, 0);
-      load_do(head, tile, 0);
+      load_row_stats(tile, 0);
+      load_q(tile, 0);
+      load_do(tile, 0);
 #pragma unroll 1
       for (int iteration = 0; tile < last_tile; ++tile, ++iteration) {
-        step(head, tile, last_tile, iteration, dK, dV);
+        step(tile, last_tile, iteration, dK, dV);
       }
     }
     cp_async_wait_all();
@@ -225,21 +225,21 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   }
 
   // Through the shared tile that held the keys or values, which are not needed any more.
-  DLATTN_DEVICE void store_dk(int head, DK& dK) {
+  DLATTN_DEVICE void store_dk(DK& dK) {
     const float factor = Problem::Score::gradient_factor(values);
     dK.for_each([&](float& value, int, int, int) { value *= factor; });
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        p.dK.rows<T>(item.batch, head_k(head), keys.first), p.dK.row, shared.k,
+        p.dK.rows<T>(batch, head_k(), keys.first), p.dK.row, shared.k,
         p.seq_kv - keys.first);
     __syncthreads();
   }
-  DLATTN_DEVICE void store_dv(int head, DV& dV) {
+  DLATTN_DEVICE void store_dv(DV& dV) {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        p.dV.rows<T>(item.batch, head_v(head), keys.first), p.dV.row, shared.v,
+        p.dV.rows<T>(batch, head_v(), keys.first), p.dV.row, shared.v,
         p.seq_kv - keys.first);
     __syncthreads();
   }
@@ -250,23 +250,20 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     DV dV;
     dK.clear();
     dV.clear();
-    const int heads = heads_per_block(p);
-    const int first_head = item.head * heads, last_head = first_head + heads;
-#pragma unroll 1
-    for (int head = first_head; head < last_head; ++head) {
-      const bool begins = head == first_head, ends = head + 1 == last_head;
-      if (begins || head_k(head) != head_k(head - 1)) load_k(head);
-      if (begins || head_v(head) != head_v(head - 1)) load_v(head);
-      walk_queries(head, dK, dV);
-      if (ends || head_k(head) != head_k(head + 1)) {
-        store_dk(head, dK);
+    do {
+      batch = opaque(batch);  // no address is worth a register across the walk over queries
+      if (head % group_k() == 0) load_k();
+      if (head % group_v() == 0) load_v();
+      walk_queries(dK, dV);
+      if ((head + 1) % group_k() == 0) {
+        store_dk(dK);
         dK.clear();
       }
-      if (ends || head_v(head) != head_v(head + 1)) {
-        store_dv(head, dV);
+      if ((head + 1) % group_v() == 0) {
+        store_dv(dV);
         dV.clear();
       }
-    }
+    } while (++head % p.heads_per_block != 0);
   }
 };
 
@@ -279,7 +276,7 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
 
   Kernel kernel(p, shared,
                 first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
-                            p.heads_q / heads_per_block(p), p));
+                            p.heads_q / p.heads_per_block, p));
   kernel.walk_heads();
 }
 

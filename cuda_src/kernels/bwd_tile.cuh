@@ -30,10 +30,10 @@ struct WarpGrid {
 
   using Block = Accumulator<m_tiles, n_tiles>;
   static DLATTN_DEVICE int first_row() {
-    return threadIdx.x / 32 % warps_along_rows * warp_rows;
+    return warp_index() % warps_along_rows * warp_rows;
   }
   static DLATTN_DEVICE int first_column() {
-    return threadIdx.x / 32 / warps_along_rows * warp_columns;
+    return warp_index() / warps_along_rows * warp_columns;
   }
 };
 
@@ -64,8 +64,8 @@ struct BwdShapes {
   // accumulators, so that every reduction of a warp covers contiguous memory.
   static constexpr int dq_stride = wide_reductions ? 1 : 32;
   static DLATTN_DEVICE int dq_offset(int m, int n, int i) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = (warp * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
+    const int lane = threadIdx.x % 32;
+    const int group = (warp_index() * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
     return group * 128 + lane * (wide_reductions ? 4 : 1) + i * dq_stride;
   }
 };

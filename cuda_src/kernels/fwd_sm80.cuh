@@ -11,6 +11,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared_tile.cuh"
 
@@ -65,7 +66,7 @@ struct FwdSm80 {
         length(params, work.batch),
         values(params),
         queries{work.tile * tile_q, least((work.tile + 1) * tile_q, length.q)},
-        first_row(threadIdx.x / 32 * rows_per_warp) {}
+        first_row(warp_index() * rows_per_warp) {}
 
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
@@ -132,7 +133,8 @@ struct FwdSm80 {
     const Interval keys = Problem::Mask::keys(queries, length, p);
     if (queries.empty() || keys.empty()) return;
     const Interval full = Problem::Mask::full_keys(queries, length, p);
-    const int first_tile = keys.first / tile_k;
+    // A first tile known to be zero makes the compiler count pointers down to it, in more registers.
+    const int first_tile = opaque(keys.first / tile_k);
     int tile = ceil_div(keys.last, tile_k) - 1;
 
     load_q();

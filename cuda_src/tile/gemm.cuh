@@ -46,8 +46,8 @@ struct SharedLeft {
 
   DLATTN_DEVICE SharedLeft(Tile& s_tile, int first_m) {
     const int lane = threadIdx.x % 32;
-    base = transposed ? shared_address(s_tile.at(lane % 8 + lane / 16 * 8, first_m + lane / 8 % 2 * 8))
-                      : shared_address(s_tile.at(first_m + lane % 16, lane / 16 * 8));
+    base = transposed ? s_tile.address(lane % 8 + lane / 16 * 8, first_m + lane / 8 % 2 * 8)
+                      : s_tile.address(first_m + lane % 16, lane / 16 * 8);
   }
   DLATTN_DEVICE void load(uint32 (&a)[4], int m, int k_step) const {
     const int row = transposed ? 16 * k_step : 16 * m, column = transposed ? 16 * m : 16 * k_step;
@@ -85,8 +85,8 @@ struct SharedRight {
 
   DLATTN_DEVICE SharedRight(Tile& s_tile, int first_n) {
     const int lane = threadIdx.x % 32;
-    base = row_major ? shared_address(s_tile.at(lane % 16, first_n + lane / 16 * 8))
-                     : shared_address(s_tile.at(first_n + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
+    base = row_major ? s_tile.address(lane % 16, first_n + lane / 16 * 8)
+                     : s_tile.address(first_n + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
   }
   DLATTN_DEVICE uint32 address(int n, int k_step) const {
     const int row = row_major ? 16 * k_step : 8 * n, column = row_major ? 8 * n : 16 * k_step;

@@ -4,6 +4,7 @@
 #include "base/types.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/opaque.cuh"
 
 namespace dlattn {
 
@@ -13,6 +14,7 @@ namespace dlattn {
 template <class T, int rows_, int columns_>
 struct SharedTile {
   using Element = T;
+  static_assert(sizeof(T) == 2);
   static constexpr int rows = rows_, columns = columns_;
   static constexpr int pitch = (columns / 8) % 2 == 0 ? columns + 8 : columns;
   static_assert(columns % 8 == 0, "a row is a whole number of 16-byte units");
@@ -20,27 +22,43 @@ struct SharedTile {
   alignas(16) T data[rows * pitch];
 
   DLATTN_DEVICE T* at(int row, int column) { return data + row * pitch + column; }
+  DLATTN_DEVICE uint32 address(int row, int column) const {
+    return shared_address(data) + (row * pitch + column) * 2;
+  }
 };
 
-// Calls visit(row, column) for each 8-column unit of a tile that this thread owns. Neighbouring
-// threads share a row; as many as divide both the row and the block, so that a thread's units lie
-// at compile-time distances from its first.
-template <int threads, int rows, int columns, class Visit>
-DLATTN_DEVICE void for_each_unit(Visit visit) {
-  constexpr int threads_per_row = greatest_common_divisor(columns / 8, threads);
-  constexpr int rows_per_pass = threads / threads_per_row;
-  const int first_row = threadIdx.x / threads_per_row;
-  const int first_column = threadIdx.x % threads_per_row * 8;
+// How a block's threads divide a tile into units of 8 columns. Neighbouring threads share a row, as
+// many as divide both the row and the block, so that all units of a thread lie at compile-time
+// distances from its first.
+template <int threads, int rows, int columns>
+struct Units {
+  static constexpr int threads_per_row = greatest_common_divisor(columns / 8, threads);
+  static constexpr int rows_per_pass = threads / threads_per_row;
+  static constexpr int passes = ceil_div(rows, rows_per_pass);
+  static constexpr int column_step = 8 * threads_per_row;
+
+  const int first_row, first_column;
+
+  DLATTN_DEVICE Units() : Units(opaque(threadIdx.x)) {}
+
+  // Calls visit(row, column) for each unit of this thread.
+  template <class Visit>
+  DLATTN_DEVICE void for_each(Visit visit) const {
 #pragma unroll
-  for (int pass = 0; pass < ceil_div(rows, rows_per_pass); ++pass) {
-    const int row = first_row + pass * rows_per_pass;
-    if (rows % rows_per_pass != 0 && row >= rows) return;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int row = first_row + pass * rows_per_pass;
+      if (rows % rows_per_pass != 0 && row >= rows) return;
 #pragma unroll
-    for (int column = 0; column < columns; column += 8 * threads_per_row) {
-      visit(row, first_column + column);
+      for (int column = 0; column < columns; column += column_step) {
+        visit(row, first_column + column);
+      }
     }
   }
-}
+
+ private:
+  DLATTN_DEVICE explicit Units(int thread)
+      : first_row(thread / threads_per_row), first_column(thread % threads_per_row * 8) {}
+};
 
 // Starts loading rows [0, valid_rows) of g_rows into a tile; the other rows and the columns from
 // valid_columns on become zeros, and memory outside the valid part is never read.
@@ -48,25 +66,37 @@ DLATTN_DEVICE void for_each_unit(Visit visit) {
 template <int threads, int valid_columns, int access_bytes, class Tile>
 DLATTN_DEVICE void load_tile(Tile& s_tile, const typename Tile::Element* g_rows, int64 row_stride,
                              int valid_rows) {
-  for_each_unit<threads, Tile::rows, Tile::columns>([&](int row, int column) {
-    const bool valid = row < valid_rows && (valid_columns == Tile::columns || column < valid_columns);
-    const auto* g_unit = g_rows + row * row_stride + column;
-    if constexpr (access_bytes == 16) {
-      cp_async_16(shared_address(s_tile.at(row, column)), valid ? g_unit : g_rows, valid);
-    } else {
+  using U = Units<threads, Tile::rows, Tile::columns>;
+  const U units;
+  const int column = units.first_column;
+  const auto* g_unit = g_rows + units.first_row * row_stride + column;
+  const uint32 s_unit = s_tile.address(units.first_row, column);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        s_tile.at(row, column)[i] = valid ? g_unit[i] : typename Tile::Element{0};
+  for (int pass = 0; pass < U::passes; ++pass, g_unit += U::rows_per_pass * row_stride) {
+    const int row = units.first_row + pass * U::rows_per_pass;
+    if (Tile::rows % U::rows_per_pass != 0 && row >= Tile::rows) return;
+#pragma unroll
+    for (int step = 0; step < Tile::columns; step += U::column_step) {
+      const bool valid =
+          row < valid_rows && (valid_columns == Tile::columns || column + step < valid_columns);
+      if constexpr (access_bytes == 16) {
+        cp_async_16(s_unit + (pass * U::rows_per_pass * Tile::pitch + step) * 2, g_unit + step,
+                    valid);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          s_tile.at(row, column + step)[i] = valid ? g_unit[step + i] : typename Tile::Element{0};
+        }
       }
     }
-  });
+  }
 }
 
 // Stores the first valid_rows rows and valid_columns columns of a tile.
 template <int threads, int valid_columns, int access_bytes, class Tile>
 DLATTN_DEVICE void store_tile(typename Tile::Element* g_rows, int64 row_stride, Tile& s_tile,
                               int valid_rows) {
-  for_each_unit<threads, Tile::rows, Tile::columns>([&](int row, int column) {
+  Units<threads, Tile::rows, Tile::columns>().for_each([&](int row, int column) {
     if (row >= valid_rows || column >= valid_columns) return;
     auto* g_unit = g_rows + row * row_stride + column;
     if constexpr (access_bytes == 16) {
@@ -75,16 +105,6 @@ DLATTN_DEVICE void store_tile(typename Tile::Element* g_rows, int64 row_stride, 
 #pragma unroll
       for (int i = 0; i < 8; ++i) g_unit[i] = s_tile.at(row, column)[i];
     }
-  });
-}
-
-// Writes zeros to rows [0, valid_rows) in global memory.
-template <int threads, int rows, int valid_columns, class T>
-DLATTN_DEVICE void store_zeros(T* g_rows, int64 row_stride, int valid_rows) {
-  for_each_unit<threads, rows, valid_columns>([&](int row, int column) {
-    if (row >= valid_rows) return;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) g_rows[row * row_stride + column + i] = T{0};
   });
 }
 

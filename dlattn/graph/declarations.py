@@ -87,6 +87,7 @@ class Declarations(Operations):
         if isinstance(source, Tensor):
             like = copy.copy(source)
             like.attributes.uid, like.attributes.uid_from_user = None, False
+            like.attributes.inferred = frozenset()
             if name:
                 like.set_name(name)
             return self._keep(like)
@@ -140,7 +141,10 @@ class Declarations(Operations):
                 )
         node = _BUILDERS[operation](given["name"] or operation, given)
         self._nodes.append(node)
-        self._tensors.extend(node.outputs.values())
+        for t in node.tensors.values():
+            if not any(t is known for known in self._tensors):
+                t.attributes.inferred = frozenset()  # what another graph inferred is given here
+                self._keep(t)
         outputs: list[Any] = list(node.outputs.values())
         return outputs if len(outputs) > 1 else [*outputs, None]
 

@@ -6,8 +6,9 @@ made only once something differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from dlattn import dtypes
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered, canonical_stride
-from dlattn.graph.tensor import tensor
+from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Plan
 from dlattn.problem import TensorSpec
 from dlattn.runtime.protocols import compact_strides
@@ -23,7 +24,8 @@ from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
 from dlattn.runtime.tensors import TensorView, order_before, view
 
-Device = tuple[str, int]
+#: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
+_LOWEST_ADDRESS = 4096
 
 #: Alignment that plans may assume of the workspace.
 WORKSPACE_ALIGNMENT = 16
@@ -32,19 +34,9 @@ WORKSPACE_ALIGNMENT = 16
 class Slot:
     """One tensor of the pack: its keys, and what the last accepted tensor looked like."""
 
-    __slots__ = (
-        "alignment",
-        "by_value",
-        "device",
-        "is_output",
-        "key",
-        "role",
-        "seen",
-        "spec",
-        "uid",
-    )
-
-    def __init__(self, role: str, t: tensor, spec: TensorSpec, target: Target, is_output: bool):
+    def __init__(
+        self, role: str, t: tensor, spec: TensorSpec, target: Target, is_output: bool
+    ) -> None:
         self.role = role
         self.key = t
         self.uid = t.get_uid()
@@ -95,12 +87,18 @@ class Slot:
             )
         if self.is_output and not writable:
             return "it is written to, but its framework made it read-only; pass a writable tensor."
-        return self.address_complaint(ptr)
+        return self._address_complaint(ptr)
 
-    def address_complaint(self, ptr: int) -> str | None:
-        """Why an address cannot be used, or ``None``."""
-        if ptr <= 0:
-            return f"expected an address, got {ptr}."
+    def checked_address(self, ptr: int) -> int:
+        """A raw address, of which only the alignment can be checked."""
+        complaint = self._address_complaint(ptr)
+        if complaint is not None:
+            raise InvalidVariantPackError(f"{self.said}: {complaint}")
+        return ptr
+
+    def _address_complaint(self, ptr: int) -> str | None:
+        if ptr < _LOWEST_ADDRESS:
+            return f"expected a tensor or an address, got {ptr}."
         if ptr % self.alignment:
             return (
                 f"expected an address aligned to {self.alignment} bytes, got {ptr:#x}; copy the "
@@ -127,10 +125,12 @@ class Execution:
         self._index = lowered.target.index
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
-        self._slots = [
+        slots = [
             Slot(role, t, specs[role], lowered.target, role in lowered.outputs)
             for role, t in lowered.tensors.items()
         ]
+        #: What every call reads of a slot lies beside it: unpacking beats attributes.
+        self._slots = [(s, s.key, s.uid, s.role, s.alignment, s.is_output) for s in slots]
         self._seen_workspace: tuple[Any, ...] | None = None
 
     def __call__(
@@ -140,35 +140,31 @@ class Execution:
         pointers: dict[str, int] = {}
         inputs = []
         get = pack.get
-        for slot in self._slots:
-            value = get(slot.key)
+        for slot, key, uid, role, alignment, is_output in self._slots:
+            value = get(key)
             if value is None:
-                value = get(slot.uid)
+                value = get(uid)
                 if value is None:
                     value = _find(slot, pack)
             if type(value) is int:
-                _check_address(slot, value)
-                pointers[slot.role] = value
+                pointers[role] = slot.checked_address(value)
                 continue
-            if slot.by_value and isinstance(value, (int, float)):
+            if slot.by_value and isinstance(value, (float, np.floating)):
                 value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
             try:
                 seen = view(value)
             except InvalidVariantPackError as error:
                 raise InvalidVariantPackError(f"{slot.said}: {error}") from error
             pointer = seen[0]
-            if seen[1:] != slot.seen or not pointer or pointer % slot.alignment:
+            if seen[1:] != slot.seen or not pointer or pointer % alignment:
                 slot.admit(seen)
-            pointers[slot.role] = pointer
-            if not slot.is_output:
+            pointers[role] = pointer
+            if not is_output:
                 inputs.append(value)
-        stream = 0
-        if not self._on_cpu:
-            chosen = explicit_stream(handle)
-            # An output's framework counts too: with no tensor among the inputs it is all there is.
-            stream = (
-                current_stream(inputs or pack.values(), self._index) if chosen is None else chosen
-            )
+        stream = explicit_stream(handle)
+        if stream is None:
+            # With addresses alone as inputs, the outputs may still tell the framework.
+            stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
         order_before(inputs, stream)
         address = self._workspace(workspace) if self._workspace_size else 0
         self.plan.execute(pointers, address, stream)
@@ -177,13 +173,10 @@ class Execution:
         if workspace is None or type(workspace) is int:
             if not workspace or workspace < 0 or workspace % WORKSPACE_ALIGNMENT:
                 self._refuse_workspace(f"address {workspace or 0:#x}")
-            assert isinstance(workspace, int)
-            return workspace
+            return int(workspace)
         seen = view(workspace)
         if seen[1:] != self._seen_workspace or seen.ptr % WORKSPACE_ALIGNMENT:
-            size = dtypes.itemsize(seen.dtype)
-            for extent in seen.shape:
-                size *= extent
+            size = math.prod(seen.shape) * dtypes.itemsize(seen.dtype)
             if size < self._workspace_size:
                 self._refuse_workspace(f"a tensor of {size} bytes")
             packed = compact_strides(seen.shape)
@@ -198,7 +191,7 @@ class Execution:
             self._seen_workspace = seen[1:]
         return seen.ptr
 
-    def _refuse_workspace(self, got: str) -> None:
+    def _refuse_workspace(self, got: str) -> NoReturn:
         raise InvalidVariantPackError(
             f"workspace: expected {self._workspace_size} writable contiguous bytes on "
             f"{_said(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
@@ -212,15 +205,9 @@ def _find(slot: Slot, pack: Mapping[Any, Any]) -> Any:
         if isinstance(key, tensor) and key.attributes.uid == slot.uid and value is not None:
             return value
     raise InvalidVariantPackError(
-        f"{slot.said} is missing from the variant pack; add its memory under "
-        "the graph's tensor or under the uid."
+        f"{slot.said} is missing from the variant pack; add its memory under the graph's tensor or "
+        "under the uid."
     )
-
-
-def _check_address(slot: Slot, address: int) -> None:
-    complaint = slot.address_complaint(address)
-    if complaint is not None:
-        raise InvalidVariantPackError(f"{slot.said}: {complaint}")
 
 
 def _said(device: Device) -> str:

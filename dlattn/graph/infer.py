@@ -27,6 +27,8 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         cudnnGraphNotSupportedError: a valid wish that no plan grants: a last stride other than 1,
             heads that do not divide, ragged or reordered storage.
     """
+    for t in node.tensors.values():
+        t.attributes.forget_inferred()
     _refuse_storage(node)
     _check_lengths_are_wanted(node)
     for role in node.inputs:
@@ -140,7 +142,7 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
 def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
     it = node.tensors[role].attributes
     if not it.dim:
-        it.dim = dim
+        it.infer("dim", dim)
     if it.dim != dim:
         q, k, v = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in ("q", "k", "v"))
         raise InvalidGraphError(
@@ -159,12 +161,13 @@ def _settle_stride(node: AttentionNode, role: str) -> None:
         return
     source = _LAYOUT_FROM.get(role)
     if source is None:
-        it.stride = packed_strides(it.dim)
+        it.infer("stride", packed_strides(it.dim))
         return
     model = node.inputs[source].attributes
     same = model.dim == it.dim and not overlaps(model.dim, model.stride)
     gradient = role != "o"
-    it.stride = model.stride if gradient and same else packed_strides(it.dim, like=model.stride)
+    packed = packed_strides(it.dim, like=model.stride)
+    it.infer("stride", model.stride if gradient and same else packed)
 
 
 def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> None:
@@ -179,7 +182,7 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
             f"{node.label(role)} has no data type; set it on the tensor, or set the graph's "
             "io_data_type."
         )
-    it.dtype = inferred
+    it.infer("dtype", inferred)
 
 
 def _check_strides(node: AttentionNode, role: str) -> None:

@@ -76,9 +76,12 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
 
 
 def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides with those that mean nothing made equal: 0 where the size is 1, the last always 1."""
-    inner = (step if size > 1 else 0 for size, step in zip(dim[:-1], stride[:-1], strict=True))
-    return (*inner, 1) if dim else ()
+    """Strides with those that mean nothing made equal: where the size is 1, 0, or 1 if last."""
+    last = len(dim) - 1
+    return tuple(
+        step if size > 1 else int(axis == last)
+        for axis, (size, step) in enumerate(zip(dim, stride, strict=True))
+    )
 
 
 def _spec(label: str, it: Attributes) -> TensorSpec:

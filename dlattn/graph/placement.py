@@ -5,6 +5,7 @@ from __future__ import annotations
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.handle import pinned_target
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.tensor import Device
 from dlattn.runtime.target import CPU, Target, cuda_target, default_target
 
 
@@ -17,11 +18,10 @@ def choose_target(node: AttentionNode, handle: int | None) -> Target:
     Raises:
         InvalidGraphError: tensors on several devices, or not on the device that the handle pins.
     """
-    seen = {
-        t.attributes.device: node.label(role)
-        for role, t in node.tensors.items()
-        if t.attributes.device is not None and not t.attributes.is_pass_by_value
-    }
+    seen: dict[Device, str] = {}
+    for role, t in node.tensors.items():
+        if t.attributes.device is not None and not t.attributes.is_pass_by_value:
+            seen.setdefault(t.attributes.device, node.label(role))
     if len(seen) > 1:
         places = ", ".join(f"{label} on {kind}:{index}" for (kind, index), label in seen.items())
         raise InvalidGraphError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Attributes:
         uid_from_user: the graph must keep this uid.
         alignment: bytes to which addresses will be aligned; 16 unless set.
         value: the number that a ``tensor_scalar`` holds.
+        inferred: the fields that the graph filled in, and may fill in again.
         device: where the object seen by ``tensor_like`` lives, e.g. ``("cuda", 0)``.
     """
 
@@ -44,15 +46,27 @@ class Attributes:
     vector_dimension: int = -1
     value: float | int | None = None
     is_compile_time_constant: bool = False
+    inferred: frozenset[str] = frozenset()
     device: Device | None = None
+
+    def infer(self, field: str, value: Any) -> None:
+        """Fill in a field that the user left unset."""
+        setattr(self, field, value)
+        self.inferred |= {field}
+
+    def forget_inferred(self) -> None:
+        """Unset what was filled in, so that it follows what the user has changed since."""
+        for field in self.inferred:
+            setattr(self, field, getattr(_UNSET, field))
+        self.inferred = frozenset()
 
     @property
     def elements(self) -> int:
         """The number of elements (1 when ``dim`` is not set)."""
-        count = 1
-        for size in self.dim:
-            count *= size
-        return count
+        return math.prod(self.dim)
+
+
+_UNSET = Attributes()
 
 
 class tensor:  # noqa: N801 - cuDNN's public spelling
@@ -178,6 +192,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
             )
         for attribute, value in changes.items():
             setattr(self.attributes, attribute, value)
+            self.attributes.inferred -= {attribute}
         return self
 
     def _said(self) -> str:

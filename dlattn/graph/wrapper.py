@@ -41,7 +41,8 @@ class Graph(Operations):
 
     Args:
         handle: stream and device, see :func:`create_handle`. ``None`` and ``"auto"`` follow the
-            frameworks' current stream.
+            frameworks' current stream. Outputs that calls allocate belong to that stream, so the
+            caller must order a stream set on the handle after it.
         inputs, outputs: the order of tensors in positional calls, see :meth:`set_io_tuples`.
         heuristics: accepted as by ``create_execution_plans``.
         workspace_alloc: keep a workspace for calls that give none. Calls that may run at the same
@@ -277,11 +278,10 @@ class Graph(Operations):
         like = pack[lowered.tensors["q"]]
         made = {t: self._allocate(t, like) for t in missing}
         chosen = self._handle if handle is None else _handle(handle)
-        if made and self._is_on_other_stream(like, chosen):
+        if made and self._is_unordered(like, chosen):
             raise InvalidArgumentError(
-                f"Outputs for {framework(like).name} are handed over on CuPy's current stream, but "
-                "the handle has a stream of its own; pass the outputs too, or set_stream(handle, "
-                "None) and make the stream CuPy's current one."
+                "JAX waits for outputs on CuPy's current stream, but the handle has a stream of "
+                "its own; call set_stream(handle, None) and make that stream CuPy's current one."
             )
         self._graph.execute({**pack, **made}, self._workspace_for(workspace, like), chosen)
         return {t: to_caller(out, like) for t, out in made.items()}
@@ -306,10 +306,9 @@ class Graph(Operations):
             self._workspace = allocate_bytes(like, size)
         return self._workspace
 
-    def _is_on_other_stream(self, like: Any, handle: int | None) -> bool:
-        is_handed_over = framework(like).name in ("jax", "dlpack")
+    def _is_unordered(self, like: Any, handle: int | None) -> bool:
         on_device = self._graph.lowered.target.kind == "cuda"
-        return is_handed_over and on_device and explicit_stream(handle) is not None
+        return on_device and framework(like).name == "jax" and explicit_stream(handle) is not None
 
     # What passes through ----------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class BwdSm80(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, target)
+        self._params.heads_per_block = self._heads_per_block
         bytes_per_query = 6 * problem.head_dim_qk + 2 * problem.head_dim_v
         bytes_per_block = bytes_per_query * geometry.seq_q * self._heads_per_block
         pairs = geometry.batch * geometry.heads_q // self._heads_per_block

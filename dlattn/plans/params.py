@@ -53,8 +53,8 @@ class Params(ctypes.Structure):
         ("band_right", ctypes.c_int32),
         ("bottom_right", ctypes.c_int32),
         ("heads_per_wave", ctypes.c_int32),
+        ("heads_per_block", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
-        ("unused", ctypes.c_int32),
     ]
 
 
@@ -71,6 +71,7 @@ def params_for(geometry: Geometry) -> Params:
         band_right=geometry.band_right or 0,
         bottom_right=geometry.bottom_right,
         heads_per_wave=1,
+        heads_per_block=1,
         attn_scale=geometry.attn_scale,
     )
     for role in TENSOR_ROLES:

@@ -254,9 +254,8 @@ def _softmax_times_v(scores: Array, v: Array) -> tuple[Array, Array]:
 
 def _times(x: Array, y: Array) -> Array:
     """``x[h] @ y[h // (H / G)]``: x is (H, rows, n), y is (G, n, m), the result (H, rows, m)."""
-    heads, rows, width = x.shape
-    product: Array = x.reshape(len(y), heads // len(y) * rows, width) @ y
-    return product.reshape(heads, rows, y.shape[-1])
+    product: Array = x.reshape(len(y), -1, x.shape[-1]) @ y
+    return product.reshape(*x.shape[:2], y.shape[-1])
 
 
 def _transpose_times(x: Array, y: Array, groups: int) -> Array:
@@ -298,12 +297,9 @@ def _lengths(given: Array | None, batch: int, size: int) -> Array:
 def _view(address: int, spec: TensorSpec) -> Array:
     """Host memory as the array that a spec describes."""
     dtype = to_numpy(spec.dtype)
-    # A dimension of size 1 may carry any stride at all.
-    stride = [s if d > 1 else 0 for d, s in zip(spec.dim, spec.stride, strict=True)]
     if 0 in spec.dim:
         return np.empty(spec.dim, dtype)
-    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, stride, strict=True))
-    memory = (ctypes.c_byte * (extent * dtype.itemsize)).from_address(address)
-    return np.ndarray(
-        spec.dim, dtype, memoryview(memory), strides=[s * dtype.itemsize for s in stride]
-    )
+    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, spec.stride, strict=True))
+    memory = memoryview((ctypes.c_byte * (extent * dtype.itemsize)).from_address(address))
+    strides = [s * dtype.itemsize for s in spec.stride]
+    return np.ndarray(spec.dim, dtype, memory, strides=strides)

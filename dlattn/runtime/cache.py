@@ -8,6 +8,7 @@ entry that does not match its hashes is not there, and the next writer replaces 
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import json
 import os
@@ -17,11 +18,13 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 _FACTS = "kernel.json"
+#: How ``rename`` says that a folder or a file has the name already.
+_IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def write(root: Path, name: str, files: Mapping[str, bytes], facts: Mapping[str,
     try:
         return _publish(root, name, content)
     except OSError as error:
-        _warn_unwritable(str(root), str(error))
+        _warn_unwritable(root, error)
         return _publish(_private_root(), name, content)
 
 
@@ -101,8 +104,8 @@ def _publish(root: Path, name: str, content: Mapping[str, bytes]) -> Path:
 def _moved(draft: Path, place: Path) -> bool:
     try:
         draft.rename(place)
-    except OSError:
-        if place.exists():
+    except OSError as error:
+        if error.errno in _IN_THE_WAY:
             return False
         raise
     return True
@@ -122,7 +125,7 @@ def _beside(place: Path, purpose: str) -> Path:
     return place.parent / f".{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-@lru_cache(maxsize=1)
+@cache
 def _private_root() -> Path:
     """A cache of this process alone. Not created here: most processes never need it."""
     root = Path(tempfile.gettempdir(), f"dlattn-{os.getpid()}-{secrets.token_hex(4)}")
@@ -130,11 +133,16 @@ def _private_root() -> Path:
     return root
 
 
-@cache
-def _warn_unwritable(root: str, reason: str) -> None:
+_warned: set[Path] = set()
+
+
+def _warn_unwritable(root: Path, error: OSError) -> None:
+    if root in _warned:
+        return
+    _warned.add(root)
     warnings.warn(
-        f"The kernel cache {root} cannot be written ({reason}); kernels are compiled anew by each "
+        f"The kernel cache {root} cannot be written ({error}); kernels are compiled anew by each "
         "process. Set DLATTN_CACHE_DIR to a folder that can be written.",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )

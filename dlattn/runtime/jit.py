@@ -168,8 +168,10 @@ def _read(root: Path, entry: str) -> CompiledKernel | None:
     found = disk.read(root, entry)
     if found is None:
         return None
-    usage = Usage(**{**found.facts["usage"], "warnings": tuple(found.facts["usage"]["warnings"])})
-    return _compiled(found.facts, usage, found.folder, found.files["kernel.log"].decode())
+    usage = dict(found.facts["usage"])
+    usage["warnings"] = tuple(usage["warnings"])  # JSON has lists only
+    output = found.files["kernel.log"].decode()
+    return _compiled(found.facts, Usage(**usage), found.folder, output)
 
 
 def _compile(

@@ -122,7 +122,7 @@ def load(memory: Path) -> Nvrtc:
     with _lock:
         if _loaded is None:
             _loaded = _find()
-            _remember(_note(memory), _loaded.path)
+        _remember(_note(memory), _loaded.path)
     return _loaded
 
 
@@ -134,14 +134,13 @@ def identity(memory: Path) -> str:
     Raises:
         CompileError: there is no NVRTC.
     """
-    if _loaded is None:
-        try:
-            remembered = _file_identity(Path(_note(memory).read_text()))
-        except OSError:
-            remembered = None
-        if remembered is not None:
-            return remembered
-    return load(memory).identity
+    if _loaded is not None:
+        return _loaded.identity
+    try:
+        remembered = _file_identity(Path(_note(memory).read_text()))
+    except OSError:
+        remembered = None
+    return remembered or load(memory).identity
 
 
 def _find() -> Nvrtc:

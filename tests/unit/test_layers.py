@@ -36,6 +36,7 @@ KNOWS_FRAMEWORKS = {
     "runtime/jit.py": {"cupy"},
     "runtime/launch.py": {"cupy"},
     "cli/demo.py": {"cupy"},
+    "cli/machine.py": {"cupy"},
     "torch.py": {"torch"},
     "jax.py": {"jax"},
 }

@@ -197,9 +197,7 @@ def test_cupy() -> None:
     host = np.zeros(64, np.uint8)
     unowned = cupy.cuda.UnownedMemory(host.ctypes.data, 64, host, 2)
     for element, dtype in ((np.float16, data_type.HALF), (ml_dtypes.bfloat16, data_type.BFLOAT16)):
-        array = cupy.ndarray(
-            (3, 4), element, cupy.cuda.MemoryPointer(unowned, 8), strides=(2, 6)
-        )
+        array = cupy.ndarray((3, 4), element, cupy.cuda.MemoryPointer(unowned, 8), strides=(2, 6))
         expected = (host.ctypes.data + 8, (3, 4), (1, 3), dtype, ("cuda", 2), True)
         assert view(array) == expected
 
@@ -342,7 +340,16 @@ class Capsules(Producer):
         self.device = (f.device, f.index)
         header = protocols._VERSIONED_HEADER.pack(f.major, 0, 0, 0, f.flags)
         tensor = protocols._TENSOR.pack(
-            4096, f.device, f.index, 3, f.code, f.bits, f.lanes, ctypes.addressof(self.extents), 0, 32
+            4096,
+            f.device,
+            f.index,
+            3,
+            f.code,
+            f.bits,
+            f.lanes,
+            ctypes.addressof(self.extents),
+            0,
+            32,
         )
         self.memory = ctypes.create_string_buffer(header + tensor)
         self.streams: list[Any] = []
@@ -389,7 +396,9 @@ def test_dlpack_consumed() -> None:
     """A capsule that somebody has taken is not read."""
     array = np.zeros(3, np.float32)
     capsule = array.__dlpack__()
-    np.from_dlpack(SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0)))
+    np.from_dlpack(
+        SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
+    )
     with pytest.raises(InvalidVariantPackError, match="unused DLPack capsule"):
         protocols.view_capsule(capsule)
 

@@ -1,0 +1,272 @@
+"""``validate``: every refusal, with its type and its words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dlattn as cudnn
+from tests.unit.valid_graphs import FLOAT, HALF, Backward, Forward, Q, lengths
+
+NotSupported = cudnn.cudnnGraphNotSupportedError
+
+
+# Not supported ------------------------------------------------------------------------------------
+
+
+def given(graph, argument):
+    """A value for an argument that no plan understands."""
+    if argument in ("use_alibi_mask", "use_deterministic_algorithm"):
+        return True
+    if argument.startswith(("paged_attention_max", "max_total")):
+        return 64
+    if argument.startswith("score_mod"):
+        return lambda graph, score: score
+    some = graph.tensor((1, 1, 1, 1), name=argument)
+    return (0.1, some, some) if argument == "dropout" else some
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump", "score_mod"),
+        *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
+        *("score_max", "score_sum_exp", "sink_token"),
+    ],
+)
+def test_forward_arguments_without_a_plan(argument):
+    """They are accepted by the call and refused by validate, by name, whatever they are."""
+    made = Forward()
+    made.sdpa(**{argument: given(made.graph, argument)})
+    with pytest.raises(NotSupported, match=rf"sdpa 'sdpa' was given {argument},"):
+        made.validate()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("dropout", "rng_dump", "use_deterministic_algorithm", "score_mod", "score_mod_bprop"),
+        *("sink_token", "dSink_token"),
+    ],
+)
+def test_backward_arguments_without_a_plan(argument):
+    """The same for the backward."""
+    made = Backward()
+    made.sdpa(**{argument: given(made.graph, argument)})
+    with pytest.raises(NotSupported, match=rf"sdpa_backward 'bwd' was given {argument},"):
+        made.validate()
+
+
+def test_absent_means_none_or_false():
+    """None, False and a dropout probability of 0 ask for nothing."""
+    made = Forward()
+    made.sdpa(
+        bias=None,
+        use_alibi_mask=np.False_,
+        score_mod=None,
+        unfuse_fma=True,
+        implementation=cudnn.attention_implementation.UNIFIED,
+        dropout=(0.0, made.q, made.q),
+    ).validate()
+
+
+def ragged(made):
+    made.k.set_ragged_offset(made.graph.tensor((3, 1, 1, 1)))
+
+
+def reordered(made):
+    made.v.set_reordering_type(cudnn.tensor_reordering.F16x16)
+
+
+def strided_heads(made):
+    made.q.set_stride((1024, 256, 32, 2))
+
+
+def two_heads_too_many(made):
+    made.k.set_dim((2, 3, 12, 16))
+
+
+def mixed_types(made):
+    made.v.set_data_type(cudnn.data_type.BFLOAT16)
+
+
+def integers(made):
+    for t in (made.q, made.k, made.v):
+        t.set_data_type(cudnn.data_type.INT8)
+    made.o.set_data_type(cudnn.data_type.INT8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (ragged, "k has a ragged offset"),
+        (reordered, "v has reordering"),
+        (strided_heads, "q has stride .* last stride must be 1"),
+        (two_heads_too_many, "k has 3 heads, which do not divide the 4 heads of q"),
+        (mixed_types, "v is data_type.BFLOAT16 and q is data_type.HALF"),
+        (integers, "reference: "),
+    ],
+)
+def test_valid_graphs_that_nothing_runs(change, said):
+    """Each is cudnnGraphNotSupportedError from validate, with the tensor's name or all reasons."""
+    made = Forward().sdpa()
+    change(made)
+    with pytest.raises(NotSupported, match=said):
+        made.validate()
+
+
+def test_compute_type_must_be_float():
+    """Half accumulation is refused; double is the reference engine's."""
+    with pytest.raises(NotSupported, match="compute_data_type data_type.HALF"):
+        Forward(compute_data_type=HALF).sdpa().validate()
+    Forward(compute_data_type=cudnn.data_type.DOUBLE).sdpa().validate()
+    with pytest.raises(NotSupported, match="compute_data_type data_type.BFLOAT16"):
+        Forward().sdpa(compute_data_type=cudnn.data_type.BFLOAT16).validate()
+
+
+def test_attn_scale_tensors_are_float():
+    """A scale tensor of another type is refused, not converted."""
+    made = Forward()
+    made.sdpa(attn_scale=made.graph.tensor((1, 1, 1, 1), data_type=HALF, name="scale"))
+    with pytest.raises(NotSupported, match="scale is data_type.HALF"):
+        made.validate()
+
+
+@pytest.mark.parametrize(
+    "argument", [{"is_override_shape_enabled": True}, {"kernel_cache": 1}, {"device_property": 1}]
+)
+def test_graph_arguments_without_a_plan(argument):
+    """pygraph arguments that promise something dlattn does not do yet are named by validate."""
+    made = Forward(**argument).sdpa()
+    with pytest.raises(NotSupported, match=next(iter(argument))):
+        made.validate()
+
+
+def test_graphs_of_one_operation():
+    """Nothing, and two operations, are refused with what the graph holds."""
+    with pytest.raises(NotSupported, match="holds nothing"):
+        cudnn.pygraph().validate()
+    made = Forward().sdpa()
+    made.sdpa()
+    with pytest.raises(NotSupported, match="holds sdpa 'sdpa', sdpa 'sdpa'"):
+        made.validate()
+
+
+# Wrong --------------------------------------------------------------------------------------------
+
+
+def virtual_output(made):
+    made.o.set_output(False)
+
+
+def wrong_output(made):
+    made.o.set_dim(Q)
+
+
+def overlapping_output(made):
+    made.o.set_stride((768, 0, 24, 1))
+
+
+def short_stride(made):
+    made.o.set_stride((24, 1))
+
+
+def virtual_input(made):
+    made.q.set_is_virtual(True)
+
+
+def three_dimensions(made):
+    made.v.set_dim((2, 12, 24)).set_stride((288, 24, 1))
+
+
+def no_rows(made):
+    made.q.set_dim((2, 4, 0, 16))
+
+
+def other_batch(made):
+    made.k.set_dim((3, 2, 12, 16))
+
+
+def other_head_dim(made):
+    made.k.set_dim((2, 2, 12, 8))
+
+
+def other_keys(made):
+    made.v.set_dim((2, 1, 11, 24))
+
+
+def backwards(made):
+    made.q.set_stride((512, 128, -16, 1))
+
+
+def one_uid_twice(made):
+    made.q.set_uid(3)
+    made.v.set_uid(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (virtual_output, r"sdpa::O is virtual.*set_output\(True\)"),
+        (wrong_output, r"sdpa::O has dim \(2, 4, 8, 16\); expected \(2, 4, 8, 24\)"),
+        (overlapping_output, "sdpa::O is an output .* share an address"),
+        (short_stride, "sdpa::O has stride"),
+        (virtual_input, "q is virtual, but no node"),
+        (three_dimensions, "v must have four dimensions"),
+        (no_rows, "q has dim .* at least 1"),
+        (other_batch, r"k has dim \(3, 2, 12, 16\); expected \(2, 2, 12, 16\)"),
+        (other_head_dim, "k has dim"),
+        (other_keys, r"v has dim \(2, 1, 11, 24\); expected \(2, 1, 12, 24\)"),
+        (backwards, "q has the negative stride -16"),
+        (one_uid_twice, "'q' and 'v' .* both have uid 3"),
+    ],
+)
+def test_wrong_graphs_are_value_errors(change, said):
+    """Each is a ValueError from validate that names the tensor, what it has and what it should."""
+    made = Forward().sdpa()
+    change(made)
+    with pytest.raises(ValueError, match=said):
+        made.validate()
+
+
+@pytest.mark.parametrize(
+    ("dim", "attributes", "said"),
+    [
+        ((3, 1, 1, 1), {}, r"seq_len has dim \(3, 1, 1, 1\); expected \(2, 1, 1, 1\)"),
+        ((2,), {}, r"seq_len must have four dimensions, \(batch, 1, 1, 1\)"),
+        ((2, 1, 1, 1), {"data_type": FLOAT}, "seq_len is data_type.FLOAT; expected INT32"),
+    ],
+)
+def test_wrong_lengths(dim, attributes, said):
+    """Length tensors have one integer per batch entry."""
+    made = Forward()
+    made.sdpa(use_padding_mask=True, seq_len_kv=lengths(made.graph, dim=dim, **attributes))
+    with pytest.raises(ValueError, match=said):
+        made.validate()
+
+
+def test_lengths_and_padding_mask_go_together():
+    """The flag without lengths, and lengths without the flag, are refused."""
+    with pytest.raises(ValueError, match="without seq_len_q or seq_len_kv"):
+        Forward().sdpa(use_padding_mask=True).validate()
+    made = Forward()
+    with pytest.raises(ValueError, match="seq_len_q without use_padding_mask"):
+        made.sdpa(seq_len_q=lengths(made.graph)).validate()
+
+
+def test_a_scale_has_one_element():
+    """A scale per head is no scale."""
+    made = Forward()
+    made.sdpa(attn_scale=made.graph.tensor((1, 4, 1, 1), data_type=FLOAT, name="scale"))
+    with pytest.raises(ValueError, match="scale must have one element"):
+        made.validate()
+
+
+def test_types_must_be_known():
+    """Without a type on the tensor or the graph there is nothing to assume."""
+    graph = cudnn.pygraph(handle=cudnn.create_handle(device="cpu"))
+    o, _ = graph.sdpa(*(graph.tensor(Q) for _ in range(3)), generate_stats=False)
+    o.set_output(True)
+    with pytest.raises(ValueError, match="q has no data type"):
+        graph.validate()

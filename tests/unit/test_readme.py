@@ -1,0 +1,95 @@
+"""The README tells the truth: its examples run, its tables are those of the code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlattn import config
+from dlattn.runtime.target import cuda_device_count
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+EXAMPLES = {
+    re.findall(r"^import (torch|jax|cupy|numpy)", code, re.M)[0]: code
+    for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+}
+
+
+def oracle(q: Any, k: Any, v: Any, keep: Any) -> Any:
+    """softmax(q k^T / 8) v in float64 where ``keep`` is true; k and v repeated to q's heads."""
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = np.where(keep, q @ k.swapaxes(2, 3) / 8, -np.inf)
+    p = np.exp(scores - scores.max(axis=3, keepdims=True))
+    return p / p.sum(axis=3, keepdims=True) @ v
+
+
+def run(example: str) -> dict[str, Any]:
+    """What the names mean after an example has run."""
+    names: dict[str, Any] = {}
+    exec(compile(EXAMPLES[example], f"README.md, the {example} example", "exec"), names)
+    return names
+
+
+def test_there_is_an_example_for_each_framework() -> None:
+    """The four frameworks have one example each."""
+    assert set(EXAMPLES) == {"torch", "jax", "cupy", "numpy"}
+
+
+def test_torch_example() -> None:
+    """PyTorch's example gives PyTorch's output and gradients."""
+    torch = pytest.importorskip("torch")
+    names = run("torch")
+    q, k, v = (names[x].float().requires_grad_() for x in ("q", "k", "v"))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125)
+    o.backward(names["dO"].float())
+    expected = {"o": o, "dQ": q.grad, "dK": k.grad, "dV": v.grad}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(names[name].float(), tensor, atol=5e-3, rtol=3e-3)
+
+
+def test_jax_example() -> None:
+    """JAX's example gives windowed attention as a JAX array."""
+    jax = pytest.importorskip("jax")
+    names = run("jax")
+    assert isinstance(names["o"], jax.Array)
+    row, key = np.ogrid[:512, :512]
+    expected = oracle(names["q"], names["k"], names["v"], (key <= row) & (key + 128 > row))
+    np.testing.assert_allclose(np.asarray(names["o"]).astype(float), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_cupy_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's example gives attention; without a GPU, NumPy stands in for CuPy."""
+    if cuda_device_count() == 0:
+        monkeypatch.setitem(sys.modules, "cupy", np)
+    names = run("cupy")
+    q, k, v, o = (x.get() if hasattr(x, "get") else x for x in map(names.get, "qkvo"))
+    np.testing.assert_allclose(o.astype(float), oracle(q, k, v, True), atol=5e-3, rtol=3e-3)
+
+
+def test_numpy_example() -> None:
+    """NumPy's example ignores keys beyond each length."""
+    names = run("numpy")
+    keep = np.arange(512) < names["lengths"]
+    expected = oracle(names["q"], names["k"], names["v"], keep)
+    np.testing.assert_allclose(names["o"], expected, atol=1e-12)
+
+
+def test_environment_table_is_the_configuration() -> None:
+    """The README's table of environment variables is the one that the code prints."""
+    assert config.table() in README
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
+def test_links_lead_somewhere(target: str) -> None:
+    """Links name files of the repository or headings of the README."""
+    if target.startswith("#"):
+        headings = re.findall(r"^#+ (.*)$", README, re.M)
+        assert target[1:] in {h.lower().replace(" ", "-") for h in headings}
+    else:
+        assert (Path(__file__).parents[2] / target).exists()
