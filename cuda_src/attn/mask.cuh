@@ -48,7 +48,7 @@ struct Band {
   }
   static DLATTN_DEVICE bool keep(int query, int key, const Lengths& length, const Params& p) {
     const int diagonal = query + length.shift;
-    return (!left || key + p.band_left > diagonal) && (!right || key <= diagonal + p.band_right);
+    return (!left | (key + p.band_left > diagonal)) & (!right | (key <= diagonal + p.band_right));
   }
 };
 
@@ -66,7 +66,8 @@ struct Masks {
     return (everything() & ... & Pack::full_keys(queries, length, p));
   }
   static DLATTN_DEVICE bool keep(int query, int key, const Lengths& length, const Params& p) {
-    return (Pack::keep(query, key, length, p) && ...);
+    // Not &&: a branch per element and mask costs more than the comparison that it saves.
+    return (true & ... & Pack::keep(query, key, length, p));
   }
 
  private:

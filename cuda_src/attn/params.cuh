@@ -46,7 +46,8 @@ struct Params {
   const float* attn_scale_device;  // null: attn_scale holds the value
   float* dq_accum;   // (batch, heads_q, query tiles, tile), each tile in accumulator order
   float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
-  int batch, heads_q, heads_k, heads_v, seq_q, seq_kv;
+  int batch, heads_q, seq_q, seq_kv;
+  int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;  // cuDNN's diagonal bounds
   int bottom_right;           // the diagonal ends in the bottom right corner
   int heads_per_wave;         // (batch, head) pairs scheduled together, so that K and V stay in L2

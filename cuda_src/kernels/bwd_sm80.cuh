@@ -47,6 +47,14 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   using VTile = SharedTile<T, tile_k, dim_v>;
   using PTile = SharedTile<T, tile_q, tile_k>;
 
+  // Where the rows of the head at work begin. In shared memory, because dK, dV and the scores take
+  // nearly all registers.
+  struct HeadRows {
+    const T *q, *dO;
+    const float* row_stats;
+    float* dq_accum;
+  };
+
   struct SharedMemory {
     QTile q[Tiling::stages_q];
     DOTile dO[Tiling::stages_do];
@@ -54,6 +62,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     VTile v;
     PTile p, dS;
     alignas(16) float row_stats[2][2 * tile_q];
+    alignas(16) HeadRows head_rows;
   };
 
   const Params& p;
@@ -73,11 +82,8 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
         values(params),
         keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)} {}
 
-  // Query heads that share a head of K, or of V. A block begins and ends at a multiple of both.
-  DLATTN_DEVICE int group_k() const { return p.heads_q / p.heads_k; }
-  DLATTN_DEVICE int group_v() const { return p.heads_q / p.heads_v; }
-  DLATTN_DEVICE int head_k() const { return head / group_k(); }
-  DLATTN_DEVICE int head_v() const { return head / group_v(); }
+  DLATTN_DEVICE int head_k() const { return head / p.heads_per_k; }
+  DLATTN_DEVICE int head_v() const { return head / p.heads_per_v; }
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
@@ -91,16 +97,16 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.q[iteration % Tiling::stages_q], p.q.rows<T>(batch, head, tile * tile_q),
+        shared.q[iteration % Tiling::stages_q], shared.head_rows.q + tile * tile_q * p.q.row,
         p.q.row, length.q - tile * tile_q);
   }
   DLATTN_DEVICE void load_do(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.dO[iteration % Tiling::stages_do], p.dO.rows<T>(batch, head, tile * tile_q),
+        shared.dO[iteration % Tiling::stages_do], shared.head_rows.dO + tile * tile_q * p.dO.row,
         p.dO.row, length.q - tile * tile_q);
   }
   DLATTN_DEVICE void load_row_stats(int tile, int iteration) {
-    const float* g_stats = Shapes::row_stats(p, batch, head, tile);
+    const float* g_stats = shared.head_rows.row_stats + tile * (2 * tile_q);
     const int i = 4 * threadIdx.x;
     static_assert(4 * threads >= 2 * tile_q);
     if (i < 2 * tile_q) {
@@ -189,7 +195,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
   DLATTN_DEVICE void add_dq(int tile) {
     constexpr int m_tiles = DQGrid::m_tiles, n_tiles = DQGrid::n_tiles;
     constexpr int chunk = greatest_common_divisor(n_tiles, least(4, n_tiles));
-    float* g_sum = Shapes::dq_accum(p, batch, head, tile);
+    float* g_sum = shared.head_rows.dq_accum + int64(tile) * (tile_q * dim_qk);
     const SharedLeft<PTile, false> left(shared.dS, DQGrid::first_row());
 #pragma unroll
     for (int first = 0; first < n_tiles; first += chunk) {
@@ -211,7 +217,13 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (!keys.empty() && !queries.empty()) {
       const int last_tile = ceil_div(queries.last, tile_q);
-      int tile = queries.first / tile_q;
+      int tile = opaque(queries.first / tile_q);
+      if (threadIdx.x == 0) {
+        shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
+                            Shapes::row_stats(p, batch, head, 0),
+                            Shapes::dq_accum(p, batch, head, 0)};
+      }
+      __syncthreads();
       load_row_stats(tile, 0);
       load_q(tile, 0);
       load_do(tile, 0);
@@ -252,14 +264,14 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     dV.clear();
     do {
       batch = opaque(batch);  // no address is worth a register across the walk over queries
-      if (head % group_k() == 0) load_k();
-      if (head % group_v() == 0) load_v();
+      if (head % p.heads_per_k == 0) load_k();
+      if (head % p.heads_per_v == 0) load_v();
       walk_queries(dK, dV);
-      if ((head + 1) % group_k() == 0) {
+      if ((head + 1) % p.heads_per_k == 0) {
         store_dk(dK);
         dK.clear();
       }
-      if ((head + 1) % group_v() == 0) {
+      if ((head + 1) % p.heads_per_v == 0) {
         store_dv(dV);
         dV.clear();
       }

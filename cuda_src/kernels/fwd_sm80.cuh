@@ -75,12 +75,12 @@ struct FwdSm80 {
   }
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.k[stage], p.k.rows<T>(item.batch, item.head / (p.heads_q / p.heads_k), tile * tile_k),
+        shared.k[stage], p.k.rows<T>(item.batch, item.head / p.heads_per_k, tile * tile_k),
         p.k.row, length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        shared.v[stage], p.v.rows<T>(item.batch, item.head / (p.heads_q / p.heads_v), tile * tile_k),
+        shared.v[stage], p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k),
         p.v.row, length.kv - tile * tile_k);
   }
 
@@ -151,11 +151,12 @@ struct FwdSm80 {
   // Rows beyond the actual length get zeros and a log-sum-exp of -infinity.
   DLATTN_DEVICE void store(OnlineSoftmax<m_tiles>& softmax, Output& output) {
     softmax.finish(output);
+    const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
     const int first_query = item.tile * tile_q;
 #pragma unroll
     for (int r = 0; r < 2 * m_tiles; ++r) {
       const int query = first_query + first_row + Output::row(r / 2, r % 2 * 2);
-      const bool padded = query >= length.q;
+      const bool padded = query >= length_q;
       if constexpr (Problem::stats) {
         using Stats = typename Problem::Stats;
         if (threadIdx.x % 4 == 0 && query < p.seq_q) {

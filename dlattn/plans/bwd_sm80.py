@@ -60,7 +60,12 @@ class BwdTiling:
             + tile_bytes(self.tile_k, dim_v)
             + 2 * tile_bytes(self.tile_q, self.tile_k)
             + 2 * 2 * 4 * self.tile_q
+            + HEAD_ROWS_BYTES
         )
+
+
+#: ``HeadRows`` in the kernel: four addresses.
+HEAD_ROWS_BYTES = 32
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
@@ -69,18 +74,31 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 #: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
+#: Measured on Hopper by ``bench/tune_sm80.py`` among tilings that spill no register there
+#: (``bench/NOTES.md``).
+HOPPER_TILINGS: dict[int, tuple[BwdTiling, ...]] = {
+    64: (BwdTiling(64, 128, 4, 2, 4, 2, 2, 1),),
+    96: (BwdTiling(64, 64, 4, 2, 2, 2, 2, 1),),
+    128: (BwdTiling(64, 128, 8, 2, 4, 2, 2, 2),),
+    192: (BwdTiling(64, 64, 8, 2, 2, 2, 2, 2),),
+    256: (BwdTiling(64, 64, 8, 2, 2, 2, 2, 1),),
+}
+#: For every other device and for element-wise access: none of these spills anywhere.
 TILINGS: dict[int, tuple[BwdTiling, ...]] = {
-    64: (BwdTiling(64, 128, 8, 4, 4, 4, 2, 2), BwdTiling(64, 64, 8, 4, 4, 4, 2, 2)),
+    64: (BwdTiling(64, 128, 8, 2, 4, 2, 2, 2), BwdTiling(64, 64, 8, 2, 2, 2, 2, 1)),
+    96: (BwdTiling(64, 64, 8, 2, 2, 2, 2, 2),),
     128: (BwdTiling(64, 64, 8, 4, 4, 4, 2, 2), BwdTiling(64, 64, 8, 4, 4, 4, 1, 1)),
-    192: (BwdTiling(32, 64, 8, 2, 4, 2, 2, 2), BwdTiling(32, 64, 8, 2, 4, 2, 1, 1)),
-    256: (BwdTiling(32, 64, 8, 2, 4, 2, 2, 2), BwdTiling(32, 32, 8, 2, 2, 2, 1, 1)),
+    192: (BwdTiling(64, 64, 8, 2, 2, 2, 2, 2), BwdTiling(32, 64, 8, 2, 4, 2, 1, 1)),
+    256: (BwdTiling(32, 64, 8, 2, 2, 2, 2, 2), BwdTiling(32, 32, 8, 2, 2, 2, 1, 1)),
 }
 
 
 def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    tilings = next(row for limit, row in TILINGS.items() if largest <= limit)
+    measured = target.capability == (9, 0) and problem.access_bytes == 16
+    table = HOPPER_TILINGS if measured else TILINGS
+    tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 

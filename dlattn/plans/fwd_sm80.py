@@ -48,18 +48,25 @@ class FwdTiling:
 
 
 #: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
+#: Measured by ``bench/tune_sm80.py`` among tilings that spill no register (``bench/NOTES.md``).
 TILINGS: dict[int, tuple[FwdTiling, ...]] = {
     64: (FwdTiling(128, 64, 4, 2, 2),),
-    128: (FwdTiling(128, 32, 4, 2, 2),),
+    96: (FwdTiling(128, 64, 4, 1, 2),),
+    128: (FwdTiling(128, 48, 4, 2, 2),),
     192: (FwdTiling(128, 64, 8, 2, 1), FwdTiling(64, 32, 4, 1, 2)),
     256: (FwdTiling(128, 64, 8, 1, 1), FwdTiling(64, 32, 4, 1, 2)),
 }
 
 
+#: ptxas spills for Blackwell what it fits for Ampere and Hopper.
+BLACKWELL_TILINGS = {**TILINGS, 128: (FwdTiling(64, 64, 4, 2, 2),)}
+
+
 def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    tilings = next(row for limit, row in TILINGS.items() if largest <= limit)
+    table = TILINGS if target.capability < (10, 0) else BLACKWELL_TILINGS
+    tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 

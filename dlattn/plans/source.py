@@ -14,7 +14,8 @@ from dlattn.runtime.jit import KernelSource
 class Tiling(Protocol):
     """What the generated source needs of a tiling."""
 
-    warps: int
+    @property
+    def warps(self) -> int: ...
 
     @property
     def cpp(self) -> str: ...
@@ -23,7 +24,9 @@ class Tiling(Protocol):
     def min_blocks(self) -> int: ...
 
 
-def kernel_source(kernel: str, problem: Problem, tiling: Tiling, shared_memory: int) -> KernelSource:
+def kernel_source(
+    kernel: str, problem: Problem, tiling: Tiling, shared_memory: int
+) -> KernelSource:
     """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
 
     Args:

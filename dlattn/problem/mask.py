@@ -28,7 +28,7 @@ class Mask(ABC):
 
 @dataclass(frozen=True)
 class Padding(Mask):
-    """Keeps positions inside the actual lengths; present in every problem, because tiles overhang."""
+    """Keeps positions inside the actual lengths; in every problem, because tiles overhang."""
 
     @property
     def cpp(self) -> str:
@@ -40,7 +40,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Keeps a diagonal band (sdpa_contract 1.8.2): causal masks and sliding windows.
+    """Keeps a diagonal band (cuDNN's ``diagonal_band_*_bound``): causal masks, sliding windows.
 
     Attributes:
         left: there is a left bound.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_target(index: int) -> Target:
     """The CUDA device with this ordinal, measured through CuPy's runtime bindings."""
     from cupy.cuda import runtime

@@ -1,0 +1,122 @@
+"""Every kernel family compiles for every architecture, without spilling and without complaints.
+
+NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not installed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+
+from dlattn.config import settings
+from dlattn.dtypes import data_type
+from dlattn.errors import CompileError
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.problem import (
+    Band,
+    Direction,
+    Geometry,
+    Mask,
+    Padding,
+    Problem,
+    Scale,
+    TensorSpec,
+)
+from dlattn.runtime import jit, nvrtc
+from dlattn.runtime.target import KNOWN
+
+PLANS: dict[Direction, type[CudaPlan]] = {
+    Direction.FORWARD: FwdSm80,
+    Direction.BACKWARD: BwdSm80,
+}
+#: One pair of head dimensions (q and k, v) for each row of the tiling tables, the ends of each
+#: row's range, and unequal pairs.
+HEAD_DIMS = [
+    (8, 8), (40, 40), (64, 64), (72, 72), (96, 96), (104, 104), (128, 128), (136, 136),
+    (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
+]  # fmt: skip
+MASKS: dict[str, tuple[Mask, ...]] = {
+    "full": (Padding(),),
+    "causal": (Padding(), Band(left=False, right=True)),
+    "left": (Padding(), Band(left=True, right=False)),
+    "window": (Padding(), Band(left=True, right=True)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        nvrtc.load(settings().cache_dir)
+    except CompileError as missing:
+        pytest.skip(str(missing))
+
+
+def plan_for(problem: Problem, arch: str) -> CudaPlan:
+    """A plan on an arbitrary geometry: the code must not depend on it."""
+
+    def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
+        dim = (2, heads, 300, head_dim)
+        stride = (heads * 300 * head_dim, 300 * head_dim, head_dim, 1)
+        return TensorSpec(role, dim, stride, problem.dtype)
+
+    tensors = {
+        "q": spec("q", 4, problem.head_dim_qk),
+        "k": spec("k", 2, problem.head_dim_qk),
+        "v": spec("v", 2, problem.head_dim_v),
+        "o": spec("o", 4, problem.head_dim_v),
+    }
+    geometry = Geometry(tensors, 0.125, band_left=64, band_right=0)
+    plan = PLANS[problem.direction]
+    assert plan.supports(problem, geometry, KNOWN[arch]) is None
+    return plan(problem, geometry, KNOWN[arch])
+
+
+def problems(direction: Direction) -> list[Problem]:
+    """Every head-dim class with every mask; the other choices cycle, so that each pair meets."""
+    stats: list[data_type | None] = [data_type.FLOAT, None]
+    if direction is Direction.BACKWARD:
+        stats = [data_type.FLOAT]
+    found = []
+    for i, (head_dims, mask) in enumerate(product(HEAD_DIMS, MASKS.values())):
+        dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
+        found.append(
+            Problem(
+                direction, dtype, *head_dims, (Scale(positive=i % 3 != 0),), mask,
+                stats[i % len(stats)], access_bytes=2 if i % 5 == 4 else 16,
+            )  # fmt: skip
+        )
+    return found
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
+def test_no_spills_and_no_warnings(direction: Direction, arch: str) -> None:
+    """No kernel of any problem spills a register or draws a ptxas performance warning."""
+    sources = {
+        kernel.source.text: (problem, kernel.source)
+        for problem in problems(direction)
+        for kernel in plan_for(problem, arch).kernels()
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
+        complaints = [
+            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
+            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
+            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
+def test_shared_memory_fits(direction: Direction) -> None:
+    """Shared memory of every kernel fits the smallest device, whatever the head dimensions."""
+    for head_dims in product(range(8, 257, 8), repeat=2):
+        problem = Problem(
+            direction, data_type.HALF, *head_dims, (Scale(),), (Padding(),), data_type.FLOAT
+        )
+        plan = plan_for(problem, "sm_120")
+        assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN["sm_120"].shared_memory
