@@ -24,18 +24,10 @@ struct Position {
   int batch, head, query, key;
 };
 
-// score * attn_scale, of any sign.
-struct Scale {
-  static DLATTN_DEVICE float apply(float score, Position, const ScoreValues& values) {
-    return score * values.scale;
-  }
-  static DLATTN_DEVICE float backward(float grad, float, Position, const ScoreValues& values) {
-    return grad * values.scale;
-  }
-};
-
-// score * attn_scale, known to be greater than zero.
-struct PositiveScale : Scale {};
+// score * attn_scale: of any sign, or known to be greater than zero. Always the first edit, which
+// is how a pack treats it.
+struct Scale {};
+struct PositiveScale {};
 
 template <class... Pack>
 struct Edits;
@@ -49,6 +41,22 @@ struct Edits<> {
   static DLATTN_DEVICE float factor(const ScoreValues&) { return 1.f; }
   static DLATTN_DEVICE float gradient_factor(const ScoreValues&) { return 1.f; }
 };
+
+// A leading scale: its derivative is a factor, applied once. dS, which is rounded, stays large.
+template <class... Rest>
+struct Edits<Scale, Rest...> : Edits<> {
+  static DLATTN_DEVICE float apply(float score, Position at, const ScoreValues& values) {
+    return Edits<Rest...>::apply(score * values.scale, at, values);
+  }
+  static DLATTN_DEVICE float backward(float grad, float score, Position at,
+                                      const ScoreValues& values) {
+    return Edits<Rest...>::backward(grad, score * values.scale, at, values);
+  }
+  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) { return values.scale; }
+};
+
+template <class... Rest>
+struct Edits<PositiveScale, Rest...> : Edits<Scale, Rest...> {};
 
 template <>
 struct Edits<PositiveScale> : Edits<> {

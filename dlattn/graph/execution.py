@@ -22,7 +22,7 @@ from dlattn.problem import TensorSpec
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
-from dlattn.runtime.tensors import TensorView, order_before, view
+from dlattn.runtime.tensors import ORDERED_TYPES, TensorView, order_before, view
 
 #: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
 _LOWEST_ADDRESS = 4096
@@ -139,6 +139,7 @@ class Execution:
         """Run the plan once; see ``pygraph.execute``."""
         pointers: dict[str, int] = {}
         inputs = []
+        unordered = []
         get = pack.get
         for slot, key, uid, role, alignment, is_output in self._slots:
             value = get(key)
@@ -161,11 +162,14 @@ class Execution:
             pointers[role] = pointer
             if not is_output:
                 inputs.append(value)
+                if type(value) not in ORDERED_TYPES:
+                    unordered.append(value)
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
             stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
-        order_before(inputs, stream)
+        if unordered:
+            order_before(unordered, stream)
         address = self._workspace(workspace) if self._workspace_size else 0
         self.plan.execute(pointers, address, stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -17,7 +18,7 @@ from dlattn.plans.params import Params, address_slot, params_for
 from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime import jit
 from dlattn.runtime.launch import Launch, device_guard
-from dlattn.runtime.target import Target
+from dlattn.runtime.target import Target, cuda_device_count
 
 #: Blocks of a launch grid along x, and along y or z.
 MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
@@ -62,6 +63,7 @@ class CudaPlan(Plan):
         self._params = params_for(geometry)
         self._lock = Lock()
         self._launches: list[Launch] | None = None
+        self._guard: AbstractContextManager[None] = nullcontext()
         scale = geometry.tensors.get("attn_scale")
         self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
         self._slots = [
@@ -91,6 +93,7 @@ class CudaPlan(Plan):
             return
         kernels = self.kernels()
         compiled = jit.compile_kernels([kernel.source for kernel in kernels], self.target.arch)
+        self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
         launches = []
         for kernel, cubin in zip(kernels, compiled, strict=True):
             loaded = jit.load(cubin, self.target.index)
@@ -112,7 +115,7 @@ class CudaPlan(Plan):
         if launches is None:
             raise RuntimeError(f"{self.name}: build() comes before execute()")
         # The driver copies Params during the launch call, so the lock covers no device work.
-        with self._lock, device_guard(self.target.index):
+        with self._lock, self._guard:
             for role, slot in self._slots:
                 slot.value = pointers[role]
             if self._host_scale is not None:

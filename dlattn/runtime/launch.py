@@ -81,6 +81,7 @@ class Launch:
             int(programmatic),
         )
         self._params = (ctypes.c_void_p * 1)(params_address)
+        self._launch = _driver().cuLaunchKernelEx
         self._arguments = (
             ctypes.byref(self._config),
             ctypes.c_void_p(function),
@@ -100,11 +101,10 @@ class Launch:
         if self._empty:
             return
         self._config.stream = stream
-        launch = _driver().cuLaunchKernelEx
-        status = launch(*self._arguments)
+        status = self._launch(*self._arguments)
         if status == _ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
             _make_context_current()
-            status = launch(*self._arguments)
+            status = self._launch(*self._arguments)
         if status:
             raise DlattnError(
                 f"Launching {self.name} failed with {_error_name(status)} (grid "

@@ -243,6 +243,8 @@ _BY_NAME: dict[str, type[Framework]] = {
 _frameworks: dict[type, Framework] = {}
 #: ``view`` of each framework above, bound: one attribute look-up less per tensor.
 _views: dict[type, Callable[[Any], TensorView]] = {}
+#: Types for which :func:`order_before` has nothing to do, as far as seen.
+ORDERED_TYPES: set[type] = set()
 
 
 def _recognise(kind: type) -> Framework:
@@ -255,6 +257,8 @@ def _recognise(kind: type) -> Framework:
         made = _Dlpack
     known = _frameworks[kind] = made()
     _views[kind] = known.view
+    if type(known).order_before is Framework.order_before:
+        ORDERED_TYPES.add(kind)
     return known
 
 
@@ -388,8 +392,8 @@ def _cuda_ordinal(pointer: int) -> int:
 
 
 def _wait_for(producer: int, stream: int) -> None:
-    from cupy.cuda import Event, ExternalStream, runtime
+    from cupy.cuda import Event, runtime
 
     event = Event(disable_timing=True)
-    event.record(ExternalStream(producer))
+    runtime.eventRecord(event.ptr, producer)
     runtime.streamWaitEvent(stream, event.ptr)

@@ -301,6 +301,7 @@ def test_current_stream_of_the_device(call, monkeypatch):
     asked = []
     monkeypatch.setattr(execution, "current_stream", lambda objs, index: asked.append(index) or 33)
     ordered = []
+    monkeypatch.setattr(execution, "ORDERED_TYPES", set())
     monkeypatch.setattr(
         execution,
         "order_before",

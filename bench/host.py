@@ -1,0 +1,100 @@
+"""Host costs: ``python -m bench.host``.
+
+Prints microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA
+tensors, the seconds of a first (cold) compile, and what a second process with a warm cache spends
+until its first result, beyond importing CuPy and creating the CUDA context.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+WARM = """
+import sys, time
+import cupy
+cupy.zeros(1).sum().get()  # the context, and CuPy's own kernels
+begun = time.perf_counter()
+import dlattn
+g = dlattn.pygraph(io_data_type=dlattn.data_type.BFLOAT16,
+                   intermediate_data_type=dlattn.data_type.FLOAT,
+                   compute_data_type=dlattn.data_type.FLOAT)
+dim, stride = (1, 2, 128, 64), (16384, 8192, 64, 1)
+q, k, v = (g.tensor(dim=dim, stride=stride, data_type=dlattn.data_type.BFLOAT16) for _ in range(3))
+o, stats = g.sdpa(q, k, v, attn_scale=0.125, generate_stats=True, use_causal_mask=True)
+o.set_output(True).set_dim(dim).set_stride(stride)
+stats.set_output(True)
+g.build([dlattn.heur_mode.A])
+memory = cupy.zeros(5 * 16384, dtype=cupy.float32)
+address = lambda i: memory.data.ptr + i * 65536
+g.execute({t: address(i) for i, t in enumerate((q, k, v, o, stats))}, 0)
+cupy.cuda.get_current_stream().synchronize()
+seconds = time.perf_counter() - begun
+from dlattn.runtime import jit
+loaded = "libnvrtc" in open("/proc/self/maps").read()
+print(f"{seconds:.4f} {jit.statistics.compiles} {loaded}")
+"""
+
+
+def execute_microseconds(rounds: int = 50, calls: int = 200) -> float:
+    """CPU time of one ``execute``: the least of many rounds, each short enough for the launch queue."""
+    import torch
+
+    import dlattn
+
+    q, k, v = (
+        torch.randn(1, 16, 1, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(3)
+    )
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 16, 1, device="cuda")
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.BFLOAT16,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    tq, tk, tv = (graph.tensor_like(t) for t in (q, k, v))
+    to, ts = graph.sdpa(tq, tk, tv, attn_scale=0.125, generate_stats=True)
+    to.set_output(True).set_dim(o.shape).set_stride(o.stride())
+    ts.set_output(True)
+    graph.build([dlattn.heur_mode.A])
+    pack = {tq: q, tk: k, tv: v, to: o, ts: stats}
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            graph.execute(pack, 0)
+        best = min(best, (time.perf_counter() - begun) / calls)
+    return best * 1e6
+
+
+def warm_start(cache: str) -> tuple[float, int, bool]:
+    """Seconds until the first result of a fresh process, its compiles, whether NVRTC was loaded."""
+    output = subprocess.run(
+        [sys.executable, "-c", WARM],
+        env={**os.environ, "DLATTN_CACHE_DIR": cache},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    return float(output[0]), int(output[1]), output[2] == "True"
+
+
+def main() -> None:
+    print(f"execute, five torch tensors, checked: {execute_microseconds():.2f} us")
+    with tempfile.TemporaryDirectory() as cache:
+        seconds, compiles, _ = warm_start(cache)
+        print(f"cold process, {compiles} compile: first result after {seconds:.2f} s")
+        for _ in range(3):
+            seconds, compiles, loaded = warm_start(cache)
+            print(
+                f"warm process, {compiles} compiles: first result after {1e3 * seconds:.0f} ms, "
+                f"NVRTC loaded: {loaded}"
+            )
+
+
+if __name__ == "__main__":
+    main()
