@@ -67,9 +67,7 @@ def prepare(
     if direction is Direction.BACKWARD:
         roles += ("dO", "dQ", "dK", "dV")
     specs = {
-        role: TensorSpec(
-            role, tuple(t.shape), tuple(t.stride()), from_any(t.dtype)
-        )
+        role: TensorSpec(role, tuple(t.shape), tuple(t.stride()), from_any(t.dtype))
         for role, t in tensors.items()
         if role in roles
     }

@@ -110,7 +110,11 @@ def sweep(direction: str) -> None:
             for role in outputs:
                 tensors[role].fill_(float("nan"))
             call()
-            wrong = [r for r, t in zip(outputs, peer[direction](), strict=False) if not agree(tensors[r], t)]
+            wrong = [
+                r
+                for r, t in zip(outputs, peer[direction](), strict=False)
+                if not agree(tensors[r], t)
+            ]
             if wrong:
                 print(f"WRONG {shape} {tiling.cpp}: {wrong}", flush=True)
             contenders[tiling.cpp] = call
@@ -121,7 +125,10 @@ def sweep(direction: str) -> None:
         print(f"{shape} {direction}: FA2 {shape_tflops(shape, direction, base):.0f} TFLOP/s")
         for name, ms in times.items():
             ratios.setdefault((shape.head_dim, name), []).append(base / ms)
-            print(f"  {name:48} {shape_tflops(shape, direction, ms):5.0f}  x{base / ms:.3f}", flush=True)
+            print(
+                f"  {name:48} {shape_tflops(shape, direction, ms):5.0f}  x{base / ms:.3f}",
+                flush=True,
+            )
     for (head_dim, name), values in ratios.items():
         print(f"d{head_dim} {name:48} mean x{geometric_mean(values):.3f} least x{min(values):.3f}")
 

@@ -55,9 +55,7 @@ _TABLE: dict[data_type, _Names] = {
     data_type.INT64: _Names(np.dtype(np.int64), "int64", (0, 64), "int64_t"),
     data_type.UINT8: _Names(np.dtype(np.uint8), "uint8", (1, 8), "uint8_t"),
     data_type.BOOLEAN: _Names(np.dtype(np.bool_), "bool", (6, 8), "bool"),
-    data_type.FP8_E4M3: _Names(
-        np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn", (10, 8), "e4m3"
-    ),
+    data_type.FP8_E4M3: _Names(np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn", (10, 8), "e4m3"),
     data_type.FP8_E5M2: _Names(np.dtype(ml_dtypes.float8_e5m2), "float8_e5m2", (12, 8), "e5m2"),
 }
 
@@ -117,4 +115,6 @@ def _row(dtype: data_type) -> _Names:
     try:
         return _TABLE[dtype]
     except KeyError:
-        raise InvalidGraphError(f"{dtype} has no storage type; set the tensor's data type") from None
+        raise InvalidGraphError(
+            f"{dtype} has no storage type; set the tensor's data type"
+        ) from None

@@ -7,7 +7,7 @@ made only once something differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +22,7 @@ from dlattn.problem import TensorSpec
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
-from dlattn.runtime.tensors import ORDERED_TYPES, TensorView, order_before, view
+from dlattn.runtime.tensors import ORDERED_TYPES, TensorView, matcher, order_before, view
 
 #: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
 _LOWEST_ADDRESS = 4096
@@ -47,25 +47,24 @@ class Slot:
         self.device: Device = (
             ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
         )
-        #: Every field of an acceptable ``TensorView`` but its address.
-        self.seen: tuple[Any, ...] = (
-            spec.dim,
-            tuple(t.get_stride()),
-            spec.dtype,
-            self.device,
-            True,
-        )
+        #: The address of a tensor that is laid out as the last accepted one, else 0.
+        self.match: Callable[[Any], int] = lambda value: 0
 
-    def admit(self, seen: TensorView) -> None:
-        """Accept a tensor that differs from the last one only in what means nothing.
+    def admit(self, value: Any) -> int:
+        """The address of a tensor that agrees with the graph in all that means something.
 
         Raises:
-            InvalidVariantPackError: it differs in more than that.
+            InvalidVariantPackError: it does not, or is no tensor.
         """
+        try:
+            seen = view(value)
+        except InvalidVariantPackError as error:
+            raise InvalidVariantPackError(f"{self.said}: {error}") from error
         complaint = self._complaint(seen)
         if complaint is not None:
             raise InvalidVariantPackError(f"{self.said}: {complaint}")
-        self.seen = seen[1:]
+        self.match = matcher(value)
+        return seen.ptr
 
     @property
     def said(self) -> str:
@@ -150,15 +149,11 @@ class Execution:
             if type(value) is int:
                 pointers[role] = slot.checked_address(value)
                 continue
-            if slot.by_value and isinstance(value, (float, np.floating)):
-                value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
-            try:
-                seen = view(value)
-            except InvalidVariantPackError as error:
-                raise InvalidVariantPackError(f"{slot.said}: {error}") from error
-            pointer = seen[0]
-            if seen[1:] != slot.seen or not pointer or pointer % alignment:
-                slot.admit(seen)
+            pointer = slot.match(value)
+            if not pointer or pointer % alignment:
+                if slot.by_value and isinstance(value, (float, np.floating)):
+                    value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
+                pointer = slot.admit(value)
             pointers[role] = pointer
             if not is_output:
                 inputs.append(value)

@@ -45,12 +45,11 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
 
     Raises:
         InvalidGraphError: a tensor has a type that its role cannot have, or is a host scalar.
-        cudnnGraphNotSupportedError: mixed element types, or an accumulator that is not FLOAT.
+        cudnnGraphNotSupportedError: mixed element types, or an accumulator that no plan has.
     """
     tensors = {role: t for role, t in node.tensors.items() if not t.get_is_virtual()}
     _check_types(node, tensors)
     _check_memory(node, tensors, target)
-    _check_compute_type(node, graph_compute_type, target)
     q, v = tensors["q"].attributes, tensors["v"].attributes
     stats = tensors.get("stats")
     problem = Problem(
@@ -62,6 +61,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         masks=_masks(node),
         stats=None if stats is None else stats.get_data_type(),
         access_bytes=_access_bytes(tensors),
+        compute=_compute_type(node, graph_compute_type),
     )
     diagonal = node.diagonal
     geometry = Geometry(
@@ -142,13 +142,13 @@ def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Ta
             )
 
 
-def _check_compute_type(node: AttentionNode, graph_type: data_type, target: Target) -> None:
+def _compute_type(node: AttentionNode, graph_type: data_type) -> data_type:
     asked = graph_type if node.compute_data_type is data_type.NOT_SET else node.compute_data_type
-    if asked in (data_type.NOT_SET, data_type.FLOAT):
-        return
-    if asked is data_type.DOUBLE and target.kind == "cpu":
-        return
+    if asked is data_type.NOT_SET:
+        return data_type.FLOAT
+    if asked in (data_type.FLOAT, data_type.DOUBLE):
+        return asked
     raise cudnnGraphNotSupportedError(
-        f"{node.operation} {node.name!r} has compute_data_type {asked}; plans on {target} "
-        f"accumulate in {data_type.FLOAT}. Set that, or leave it unset."
+        f"{node.operation} {node.name!r} has compute_data_type {asked}; plans accumulate in "
+        f"{data_type.FLOAT}, or on the CPU in {data_type.DOUBLE}. Set one, or leave it unset."
     )

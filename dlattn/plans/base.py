@@ -33,7 +33,7 @@ class Plan(ABC):
     @property
     @abstractmethod
     def workspace_size(self) -> int:
-        """Bytes of scratch memory, 256-byte aligned, that :meth:`execute` needs; may be 0."""
+        """Bytes of 16-byte aligned scratch memory that :meth:`execute` needs; may be 0."""
 
     @abstractmethod
     def build(self) -> None:

@@ -142,6 +142,8 @@ def refusal(
             f"tensor cores take HALF or BFLOAT16; the graph has {problem.dtype.name}. "
             "Cast q, k and v, or run on the CPU."
         )
+    if problem.compute is not data_type.FLOAT:
+        return f"tensor cores accumulate in FLOAT; the graph asks for {problem.compute.name}."
     for name, dim in (("q and k", problem.head_dim_qk), ("v", problem.head_dim_v)):
         if dim % 8 or not 8 <= dim <= 256:
             return (

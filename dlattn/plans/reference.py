@@ -30,23 +30,16 @@ _SCORES_PER_BLOCK = 1 << 20
 class Reference(Plan):
     """Runs forward and backward problems on host memory.
 
-    Args:
-        compute: NumPy type of all arithmetic; float64 for DOUBLE problems and float32 for all
-            others when not given. Results are rounded once, when they are stored.
+    Arithmetic is float64 if the problem or its tensors say DOUBLE, else float32; results are
+    rounded once, when they are stored.
     """
 
     name = "reference"
 
-    def __init__(
-        self,
-        problem: Problem,
-        geometry: Geometry,
-        target: Target,
-        compute: type[np.floating[Any]] | None = None,
-    ) -> None:
+    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(problem, geometry, target)
-        double = problem.dtype is data_type.DOUBLE
-        self.compute = compute or (np.float64 if double else np.float32)
+        double = data_type.DOUBLE in (problem.dtype, problem.compute)
+        self.compute: type[np.floating[Any]] = np.float64 if double else np.float32
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

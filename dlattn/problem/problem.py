@@ -37,6 +37,7 @@ class Problem:
             ``None`` when a forward writes none.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
+        compute: type of the arithmetic, FLOAT or DOUBLE.
     """
 
     direction: Direction
@@ -47,6 +48,7 @@ class Problem:
     masks: tuple[Mask, ...] = ()
     stats: data_type | None = None
     access_bytes: int = 16
+    compute: data_type = data_type.FLOAT
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -85,8 +86,13 @@ def problems(direction: Direction) -> list[Problem]:
         dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
         found.append(
             Problem(
-                direction, dtype, *head_dims, (Scale(positive=i % 3 != 0),), mask,
-                stats[i % len(stats)], access_bytes=2 if i % 5 == 4 else 16,
+                direction,
+                dtype,
+                *head_dims,
+                (Scale(positive=i % 3 != 0),),
+                mask,
+                stats[i % len(stats)],
+                access_bytes=2 if i % 5 == 4 else 16,
             )  # fmt: skip
         )
     return found
@@ -120,3 +126,16 @@ def test_shared_memory_fits(direction: Direction) -> None:
         )
         plan = plan_for(problem, "sm_120")
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN["sm_120"].shared_memory
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
+def test_sizes_are_run_time_values(direction: Direction) -> None:
+    """The source of a kernel is the same for every batch, head count, length, stride and scale."""
+    problem = problems(direction)[0]
+    plan = plan_for(problem, "sm_90a")
+    tensors = {
+        role: replace(spec, dim=(5, 2 * spec.dim[1], 7000, spec.dim[3]), stride=(9**9, 16, 8**8, 1))
+        for role, spec in plan.geometry.tensors.items()
+    }
+    other = type(plan)(problem, Geometry(tensors, 3.0, bottom_right=True), plan.target)
+    assert [k.source for k in plan.kernels()] == [k.source for k in other.kernels()]

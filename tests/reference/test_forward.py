@@ -98,13 +98,12 @@ def test_scale_as_a_tensor(scale_as: str) -> None:
 
 
 def test_computes_as_told() -> None:
-    """With ``compute=float64``, bf16 results are the exact ones rounded once."""
+    """A problem that computes in DOUBLE has exact bf16 results, rounded once."""
     case = replace(CASE, dtype="bfloat16", stats=None)
     tensors = make_tensors(case, Library())
     used = {role: tensors[role] for role in ("q", "k", "v", "o")}
-    plan = Reference(
-        problem_of(case, Direction.FORWARD), geometry_of(case, used), CPU, compute=np.float64
-    )
+    problem = replace(problem_of(case, Direction.FORWARD), compute=data_type.DOUBLE)
+    plan = Reference(problem, geometry_of(case, used), CPU)
     plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
     exact, _ = forward(case, {role: t.tensor for role, t in tensors.items()})
     assert (tensors["o"].tensor == exact.astype(tensors["o"].tensor.dtype)).all()

@@ -30,7 +30,7 @@ CLIENTS = {"cli", "__main__"}
 
 #: Modules that may import a framework, and which. Commands may import CuPy to make device arrays.
 KNOWS_FRAMEWORKS = {
-    "runtime/tensors.py": {"cupy", "jax", "torch"},
+    "runtime/frameworks.py": {"cupy", "jax", "torch"},
     "runtime/streams.py": {"cupy", "jax", "torch"},
     "runtime/target.py": {"cupy"},
     "runtime/jit.py": {"cupy"},

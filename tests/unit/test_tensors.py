@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as np_st
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
-from dlattn.runtime import protocols, tensors
+from dlattn.runtime import frameworks, protocols, tensors
 from dlattn.runtime.tensors import TensorView, allocate, allocate_bytes, to_caller, view
 
 STORABLE = [
@@ -426,7 +426,7 @@ def test_array_interface() -> None:
 
 def test_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device is asked of the driver, because the interface does not tell."""
-    monkeypatch.setattr(tensors, "_cuda_ordinal", lambda pointer: {4096: 5}[pointer])
+    monkeypatch.setattr(frameworks, "_cuda_ordinal", lambda pointer: {4096: 5}[pointer])
 
     class Numba:
         __cuda_array_interface__ = {

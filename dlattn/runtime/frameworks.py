@@ -1,0 +1,335 @@
+"""What each framework's tensors are: read, matched, allocated and ordered, one class a framework.
+
+No framework is imported on its own account: by the time one of its tensors comes by, it is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidVariantPackError
+from dlattn.runtime.protocols import (
+    ELEMENT_TYPES,
+    TensorView,
+    element_strides,
+    export,
+    view_by_protocol,
+)
+
+Dims = tuple[int, ...]
+
+#: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
+_new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__
+
+_CPU = ("cpu", 0)
+#: By ordinal; shared, so that no tuple is made per tensor.
+_CUDA = tuple(("cuda", index) for index in range(64))
+
+
+class Framework(ABC):
+    """What dlattn needs from one framework; made when the first tensor of it is seen.
+
+    Attributes:
+        name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def view(self, obj: Any) -> TensorView:
+        """See :func:`view`."""
+
+    def matcher(self, like: Any) -> Callable[[Any], int]:
+        """See :func:`matcher`."""
+        kind, wanted = type(like), self.view(like)[1:]
+
+        def match(obj: Any) -> int:
+            if type(obj) is not kind:
+                return 0
+            seen = self.view(obj)
+            return seen[0] if seen[1:] == wanted else 0
+
+        return match
+
+    @abstractmethod
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        """See :func:`allocate`."""
+
+    def order_before(self, obj: Any, stream: int) -> None:
+        """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
+        return
+
+    def from_buffer(self, obj: Any, like: Any) -> Any:
+        """See :func:`to_caller`; nothing where :meth:`empty` makes the framework's own tensors."""
+        return obj
+
+
+class _Torch(Framework):
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._torch: Any = sys.modules["torch"]
+
+    def view(self, obj: Any) -> TensorView:
+        try:
+            pointer = obj.data_ptr()
+            stride = obj.stride()
+        except RuntimeError as error:  # sparse, functorch wrappers, tensors without storage
+            raise InvalidVariantPackError(
+                f"This {type(obj).__qualname__} has no memory of its own: {error}"
+            ) from error
+        if not pointer and obj.numel():
+            raise InvalidVariantPackError(
+                f"This {type(obj).__qualname__} on device {obj.device} has no memory (a meta or "
+                "fake tensor); pass one that holds data"
+            )
+        if obj.is_cuda:
+            device = _CUDA[obj.get_device()]
+        elif obj.is_cpu:
+            device = _CPU
+        else:
+            device = (obj.device.type, obj.device.index or 0)
+        return _new_view(
+            TensorView,
+            (pointer, tuple(obj.shape), stride, ELEMENT_TYPES[obj.dtype], device, True),
+        )
+
+    def matcher(self, like: Any) -> Callable[[Any], int]:
+        # Comparing torch's own objects takes half the time of a view.
+        kind, shape, stride = type(like), like.shape, like.stride()
+        dtype, device = like.dtype, like.device
+
+        def match(obj: Any) -> int:
+            if (
+                type(obj) is kind
+                and obj.dtype is dtype
+                and obj.shape == shape
+                and obj.stride() == stride
+                and obj.device == device
+            ):
+                address: int = obj.data_ptr()
+                return address
+            return 0
+
+        return match
+
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        element = getattr(self._torch, dtypes.to_torch_name(dtype))
+        return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)
+
+
+class _Cupy(Framework):
+    name = "cupy"
+
+    def view(self, obj: Any) -> TensorView:
+        memory = obj.data
+        dtype = obj.dtype
+        return _new_view(
+            TensorView,
+            (
+                memory.ptr,
+                obj.shape,
+                element_strides(obj.strides, dtype.itemsize),
+                ELEMENT_TYPES[dtype],
+                _CUDA[memory.device_id],
+                True,
+            ),
+        )
+
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        return _empty_cupy(like.data.device_id, shape, stride, dtype)
+
+
+class _Numpy(Framework):
+    name = "numpy"
+
+    def view(self, obj: Any) -> TensorView:
+        dtype = obj.dtype
+        return _new_view(
+            TensorView,
+            (
+                obj.ctypes.data,
+                obj.shape,
+                element_strides(obj.strides, dtype.itemsize),
+                ELEMENT_TYPES[dtype],
+                _CPU,
+                obj.flags.writeable,
+            ),
+        )
+
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        return _empty_numpy(shape, stride, dtype)
+
+
+class Dlpack(Framework):
+    """Any type with an exchange protocol. Its buffers are CuPy's or NumPy's."""
+
+    name = "dlpack"
+
+    def view(self, obj: Any) -> TensorView:
+        return view_by_protocol(obj, _cuda_ordinal)
+
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        kind, index = self.view(like).device
+        if kind == "cuda":
+            return _empty_cupy(index, shape, stride, dtype)
+        return _empty_numpy(shape, stride, dtype)
+
+    def order_before(self, obj: Any, stream: int) -> None:
+        if self.view(obj).device[0] != "cuda":
+            return
+        if hasattr(type(obj), "__dlpack__"):
+            export(obj, stream or 1)  # the producer makes the stream wait; 0 is spelled 1
+        elif (producer := obj.__cuda_array_interface__.get("stream")) is not None:
+            _wait_for(producer, stream)
+
+
+class _JaxBuffer(Dlpack):
+    """What ``buffer_callback`` hands out: XLA has ordered it before ``ctx.stream`` already."""
+
+    def order_before(self, obj: Any, stream: int) -> None:
+        return
+
+
+class _Jax(Dlpack):
+    name = "jax"
+
+    def view(self, obj: Any) -> TensorView:
+        try:
+            pointer = obj.unsafe_buffer_pointer()
+            layout = obj._pjrt_layout
+        except AttributeError:  # another jaxlib: the protocol says the same, in 10 us
+            return super().view(obj)._replace(writable=False)
+        except (RuntimeError, ValueError) as error:  # sharded over devices, deleted or donated
+            raise InvalidVariantPackError(
+                f"This JAX array has no single buffer: {error}"
+            ) from error
+        shape = obj.shape
+        return _new_view(
+            TensorView,
+            (
+                pointer,
+                shape,
+                _xla_strides(layout, shape),
+                ELEMENT_TYPES[obj.dtype],
+                _jax_device(obj.sharding),
+                False,
+            ),
+        )
+
+    def order_before(self, obj: Any, stream: int) -> None:
+        if _jax_device(obj.sharding)[0] == "cuda":
+            obj.__dlpack__(stream=stream or 1)
+        else:
+            obj.block_until_ready()
+
+    def from_buffer(self, obj: Any, like: Any) -> Any:
+        import jax
+
+        if isinstance(obj, np.ndarray):
+            # NumPy exports no ml_dtypes through DLPack; on the CPU, JAX reads NumPy directly.
+            return jax.device_put(obj, next(iter(like.devices())))
+        import cupy
+
+        obj = cupy.ascontiguousarray(obj)
+        if obj.dtype.itemsize > 1 or obj.dtype.kind in "iub":
+            return jax.dlpack.from_dlpack(obj)
+        # CuPy exports no fp8.
+        as_bytes = jax.dlpack.from_dlpack(obj.view(np.uint8))
+        return jax.lax.bitcast_convert_type(as_bytes, obj.dtype)
+
+
+class _JaxTracer(Dlpack):
+    def view(self, obj: Any) -> TensorView:
+        raise InvalidVariantPackError(
+            f"{obj!r:.100} stands for a JAX array while JAX traces (inside jit, grad or vmap) and "
+            "has no memory yet; call through dlattn.jax there"
+        )
+
+
+#: By package and class name.
+BY_NAME: dict[str, type[Framework]] = {
+    "torch.Tensor": _Torch,
+    "cupy.ndarray": _Cupy,
+    "numpy.ndarray": _Numpy,
+    "jaxlib.ArrayImpl": _Jax,
+    "jax.Buffer": _JaxBuffer,
+    "jax.Tracer": _JaxTracer,
+}
+
+
+# Details ------------------------------------------------------------------------------------------
+
+
+def _span(shape: Dims, stride: Dims) -> int:
+    """Elements from the first to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+
+
+def _empty_numpy(shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    element = dtypes.to_numpy(dtype)
+    buffer = np.empty(_span(shape, stride) * element.itemsize, np.uint8)
+    strides = [step * element.itemsize for step in stride]
+    return np.ndarray(shape, element, buffer, strides=strides)
+
+
+def _empty_cupy(index: int, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    import cupy
+
+    element = dtypes.to_numpy(dtype)
+    with cupy.cuda.Device(index):
+        memory = cupy.cuda.alloc(_span(shape, stride) * element.itemsize)
+    strides = tuple(step * element.itemsize for step in stride)
+    return cupy.ndarray(shape, element, memory, strides)
+
+
+@lru_cache(maxsize=4096)
+def _xla_strides(layout: Any, shape: Dims) -> Dims:
+    """Strides in elements from XLA's layout, whose text lists dimensions minor to major."""
+    order = re.fullmatch(r"\{([\d,]*)\}", str(layout))
+    if order is None:
+        raise InvalidVariantPackError(
+            f"This JAX array has the XLA layout {layout}, which is not a strided tensor; pass a "
+            "copy in the default layout"
+        )
+    strides = [0] * len(shape)
+    step = 1
+    for dimension in map(int, filter(None, order[1].split(","))):
+        strides[dimension] = step
+        step *= max(shape[dimension], 1)
+    return tuple(strides)
+
+
+@lru_cache(maxsize=256)
+def _jax_device(sharding: Any) -> tuple[str, int]:
+    (device,) = sharding.device_set
+    if device.platform not in ("gpu", "cuda"):
+        return (device.platform, 0)
+    if sharding.memory_kind not in (None, "device"):  # pinned host memory
+        return _CPU
+    return _CUDA[device.local_hardware_id]
+
+
+def _cuda_ordinal(pointer: int) -> int:
+    from cupy.cuda import runtime
+
+    return int(runtime.pointerGetAttributes(pointer).device) if pointer else 0
+
+
+def _wait_for(producer: int, stream: int) -> None:
+    from cupy.cuda import Event, runtime
+
+    event = Event(disable_timing=True)
+    runtime.eventRecord(event.ptr, producer)
+    runtime.streamWaitEvent(stream, event.ptr)

@@ -1,0 +1,57 @@
+"""A few small calls that together reach every branch of the kernels.
+
+Small enough to run under ``compute-sanitizer`` (CONTRIBUTING.md says how).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Library
+from tests.drivers import check, run_graph
+from tests.strategies import Case
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "one element": Case(head_dim_qk=8, head_dim_v=8, scale=1.0),
+    "tile tails": Case(seq_q=130, seq_kv=131, head_dim_qk=64, head_dim_v=64, scale=0.125),
+    "causal, two tiles": Case(
+        dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=193, seq_kv=193, right=0,
+        head_dim_qk=128, head_dim_v=128, scale=0.09,
+    ),
+    "window, bottom right, padding, unequal groups": Case(
+        batch=2, heads_q=6, heads_k=2, heads_v=3, seq_q=70, seq_kv=150, left=40, right=3,
+        bottom_right=True, len_q=(70, 33), len_kv=(150, 0), head_dim_qk=72, head_dim_v=40,
+        scale=-0.2, tails="nan",
+    ),
+    "element-wise access": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=37, seq_kv=70, head_dim_qk=24,
+        head_dim_v=16, scale=0.2, len_kv=(70, 5),
+        layouts=(("q", "odd"), ("k", "odd"), ("v", "odd"), ("o", "odd"), ("dQ", "odd"),
+                 ("dK", "odd"), ("dV", "odd"), ("dO", "odd")),
+    ),
+    "wide heads, rows without keys": Case(
+        dtype="float16", heads_q=2, heads_k=1, heads_v=2, seq_q=100, seq_kv=40, right=0,
+        bottom_right=True, head_dim_qk=256, head_dim_v=256, scale_as="device", scale=0.06,
+    ),
+    "unequal head dims": Case(
+        heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
+        scale=0.07,
+    ),
+}  # fmt: skip
+
+
+def library(name: str) -> Library:
+    """A library with CUDA, or a skipped test."""
+    xp = pytest.importorskip(name)
+    if name == "torch" and not xp.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    return Library(xp, "cuda")
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_small(case: Case, name: str) -> None:
+    """Forward and backward are right, and write nothing but their outputs, from every library."""
+    check(case, library(name), run_graph)
