@@ -1,8 +1,9 @@
 """Host costs: ``python -m bench.host``.
 
 Prints microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA
-tensors, the seconds of a first (cold) compile, and what a second process with a warm cache spends
-until its first result, beyond importing CuPy and creating the CUDA context.
+tensors, beside those of torch's ``x.add_(1)`` as a yardstick of the machine; the seconds of a first
+(cold) compile; and what a second process with a warm cache spends until its first result, beyond
+importing CuPy and creating the CUDA context.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 WARM = """
@@ -41,8 +43,22 @@ print(f"{seconds:.4f} {jit.statistics.compiles} {loaded}")
 """
 
 
-def execute_microseconds(rounds: int = 50, calls: int = 200) -> float:
-    """CPU time of one ``execute``: the least of rounds short enough for the launch queue."""
+def microseconds(call: Callable[[], object], rounds: int = 50, calls: int = 200) -> float:
+    """CPU time of one call that enqueues work: the least of rounds short enough for the queue."""
+    import torch
+
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - begun) / calls)
+    return best * 1e6
+
+
+def execute() -> Callable[[], object]:
+    """One ``execute`` of a built forward graph on torch tensors, each checked."""
     import torch
 
     import dlattn
@@ -63,14 +79,15 @@ def execute_microseconds(rounds: int = 50, calls: int = 200) -> float:
     ts.set_output(True)
     graph.build([dlattn.heur_mode.A])
     pack = {tq: q, tk: k, tv: v, to: o, ts: stats}
-    best = float("inf")
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            graph.execute(pack, 0)
-        best = min(best, (time.perf_counter() - begun) / calls)
-    return best * 1e6
+    return lambda: graph.execute(pack, 0)
+
+
+def add_one() -> Callable[[], object]:
+    """torch's ``x.add_(1)`` on one element: the least that a launch costs from Python here."""
+    import torch
+
+    x = torch.zeros(1, device="cuda")
+    return lambda: x.add_(1)
 
 
 def warm_start(cache: str) -> tuple[float, int, bool]:
@@ -90,7 +107,8 @@ def warm_start(cache: str) -> tuple[float, int, bool]:
 
 
 def main() -> None:
-    print(f"execute, five torch tensors, checked: {execute_microseconds():.2f} us")
+    print(f"execute, five torch tensors, checked: {microseconds(execute()):.2f} us")
+    print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")
     with tempfile.TemporaryDirectory() as cache:
         seconds, compiles, _ = warm_start(cache)
         print(f"cold process, {compiles} compile: first result after {seconds:.2f} s")

@@ -1,21 +1,27 @@
 """Sweeps the tilings of the portable kernels: ``python -m bench.tune_sm80 [forward|backward]``.
 
 Prints, per shape and tiling, the ratio of FlashAttention-2's time (torch's FLASH_ATTENTION backend)
-to ours, and the geometric mean per tiling. Every tiling is checked against FlashAttention-2 first.
+to ours, and the geometric mean per tiling. Every tiling is checked against FlashAttention-2 first,
+and not timed if it is wrong.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from bench.run import machine
 from bench.sm80_cases import Shape, make_tensors, prepare, shapes
 from bench.timing import geometric_mean, interleaved
+from dlattn.config import settings
 from dlattn.plans.bwd_sm80 import BwdSm80, BwdTiling
+from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80, FwdTiling
+from dlattn.problem import Direction
+from dlattn.runtime import nvrtc
 
 FORWARD: dict[int, list[FwdTiling]] = {
     64: [
@@ -50,6 +56,8 @@ BACKWARD: dict[int, list[BwdTiling]] = {
         BwdTiling(64, 64, 4, 2, 4, 2, 2, 1),
         BwdTiling(64, 96, 4, 2, 2, 2, 2, 1),
         BwdTiling(64, 128, 4, 2, 4, 2, 2, 1),
+        BwdTiling(64, 128, 4, 2, 4, 2, 2, 2),
+        BwdTiling(64, 128, 4, 1, 4, 2, 2, 1),
         BwdTiling(64, 128, 8, 2, 4, 2, 2, 2),
     ],
     128: [
@@ -90,63 +98,69 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool(difference < 1e-2)
 
 
-def sweep(direction: str) -> None:
-    table, plan = (FORWARD, FwdSm80) if direction == "forward" else (BACKWARD, BwdSm80)
+def sweep(direction: Direction) -> None:
+    """Time every tiling of one pass on every shape."""
+    table, plan = (FORWARD, FwdSm80) if direction is Direction.FORWARD else (BACKWARD, BwdSm80)
     ratios: dict[tuple[int, str], list[float]] = {}
     for shape in shapes():
         tensors = make_tensors(shape)
-        peer = flash2(shape, tensors)
-        tensors["o"].copy_(peer["forward"]()[0])
-        tensors["stats"].copy_(peer["forward"]()[1].unsqueeze(-1))
-        with ThreadPoolExecutor(16) as pool:
-            calls = list(
-                pool.map(lambda t: _try(plan, shape, tensors, t), table[shape.head_dim])  # noqa: B023
-            )
-        contenders: dict[str, Callable[[], object]] = {"FA2": peer[direction]}
-        outputs = ("o",) if direction == "forward" else ("dQ", "dK", "dV")
-        for tiling, call in zip(table[shape.head_dim], calls, strict=True):
-            if call is None:
-                continue
-            for role in outputs:
-                tensors[role].fill_(float("nan"))
-            call()
-            wrong = [
-                r
-                for r, t in zip(outputs, peer[direction](), strict=False)
-                if not agree(tensors[r], t)
-            ]
-            if wrong:
-                print(f"WRONG {shape} {tiling.cpp}: {wrong}", flush=True)
-            contenders[tiling.cpp] = call
-        if direction == "forward":
-            tensors["o"].copy_(peer["forward"]()[0])
-        times = interleaved(contenders, rounds=3, seconds=0.01)
+        peers = flash2(shape, tensors)
+        o, lse = peers["forward"]()[:2]  # what the backward reads
+        tensors["o"].copy_(o)
+        tensors["stats"].copy_(lse.unsqueeze(-1))
+        peer = peers[direction.value]
+        right = right_calls(plan, shape, tensors, table[shape.head_dim], peer())
+        times = interleaved({"FA2": peer, **right}, rounds=3, seconds=0.01)
         base = times.pop("FA2")
-        print(f"{shape} {direction}: FA2 {shape_tflops(shape, direction, base):.0f} TFLOP/s")
+        flops = shape.flops(direction) * 1e-9
+        print(f"{shape} {direction.value}: FA2 {flops / base:.0f} TFLOP/s")
         for name, ms in times.items():
             ratios.setdefault((shape.head_dim, name), []).append(base / ms)
-            print(
-                f"  {name:48} {shape_tflops(shape, direction, ms):5.0f}  x{base / ms:.3f}",
-                flush=True,
-            )
+            print(f"  {name:48} {flops / ms:5.0f}  x{base / ms:.3f}", flush=True)
     for (head_dim, name), values in ratios.items():
         print(f"d{head_dim} {name:48} mean x{geometric_mean(values):.3f} least x{min(values):.3f}")
 
 
-def shape_tflops(shape: Shape, direction: str, ms: float) -> float:
-    from dlattn.problem import Direction
+def right_calls(
+    plan: type[CudaPlan],
+    shape: Shape,
+    tensors: dict[str, torch.Tensor],
+    tilings: Sequence[FwdTiling | BwdTiling],
+    expected: Sequence[torch.Tensor],
+) -> dict[str, Callable[[], object]]:
+    """The tilings that compile, fit and agree with the peer's results, ready to be called."""
 
-    return shape.flops(Direction(direction)) / ms * 1e-9
+    def attempt(tiling: FwdTiling | BwdTiling) -> Callable[[], None] | None:
+        try:
+            return prepare(plan, shape, tensors, tiling)
+        except Exception as error:  # a tiling that does not fit is a row of the table, not an end
+            print(f"SKIP {shape} {tiling.cpp}: {str(error)[:200]}", flush=True)
+            return None
+
+    with ThreadPoolExecutor(16) as pool:
+        calls = list(pool.map(attempt, tilings))
+    outputs = ("o",) if plan is FwdSm80 else ("dQ", "dK", "dV")
+    kept: dict[str, Callable[[], object]] = {}
+    for tiling, call in zip(tilings, calls, strict=True):
+        if call is None:
+            continue
+        for role in outputs:
+            tensors[role].fill_(float("nan"))
+        call()
+        results = zip(outputs, expected, strict=False)
+        wrong = [role for role, theirs in results if not agree(tensors[role], theirs)]
+        if wrong:
+            print(f"WRONG {shape} {tiling.cpp}: {wrong}", flush=True)
+        else:
+            kept[tiling.cpp] = call
+    return kept
 
 
-def _try(plan, shape, tensors, tiling):  # type: ignore[no-untyped-def]
-    try:
-        return prepare(plan, shape, tensors, tiling)
-    except Exception as error:  # a tiling that does not fit is a row of the table, not an end
-        print(f"SKIP {shape} {tiling.cpp}: {str(error)[:200]}", flush=True)
-        return None
+def main() -> None:
+    print(f"{machine()}; NVRTC {nvrtc.load(settings().cache_dir).version}")
+    for direction in sys.argv[1:] or ["forward", "backward"]:
+        sweep(Direction(direction))
 
 
 if __name__ == "__main__":
-    for direction in sys.argv[1:] or ["forward", "backward"]:
-        sweep(direction)
+    main()

@@ -1,6 +1,6 @@
-// Masks: which keys a query attends to. Each mask answers at three grains:
+// Masks: which keys a query attends to. Each mask answers for ranges and for one element:
 //   keys(queries)       the keys that any of these queries may attend to (others are never visited)
-//   queries(keys)       the queries that may attend to any of these keys
+//   queries(keys)       the queries that may attend to any of these keys (likewise)
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
 #pragma once

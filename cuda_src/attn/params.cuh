@@ -48,10 +48,10 @@ struct Params {
   float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
-  int band_left, band_right;  // cuDNN's diagonal bounds
-  int bottom_right;           // the diagonal ends in the bottom right corner
-  int heads_per_wave;         // (batch, head) pairs scheduled together, so that K and V stay in L2
-  int heads_per_block;        // query heads that a backward block walks: whole groups of K and V
+  int band_left, band_right;     // cuDNN's diagonal bounds
+  int bottom_right;              // the diagonal ends in the bottom right corner
+  int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
+  int heads_per_block;  // query heads that a backward block walks: whole groups of K and V
   float attn_scale;
 
   DLATTN_DEVICE float scale() const {

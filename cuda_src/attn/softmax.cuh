@@ -39,10 +39,10 @@ struct OnlineSoftmax {
     return row_max[r] == -infinity() ? 0.f : row_max[r] * log2_factor;
   }
 
-  // Replaces scores by exponentials, and rescales the output so far if a maximum grew by much.
-  template <int n_tiles, int v_tiles>
-  DLATTN_DEVICE void update(Accumulator<m_tiles, n_tiles>& score,
-                            Accumulator<m_tiles, v_tiles>& output) {
+  // Takes the scores of a tile into the maxima. True, for the whole warp, if a maximum grew by so
+  // much that the output so far must be multiplied by factor (row by row).
+  template <int n_tiles>
+  DLATTN_DEVICE bool advance(const Accumulator<m_tiles, n_tiles>& score, float (&factor)[rows]) {
     float largest[rows];
     bool grew = false;
 #pragma unroll
@@ -56,8 +56,26 @@ struct OnlineSoftmax {
       largest[r] = reduce_row(largest[r], [](float a, float b) { return fmaxf(a, b); });
       grew |= (largest[r] - row_max[r]) * log2_factor > slack;
     }
-    if (__any_sync(0xffffffffu, grew)) rescale(largest, output);
+    if (!__any_sync(0xffffffffu, grew)) return false;
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const float before = row_max[r];
+      row_max[r] = largest[r];
+      factor[r] = exp2_approx(before * log2_factor - scaled_max(r));
+      row_sum[r] *= factor[r];
+    }
+    return true;
+  }
 
+  template <int v_tiles>
+  static DLATTN_DEVICE void rescale(Accumulator<m_tiles, v_tiles>& output,
+                                    const float (&factor)[rows]) {
+    output.for_each([&](float& value, int m, int, int i) { value *= factor[2 * m + i / 2]; });
+  }
+
+  // Replaces scores by exponentials, and adds these to the sums.
+  template <int n_tiles>
+  DLATTN_DEVICE void exponentiate(Accumulator<m_tiles, n_tiles>& score) {
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
       const int m = r / 2, i = r % 2 * 2;
@@ -69,22 +87,6 @@ struct OnlineSoftmax {
           score.at[m][n][j] = exp2_approx(score.at[m][n][j] * log2_factor - offset);
           row_sum[r] += score.at[m][n][j];
         }
-      }
-    }
-  }
-
-  template <int v_tiles>
-  DLATTN_DEVICE void rescale(const float (&largest)[rows], Accumulator<m_tiles, v_tiles>& output) {
-#pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      const float before = row_max[r];
-      row_max[r] = largest[r];
-      const float factor = exp2_approx(before * log2_factor - scaled_max(r));
-      row_sum[r] *= factor;
-#pragma unroll
-      for (int n = 0; n < v_tiles; ++n) {
-        output.at[r / 2][n][r % 2 * 2] *= factor;
-        output.at[r / 2][n][r % 2 * 2 + 1] *= factor;
       }
     }
   }

@@ -9,6 +9,7 @@ namespace dlattn {
 using int64 = long long;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
+using uint64 = unsigned long long;
 
 struct bf16 {
   uint16 bits;
@@ -38,7 +39,7 @@ DLATTN_DEVICE constexpr int least(int a, int b) { return a < b ? a : b; }
 DLATTN_DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
 // A value that is the same in all lanes, made known to the compiler as such: what depends on it
-// alone takes uniform registers, of which there are plenty.
+// alone takes uniform registers, of which there are plenty. Every lane of the warp must be there.
 DLATTN_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 DLATTN_DEVICE int warp_index() { return uniform(threadIdx.x / 32); }
 

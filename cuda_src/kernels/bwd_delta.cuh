@@ -61,8 +61,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     }
     if (lane == 0 && row < Shapes::tile_q) {
       using Stats = typename Problem::Stats;
-      const float stats =
-          exists ? to_float(*p.stats.rows<Stats>(batch, head, query)) : -infinity();
+      const float stats = exists ? to_float(*p.stats.rows<Stats>(batch, head, query)) : -infinity();
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
       g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;

@@ -87,13 +87,11 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, p.k.rows<T>(batch, head_k(), keys.first), p.k.row,
-        keys.last - keys.first);
+        shared.k, p.k.rows<T>(batch, head_k(), keys.first), p.k.row, keys.last - keys.first);
   }
   DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, p.v.rows<T>(batch, head_v(), keys.first), p.v.row,
-        keys.last - keys.first);
+        shared.v, p.v.rows<T>(batch, head_v(), keys.first), p.v.row, keys.last - keys.first);
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
@@ -124,8 +122,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
                                   const float* s_stats, bool full) {
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     probability.for_each([&](float& value, int m, int n, int i) {
-      const float score =
-          Problem::Score::apply(raw.at[m][n][i], position(tile, m, n, i), values);
+      const float score = Problem::Score::apply(raw.at[m][n][i], position(tile, m, n, i), values);
       value = exp2_approx(score * log2_factor - s_stats[SGrid::first_row() + Scores::row(m, i)]);
     });
     if (full) return;
@@ -158,8 +155,8 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
                          SharedRight<KTile, false>(shared.k, SGrid::first_column()));
     Scores probability;
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
-    const bool full = Problem::Mask::full_keys(queries, length, p)
-                          .contains({keys.first, keys.first + tile_k});
+    const bool full =
+        Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
     exponentiate(probability, raw, tile, s_stats, full);
     store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
 
@@ -201,8 +198,8 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     for (int first = 0; first < n_tiles; first += chunk) {
       Accumulator<m_tiles, chunk> dQ;
       dQ.clear();
-      gemm<T, tile_k / 16>(
-          dQ, left, SharedRight<KTile, true>(shared.k, DQGrid::first_column() + 8 * first));
+      gemm<T, tile_k / 16>(dQ, left,
+                           SharedRight<KTile, true>(shared.k, DQGrid::first_column() + 8 * first));
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -243,16 +240,14 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        p.dK.rows<T>(batch, head_k(), keys.first), p.dK.row, shared.k,
-        p.seq_kv - keys.first);
+        p.dK.rows<T>(batch, head_k(), keys.first), p.dK.row, shared.k, p.seq_kv - keys.first);
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        p.dV.rows<T>(batch, head_v(), keys.first), p.dV.row, shared.v,
-        p.seq_kv - keys.first);
+        p.dV.rows<T>(batch, head_v(), keys.first), p.dV.row, shared.v, p.seq_kv - keys.first);
     __syncthreads();
   }
 

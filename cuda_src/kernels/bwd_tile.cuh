@@ -29,12 +29,8 @@ struct WarpGrid {
   static_assert(warp_rows % 16 == 0 && warp_columns % 8 == 0);
 
   using Block = Accumulator<m_tiles, n_tiles>;
-  static DLATTN_DEVICE int first_row() {
-    return warp_index() % warps_along_rows * warp_rows;
-  }
-  static DLATTN_DEVICE int first_column() {
-    return warp_index() / warps_along_rows * warp_columns;
-  }
+  static DLATTN_DEVICE int first_row() { return warp_index() % warps_along_rows * warp_rows; }
+  static DLATTN_DEVICE int first_column() { return warp_index() / warps_along_rows * warp_columns; }
 };
 
 template <class Problem, class Tiling>

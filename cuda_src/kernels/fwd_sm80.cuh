@@ -1,9 +1,10 @@
 // Attention forward for sm_80 and up: mma.sync, cp.async, ldmatrix (FlashAttention-2, algorithm 1).
 //
-// A block owns tile_q queries of one head and walks its key tiles from the last to the first, so
-// that the tiles that need an element mask (the end of the sequence, the diagonal) come first and
-// the steady loop carries none. Each warp owns whole rows: the probabilities that one product
-// leaves in its registers are the left operand of the next, and a row's maximum needs no barrier.
+// A block owns tile_q queries of one head and walks its key tiles from the last to the first. A tile
+// that some query does not attend to in full (the end of the sequence, the diagonal) takes a branch
+// to the element mask, the same for all threads. Each warp owns whole rows: the probabilities that
+// one product leaves in its registers are the left operand of the next, and a row's maximum needs
+// no barrier.
 #pragma once
 
 #include "attn/params.cuh"
@@ -75,13 +76,13 @@ struct FwdSm80 {
   }
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.k[stage], p.k.rows<T>(item.batch, item.head / p.heads_per_k, tile * tile_k),
-        p.k.row, length.kv - tile * tile_k);
+        shared.k[stage], p.k.rows<T>(item.batch, item.head / p.heads_per_k, tile * tile_k), p.k.row,
+        length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        shared.v[stage], p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k),
-        p.v.row, length.kv - tile * tile_k);
+        shared.v[stage], p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k), p.v.row,
+        length.kv - tile * tile_k);
   }
 
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
@@ -124,7 +125,9 @@ struct FwdSm80 {
       __syncthreads();
       if (more) load_k(tile - 1, 0);
     }
-    softmax.update(scores, output);
+    float factor[2 * m_tiles];
+    if (softmax.advance(scores, factor)) softmax.rescale(output, factor);
+    softmax.exponentiate(scores);
     const RegisterLeft<T, m_tiles, tile_k / 16> probabilities(scores);
     gemm<T, tile_k / 16>(output, probabilities, SharedRight<VTile, true>(shared.v[stage], 0));
   }

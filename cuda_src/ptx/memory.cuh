@@ -20,6 +20,11 @@ DLATTN_DEVICE void cp_async_16(uint32 shared, const void* global, bool valid) {
 // PTX ISA 9.7.9.25.3.3 (cp.async.wait_all): this thread's copies have landed.
 DLATTN_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// 16 bytes of zeros. PTX ISA 9.7.9.12 (st).
+DLATTN_DEVICE void store_shared_zeros(uint32 shared) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
+}
+
 // Four-wide reductions need sm_90.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool wide_reductions = true;

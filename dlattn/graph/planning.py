@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlattn.config import settings
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.execution import Execution
 from dlattn.graph.lower import Lowered
@@ -18,8 +19,6 @@ def supported_plans(lowered: Lowered) -> list[type[Plan]]:
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
     """
-    from dlattn.config import settings
-
     return select(lowered.problem, lowered.geometry, lowered.target, settings().engine)
 
 

@@ -1,4 +1,4 @@
-"""The contract between a problem and the engines that can run it."""
+"""What every engine is: a plan that says whether it can run a problem, and runs it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
@@ -16,7 +16,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import Direction, Geometry, Padding, Problem
 from dlattn.runtime.target import Target
 
 
@@ -31,6 +31,7 @@ class BwdTiling:
         warps_kv: of those, along keys in dK and dV.
         warps_dq: of those, along queries in dQ.
         stages_q, stages_do: tiles of Q and of dO held in shared memory, 1 or 2.
+        min_blocks: resident blocks per multiprocessor that the registers must allow.
     """
 
     tile_q: int
@@ -42,6 +43,10 @@ class BwdTiling:
     stages_q: int
     stages_do: int
     min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
 
     @property
     def cpp(self) -> str:
@@ -157,19 +162,24 @@ class BwdSm80(CudaPlan):
         self._params.row_stats = workspace + self._dq_accum_bytes
 
     def kernels(self) -> list[KernelLaunch]:
-        tiling, geometry, threads = self.tiling, self.geometry, 32 * self.tiling.warps
+        tiling, geometry, threads = self.tiling, self.geometry, self.tiling.threads
         key_tiles = -(-geometry.seq_kv // tiling.tile_k)
         blocks = geometry.batch * geometry.heads_q // self._heads_per_block * key_tiles
         per_query_tile = (self._query_tiles, geometry.heads_q, geometry.batch)
         main_shared = tiling.shared_memory(self.problem)
         dq_shared = tile_bytes(tiling.tile_q, padded_dims(self.problem)[0])
 
-        def launch(kernel: str, grid: tuple[int, int, int], shared: int) -> KernelLaunch:
-            source = kernel_source(kernel, self.problem, tiling, shared)
+        # The kernels before and after the main one read no mask, so problems share them.
+        unmasked = replace(self.problem, masks=(Padding(),))
+
+        def launch(
+            kernel: str, problem: Problem, grid: tuple[int, int, int], shared: int
+        ) -> KernelLaunch:
+            source = kernel_source(kernel, problem, tiling, shared)
             return KernelLaunch(source, grid, threads, shared)
 
         return [
-            launch("bwd_delta", per_query_tile, 0),
-            launch(self.name, (blocks, 1, 1), main_shared),
-            launch("bwd_dq", per_query_tile, dq_shared),
+            launch("bwd_delta", unmasked, per_query_tile, 0),
+            launch(self.name, self.problem, (blocks, 1, 1), main_shared),
+            launch("bwd_dq", unmasked, per_query_tile, dq_shared),
         ]

@@ -60,7 +60,8 @@ class CudaPlan(Plan):
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(problem, geometry, target)
-        self._params = params_for(geometry)
+        self._argument = self.make_argument()
+        self._params = self.params_in(self._argument)
         self._lock = Lock()
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
@@ -76,17 +77,27 @@ class CudaPlan(Plan):
     def kernels(self) -> list[KernelLaunch]:
         """The kernels, in launch order."""
 
-    @property
-    def params(self) -> Params:
-        """The argument of every kernel; addresses are set at each execute."""
-        return self._params
+    def make_argument(self) -> ctypes.Structure:
+        """The argument of every kernel, with every address null; they are set at each execute."""
+        return params_for(self.geometry)
+
+    @staticmethod
+    def params_in(argument: ctypes.Structure) -> Params:
+        """The ``Params`` that an argument is or has."""
+        assert isinstance(argument, Params)
+        return argument
 
     @cached_property
     def workspace_size(self) -> int:
         return 0
 
+    def place_tensors(self, pointers: Mapping[str, int]) -> None:
+        """Writes the addresses of the call's tensors into the argument."""
+        for role, slot in self._slots:
+            slot.value = pointers[role]
+
     def place_workspace(self, workspace: int) -> None:
-        """Writes the addresses of scratch arrays into :attr:`params`."""
+        """Writes the addresses of scratch arrays into the argument."""
 
     def build(self) -> None:
         if self._launches is not None:
@@ -104,7 +115,7 @@ class CudaPlan(Plan):
                     kernel.grid,
                     kernel.block,
                     kernel.shared,
-                    ctypes.addressof(self._params),
+                    ctypes.addressof(self._argument),
                     name=kernel.source.name,
                 )
             )
@@ -116,8 +127,7 @@ class CudaPlan(Plan):
             raise RuntimeError(f"{self.name}: build() comes before execute()")
         # The driver copies Params during the launch call, so the lock covers no device work.
         with self._lock, self._guard:
-            for role, slot in self._slots:
-                slot.value = pointers[role]
+            self.place_tensors(pointers)
             if self._host_scale is not None:
                 value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
                 self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])

@@ -36,6 +36,10 @@ class FwdTiling:
     min_blocks: int
 
     @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
     def cpp(self) -> str:
         return f"FwdTiling<{self.tile_q}, {self.tile_k}, {self.warps}, {self.stages}>"
 
@@ -52,7 +56,7 @@ class FwdTiling:
 TILINGS: dict[int, tuple[FwdTiling, ...]] = {
     64: (FwdTiling(128, 64, 4, 2, 2),),
     96: (FwdTiling(128, 64, 4, 1, 2),),
-    128: (FwdTiling(128, 48, 4, 2, 2),),
+    128: (FwdTiling(128, 32, 4, 2, 2),),
     192: (FwdTiling(128, 64, 8, 2, 1), FwdTiling(64, 32, 4, 1, 2)),
     256: (FwdTiling(128, 64, 8, 1, 1), FwdTiling(64, 32, 4, 1, 2)),
 }
@@ -100,7 +104,7 @@ class FwdSm80(CudaPlan):
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(self.name, self.problem, self.tiling, shared)
         grid = (_blocks(self.geometry, self.tiling.tile_q), 1, 1)
-        return [KernelLaunch(source, grid, 32 * self.tiling.warps, shared)]
+        return [KernelLaunch(source, grid, self.tiling.threads, shared)]
 
 
 def _blocks(geometry: Geometry, tile_q: int) -> int:

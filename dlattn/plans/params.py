@@ -58,6 +58,22 @@ class Params(ctypes.Structure):
     ]
 
 
+class MappedParams(ctypes.Structure):
+    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned."""
+
+    _fields_ = [
+        *((role, ctypes.c_uint8 * 128) for role in ("q", "k", "v", "o")),
+        ("p", Params),
+        ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
+    ]
+
+    @classmethod
+    def aligned(cls) -> MappedParams:
+        """A zeroed instance at an address that the driver accepts for tensor maps."""
+        memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 63)
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+
+
 def params_for(geometry: Geometry) -> Params:
     """A ``Params`` with every size, stride and scalar set, and every address null."""
     params = Params(

@@ -6,12 +6,13 @@ from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.plans.base import Plan
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.reference import Reference
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
 #: Most specialised first.
-PLANS: tuple[type[Plan], ...] = (FwdSm80, BwdSm80, Reference)
+PLANS: tuple[type[Plan], ...] = (FwdSm90, FwdSm80, BwdSm80, Reference)
 
 
 def select(

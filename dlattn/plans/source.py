@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Protocol
 
 from dlattn.dtypes import to_cpp
@@ -15,7 +16,7 @@ class Tiling(Protocol):
     """What the generated source needs of a tiling."""
 
     @property
-    def warps(self) -> int: ...
+    def threads(self) -> int: ...
 
     @property
     def cpp(self) -> str: ...
@@ -25,7 +26,13 @@ class Tiling(Protocol):
 
 
 def kernel_source(
-    kernel: str, problem: Problem, tiling: Tiling, shared_memory: int
+    kernel: str,
+    problem: Problem,
+    tiling: Tiling,
+    shared_memory: int,
+    *,
+    argument: type[ctypes.Structure] = Params,
+    constants: Mapping[str, int] | None = None,
 ) -> KernelSource:
     """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
 
@@ -36,6 +43,9 @@ def kernel_source(
     edits = ", ".join(edit.cpp for edit in problem.edits)
     masks = ", ".join(mask.cpp for mask in problem.masks)
     entry = f"dlattn_{kernel}"
+    extra = "".join(
+        f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
+    )
     text = f"""\
 #include "kernels/{kernel}.cuh"
 
@@ -49,13 +59,13 @@ struct Problem {{
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
   static constexpr int access_bytes = {problem.access_bytes};
-  static constexpr int shared_memory = {shared_memory};
+  static constexpr int shared_memory = {shared_memory};{extra}
 }};
 using Tiling = {tiling.cpp};
-static_assert(sizeof(Params) == {ctypes.sizeof(Params)}, "dlattn/plans/params.py");
+static_assert(sizeof({argument.__name__}) == {ctypes.sizeof(argument)}, "dlattn/plans/params.py");
 
-extern "C" __global__ void __launch_bounds__({32 * tiling.warps}, {tiling.min_blocks})
-{entry}(const __grid_constant__ Params p) {{
+extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_blocks})
+{entry}(const __grid_constant__ {argument.__name__} p) {{
   {kernel}<Problem, Tiling>(p);
 }}
 """

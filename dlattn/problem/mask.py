@@ -1,8 +1,8 @@
 """Masks: which positions a query attends to.
 
-A mask is the C++ type that kernels compose (``cuda_src/attn/mask.cuh``: the range of key blocks
-worth visiting, whether a tile needs no element test, and the element test itself) and its NumPy
-twin, which is its definition.
+A mask is the C++ type that kernels compose (``cuda_src/attn/mask.cuh``: the ranges of keys and
+queries worth visiting, the range that needs no element test, and the element test itself) and its
+NumPy twin, which is its definition.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from dlattn.errors import DlattnError
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_ERROR_INVALID_CONTEXT = 201  # CUresult
+ERROR_INVALID_CONTEXT = 201  # CUresult
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -81,7 +81,7 @@ class Launch:
             int(programmatic),
         )
         self._params = (ctypes.c_void_p * 1)(params_address)
-        self._launch = _driver().cuLaunchKernelEx
+        self._launch = driver().cuLaunchKernelEx
         self._arguments = (
             ctypes.byref(self._config),
             ctypes.c_void_p(function),
@@ -102,8 +102,8 @@ class Launch:
             return
         self._config.stream = stream
         status = self._launch(*self._arguments)
-        if status == _ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
-            _make_context_current()
+        if status == ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
+            make_context_current()
             status = self._launch(*self._arguments)
         if status:
             raise DlattnError(
@@ -140,7 +140,7 @@ class device_guard:  # noqa: N801 - used as a statement, like a function
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -157,13 +157,14 @@ def _runtime() -> Any:
     return runtime
 
 
-def _make_context_current() -> None:
+def make_context_current() -> None:
+    """Give this thread the context of its current device, as its first CUDA call would."""
     runtime = _runtime()
     runtime.setDevice(runtime.getDevice())
 
 
 def _error_name(status: int) -> str:
     name = ctypes.c_char_p()
-    if _driver().cuGetErrorName(status, ctypes.byref(name)) or name.value is None:
+    if driver().cuGetErrorName(status, ctypes.byref(name)) or name.value is None:
         return f"CUresult {status}"
     return name.value.decode()

@@ -164,8 +164,8 @@ def _find() -> Nvrtc:
             continue
     raise CompileError(
         "NVRTC, NVIDIA's run-time compiler, was not found, and the kernels that this graph needs "
-        'are not in the cache. Install it with pip install "dlattn[cu12]" (or "dlattn[cu13]"), or '
-        f"set CUDA_PATH to a CUDA toolkit. Details: {reason}"
+        'are not in the cache. Install it with pip install ".[cu12]" (or ".[cu13]") in a checkout '
+        f"of dlattn, or set CUDA_PATH to a CUDA toolkit. Details: {reason}"
     )
 
 

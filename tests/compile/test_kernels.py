@@ -128,6 +128,17 @@ def test_shared_memory_fits(direction: Direction) -> None:
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN["sm_120"].shared_memory
 
 
+def test_masks_share_what_reads_no_mask() -> None:
+    """Of a backward's kernels, another mask makes only the main one anew."""
+    first, *others = (
+        plan_for(replace(problems(Direction.BACKWARD)[0], masks=masks), "sm_90a").kernels()
+        for masks in MASKS.values()
+    )
+    for other in others:
+        same = [a.source == b.source for a, b in zip(first, other, strict=True)]
+        assert same == [True, False, True]
+
+
 @pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
 def test_sizes_are_run_time_values(direction: Direction) -> None:
     """The source of a kernel is the same for every batch, head count, length, stride and scale."""

@@ -17,7 +17,6 @@ import pytest
 from dlattn.errors import CompileError
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.jit import KernelSource, compile_kernel, compile_kernels
-from dlattn.runtime.ptxas import Usage, read_report
 
 INNER = "#pragma once\n__device__ inline float twice(float x) { return x + x; }\n"
 OUTER = '#pragma once\n#include "base/inner.cuh"\n'
@@ -242,7 +241,7 @@ def test_no_nvrtc(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "_loaded", None)
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
-    with pytest.raises(CompileError, match=r'pip install "dlattn\[cu12\]"'):
+    with pytest.raises(CompileError, match=r'pip install "\.\[cu12\]"'):
         compile_kernel(source(), "sm_80")
 
 
@@ -286,63 +285,6 @@ def test_many_processes(compiler: Path, tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 1
     compile_kernel(source(), "sm_80")
     assert counts() == (0, 1, 0)
-
-
-# Which NVRTC --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> list[Path | None]:
-    """NVRTC as if this process had not loaded it; the list's last path is what a search finds."""
-    found: list[Path | None] = [None]
-    monkeypatch.setattr(nvrtc, "_loaded", None)
-    monkeypatch.setattr(nvrtc, "_find", lambda: nvrtc.Nvrtc(None, found[-1]))  # type: ignore[arg-type]
-    return found
-
-
-def test_identity_is_remembered(unloaded: list[Path | None], tmp_path: Path) -> None:
-    """Known from its file without loading it again, and new when the file changes."""
-    library = tmp_path / "libnvrtc.so.12"
-    library.write_bytes(bytes(200_000))
-    unloaded.append(library)
-    first = nvrtc.identity(tmp_path / "memory")
-    assert nvrtc._loaded is not None
-
-    nvrtc._loaded = None
-    unloaded.append(tmp_path / "never searched for")
-    assert nvrtc.identity(tmp_path / "memory") == first
-    assert nvrtc._loaded is None
-
-    library.write_bytes(bytes(199_999) + b"\1")  # an upgrade in place
-    assert nvrtc.identity(tmp_path / "memory") != first
-    assert nvrtc._loaded is None
-
-    library.unlink()  # removed: searched for anew
-    other = tmp_path / "libnvrtc.so.13"
-    other.write_bytes(b"another")
-    unloaded.append(other)
-    assert nvrtc.identity(tmp_path / "memory").startswith("7-")
-    assert nvrtc._loaded.path == other
-
-
-@pytest.mark.parametrize("name", ["CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"])
-def test_memory_is_per_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Whatever may lead to another NVRTC is not answered from memory."""
-    before = nvrtc._note(tmp_path)
-    monkeypatch.setenv(name, str(tmp_path))
-    assert nvrtc._note(tmp_path) != before
-
-
-def test_installing_a_package_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new NVRTC may arrive beside the old one."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
-    before = nvrtc._note(tmp_path)
-    os.utime(packages, (1, 1))
-    assert nvrtc._note(tmp_path) != before
 
 
 def test_wrong_memory_is_only_a_miss(
@@ -399,44 +341,10 @@ def test_load_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.function, second.function) == (1000, 1001)
 
 
-# Sources and reports ------------------------------------------------------------------------------
+# Sources ------------------------------------------------------------------------------------------
 
 
 def test_source_root() -> None:
     """The headers are beside the package in a checkout, inside it in a wheel."""
     assert jit.cuda_source_root().name == "cuda_src"
     assert (jit.cuda_source_root() / "kernels").is_dir()
-
-
-REPORT = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
-ptxas info    : Compiling entry function 'other' for 'sm_90a'
-ptxas info    : Function properties for other
-ptxas         .     8 bytes stack frame, 80 bytes spill stores, 88 bytes spill loads
-ptxas info    : Used 29 registers, used 0 barriers
-ptxas info    : Compiling entry function 'fwd' for 'sm_90a'
-ptxas info    : Function properties for fwd
-ptxas         .     16 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 168 registers, used 9 barriers, 1024 bytes smem, 400 bytes cmem[0]
-ptxas info    : Function properties for _Z6helperi
-ptxas         .     32 bytes stack frame, 1 bytes spill stores, 2 bytes spill loads
-"""
-
-
-def test_report() -> None:
-    """The kernel's numbers, its functions' spills added, its neighbour's left out."""
-    usage = read_report("fwd", REPORT)
-    assert usage is not None
-    assert usage == Usage(
-        registers=168,
-        spill_stores=5,
-        spill_loads=14,
-        stack=16,
-        shared=1024,
-        warnings=(
-            "ptxas info    : (C7510) Potential Performance Loss: "
-            "wgmma.mma_async instructions are serialized",
-        ),
-    )
-    assert read_report("bwd", REPORT) is None

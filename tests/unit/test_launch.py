@@ -70,7 +70,7 @@ class Runtime:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     stub = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: stub)
+    monkeypatch.setattr(launch, "driver", lambda: stub)
     return stub
 
 
@@ -150,7 +150,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    launch._driver.cache_clear()
+    launch.driver.cache_clear()
     with pytest.raises(DlattnError, match="NVIDIA driver.*could not be loaded"):
         Launch(1, (1, 1, 1), 32, 0, 0)(0)
 

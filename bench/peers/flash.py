@@ -1,0 +1,106 @@
+"""FlashAttention-3 and FlashAttention-4, by their low-level operators, in BSHD."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.peers.base import Peer, Prepared, has_module
+from bench.presets import FORWARD, Case
+from bench.reference import Tensors
+
+
+class Fa3(Peer):
+    """FlashAttention-3's operators (Hopper)."""
+
+    name = "fa3"
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return self._load()
+
+    def _load(self) -> str | None:
+        """Makes ``torch.ops.flash_attn_3`` exist, or says why it does not."""
+        import torch
+
+        if hasattr(torch.ops.flash_attn_3, "fwd"):
+            return None
+        binary = Path(os.environ.get("PEERS", ""), "fa3", "_C.so")
+        try:
+            if "PEERS" in os.environ and binary.exists():
+                torch.ops.load_library(str(binary))
+            elif has_module("flash_attn_3._C"):
+                importlib.import_module("flash_attn_3._C")
+            else:
+                return (
+                    "fa3 needs the Python module flash_attn_3, which is not installed, or a folder "
+                    "PEERS with fa3/_C.so."
+                )
+        except (ImportError, OSError) as error:
+            return f"fa3 could not be loaded: {error}"
+        return None
+
+    def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
+        import torch
+
+        left, right, causal = flash_window(case)
+        options: dict[str, Any] = {
+            "softmax_scale": case.scale,
+            "is_causal": causal,
+            "window_size_left": -1 if left is None else left,
+            "window_size_right": -1 if right is None else right,
+        }
+        if tensors.lengths is not None:
+            options |= {"seqused_q": tensors.lengths, "seqused_k": tensors.lengths}
+        q, k, v, dO, o, stats = (
+            tensors.q, tensors.k, tensors.v, tensors.dO, tensors.o, tensors.stats
+        )  # fmt: skip
+        if direction == FORWARD:
+            forward = torch.ops.flash_attn_3.fwd
+            return Prepared(
+                lambda: forward(q, k, v, num_splits=1, **options), lambda made: (made[0],)
+            )
+        backward = torch.ops.flash_attn_3.bwd
+        return Prepared(
+            lambda: backward(dO, q, k, v, o, stats, **options), lambda made: tuple(made[:3])
+        )
+
+
+class Fa4(Peer):
+    """FlashAttention-4, the CuTe DSL kernels of the GPU's generation."""
+
+    name = "fa4"
+    modules = ("torch", "cutlass", "flash_attn.cute")
+
+    def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
+        from flash_attn.cute import interface
+
+        left, right, causal = flash_window(case)
+        options: dict[str, Any] = {
+            "softmax_scale": case.scale,
+            "causal": causal,
+            "window_size_left": left,
+            "window_size_right": right,
+        }
+        if tensors.lengths is not None:
+            options |= {"seqused_q": tensors.lengths, "seqused_k": tensors.lengths}
+        q, k, v, dO, o, stats = (
+            tensors.q, tensors.k, tensors.v, tensors.dO, tensors.o, tensors.stats
+        )  # fmt: skip
+        if direction == FORWARD:
+            return Prepared(
+                lambda: interface._flash_attn_fwd(q, k, v, return_lse=True, **options),
+                lambda made: (made[0],),
+            )
+        return Prepared(
+            lambda: interface._flash_attn_bwd(q, k, v, o, dO, stats, **options),
+            lambda made: tuple(made[:3]),
+        )
+
+
+def flash_window(case: Case) -> tuple[int | None, int | None, bool]:
+    """FlashAttention's left and right window sizes, and its causal flag."""
+    if case.window is not None:
+        return case.window - 1, 0, False
+    return None, None, case.mask == "causal"

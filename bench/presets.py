@@ -1,0 +1,191 @@
+"""The measured shapes, as data: ``Case`` and the presets made of cases.
+
+Widths follow one convention unless a name says otherwise: 16384 tokens of hidden size 2048, so that
+every dense case of a preset holds the same tokens and the same width.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+FORWARD, BACKWARD = "forward", "backward"
+PASSES = (FORWARD, BACKWARD)
+MASKS = ("full", "causal", "window")
+TOKENS, HIDDEN = 16384, 2048
+_BYTES = {"bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: q (B, Sq, Hq, Dqk), k (B, Skv, Hkv, Dqk), v (B, Skv, Hkv, Dv).
+
+    Attributes:
+        name: unique in a preset; :func:`case` makes it.
+        mask: ``full``, ``causal`` or ``window``; the diagonal ends in the bottom right corner.
+        dtype: ``bf16`` or ``fp16``.
+        window: keys that a query of a ``window`` mask attends to, its own position included.
+        lengths: actual length of each batch entry, of queries and keys alike; ``None`` when all
+            are full. Tensors stay padded to ``seq_q`` and ``seq_kv``.
+    """
+
+    name: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str = "full"
+    dtype: str = "bf16"
+    window: int | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS or (self.mask == "window") != (self.window is not None):
+            raise ValueError(f"{self.name}: mask {self.mask!r} with window {self.window}")
+        if self.lengths is not None and len(self.lengths) != self.batch:
+            raise ValueError(f"{self.name}: {len(self.lengths)} lengths for batch {self.batch}")
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied with."""
+        return float(self.head_dim_qk) ** -0.5
+
+    @cached_property
+    def area(self) -> int:
+        """Attended (query, key) pairs of all batch entries and query heads."""
+        sizes = [(self.seq_q, self.seq_kv)] * self.batch
+        if self.lengths is not None:
+            sizes = [(length, length) for length in self.lengths]
+        left = self.window if self.mask == "window" else None
+        return self.heads_q * sum(
+            q * kv if self.mask == "full" else _band_area(q, kv, left) for q, kv in sizes
+        )
+
+    def flops(self, direction: str) -> int:
+        """Of the attended area only: forward S and O; backward S, dP, dV, dQ and dK."""
+        d_qk, d_v = self.head_dim_qk, self.head_dim_v
+        per_pair = d_qk + d_v if direction == FORWARD else 3 * d_qk + 2 * d_v
+        return 2 * self.area * per_pair
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of k and v, which any forward pass reads at least once."""
+        keys = self.batch * self.seq_kv if self.lengths is None else sum(self.lengths)
+        return keys * self.heads_kv * (self.head_dim_qk + self.head_dim_v) * _BYTES[self.dtype]
+
+    def tflops(self, direction: str, ms: float) -> float:
+        """TFLOP/s of a call that took ``ms`` milliseconds."""
+        return self.flops(direction) / ms * 1e-9
+
+
+def _band_area(seq_q: int, seq_kv: int, window: int | None) -> int:
+    """Pairs with ``key <= query + seq_kv - seq_q`` and, of those, the last ``window`` keys."""
+    total = 0
+    for query in range(seq_q):
+        last = query + seq_kv - seq_q
+        first = 0 if window is None else max(0, last - window + 1)
+        total += max(0, last - first + 1)
+    return total
+
+
+def case(
+    batch: int,
+    heads: tuple[int, int],
+    seq: int,
+    head_dims: tuple[int, int],
+    mask: str = "full",
+    *,
+    dtype: str = "bf16",
+    window: int | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> Case:
+    """A self-attention, named like ``b4 h16/16 s4096 d128 causal``.
+
+    Args:
+        heads: of q, and of k and v.
+        head_dims: of q and k, and of v.
+    """
+    d_qk, d_v = head_dims
+    d = f"{d_qk}" if d_qk == d_v else f"{d_qk}/{d_v}"
+    words = [f"b{batch}", f"h{heads[0]}/{heads[1]}", f"s{seq}", f"d{d}", mask]
+    if window is not None:
+        words[-1] += str(window)
+    if lengths is not None:
+        words.append("padded")
+    if dtype != "bf16":
+        words.append(dtype)
+    return Case(
+        " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths
+    )  # fmt: skip
+
+
+def _grid(
+    head_dims: Iterable[int], seqs: Iterable[int], masks: Iterable[str] = ("full", "causal")
+) -> list[Case]:
+    """Self-attention over 16384 tokens of width 2048."""
+    seqs, masks = tuple(seqs), tuple(masks)
+    return [
+        case(TOKENS // s, (HIDDEN // d, HIDDEN // d), s, (d, d), mask)
+        for d in head_dims
+        for s in seqs
+        for mask in masks
+    ]
+
+
+def _dense() -> list[Case]:
+    grouped = [
+        case(1, (64, 8), s, (128, 128), mask) for s in (4096, 16384) for mask in ("full", "causal")
+    ]
+    return _grid((64, 128, 256), (512, 1024, 2048, 4096, 16384)) + grouped
+
+
+def _window() -> list[Case]:
+    return [case(2, (64, 8), 8192, (64, 64), "window", window=w) for w in (128, 1024)]
+
+
+def _padding() -> list[Case]:
+    """Lengths drawn once from a fixed seed; the longest entry is full."""
+    cases = []
+    for batch, seq in ((16, 1024), (16, 4096)):
+        draw = random.Random(seq)
+        lengths = (seq, *(draw.randint(64, seq) for _ in range(batch - 1)))
+        for d in (64, 128):
+            heads = (HIDDEN // d, HIDDEN // d)
+            cases += [
+                case(batch, heads, seq, (d, d), mask, lengths=lengths)
+                for mask in ("full", "causal")
+            ]
+    return cases
+
+
+def _short() -> list[Case]:
+    """Little work per call, where launching and the last wave of blocks show."""
+    return [
+        case(batch, (HIDDEN // d, HIDDEN // d), s, (d, d), mask)
+        for d in (64, 128)
+        for batch, s in ((1, 512), (4, 128), (4, 512), (32, 128))
+        for mask in ("full", "causal")
+    ]
+
+
+def _presets() -> dict[str, tuple[Case, ...]]:
+    parts = {
+        "dense": _dense(),
+        "foundation": _grid((64, 128), (1024, 4096, 16384)),
+        "window": _window(),
+        "padding": _padding(),
+        "mla": [case(1, (128, 128), 8192, (192, 128), "causal")],
+        "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
+        "short": _short(),
+    }
+    every = {c.name: c for cases in parts.values() for c in cases}
+    return {name: tuple(cases) for name, cases in (parts | {"all": [*every.values()]}).items()}
+
+
+#: ``foundation`` is the part of ``dense`` that the portable engine is held to.
+PRESETS = _presets()

@@ -1,0 +1,52 @@
+// Bulk tensor copies between global and shared memory. PTX ISA 9.7.9.27 (cp.async.bulk.tensor).
+#pragma once
+
+#include "base/types.cuh"
+#include "ptx/memory.cuh"
+
+namespace dlattn {
+
+// CUtensorMap: an opaque 128 bytes that the driver encodes.
+struct alignas(64) TensorMap {
+  uint64 opaque[16];
+};
+
+// 9.7.9.27.1.2: a box into shared memory; zeros where it leaves the tensor.
+DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barrier, int c0, int c1,
+                               int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// 9.7.9.27.1.2: a box from shared memory; what leaves the tensor is not written.
+DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int c1, int c2,
+                                int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::
+          "l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared)
+      : "memory");
+}
+
+// 9.7.9.25.4.3 (cp.async.bulk.commit_group).
+DLATTN_DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// 9.7.9.25.4.4 (cp.async.bulk.wait_group.read): this thread's stores have read their memory.
+DLATTN_DEVICE void tma_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// 9.7.9.27.2 (prefetch.tensormap).
+DLATTN_DEVICE void tma_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// 9.7.13.4 (fence.proxy.async): ordinary writes to shared memory are visible to copies and wgmma.
+DLATTN_DEVICE void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace dlattn

@@ -1,0 +1,32 @@
+// Ordering of warpgroup matrix multiplies, and the descriptors of their shared-memory operands.
+#pragma once
+
+#include "base/types.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+namespace dlattn {
+
+// Registers written so far may be read by the multiplies that follow. PTX ISA 9.7.15.7.1.
+DLATTN_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Closes a group of multiplies. PTX ISA 9.7.15.7.2.
+DLATTN_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most pending groups are in flight. PTX ISA 9.7.15.7.3.
+template <int pending>
+DLATTN_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Ties a value to this point: it is neither read earlier nor written later.
+DLATTN_DEVICE void wgmma_tie(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// A matrix descriptor, 128-byte swizzle. PTX ISA 9.7.15.5.1.2.2.
+//   stride: bytes between groups of eight 128-byte rows
+//   leading: bytes between 64-column slabs; used by operands that are read transposed
+DLATTN_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 leading, uint32 stride) {
+  return uint64((shared_address & 0x3ffff) >> 4) | uint64(leading >> 4) << 16 |
+         uint64(stride >> 4) << 32 | uint64(1) << 62;
+}
+
+}  // namespace dlattn

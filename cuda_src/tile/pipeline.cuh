@@ -1,0 +1,39 @@
+// A ring of buffers between one producer and many consumers, and a place in it.
+#pragma once
+
+#include "base/types.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace dlattn {
+
+// Two barriers per buffer, named by the event.
+template <int stages_>
+struct Ring {
+  static constexpr int stages = stages_;
+  uint64 full[stages];   // the copy engine has filled it
+  uint64 empty[stages];  // every consumer has read it
+
+  DLATTN_DEVICE void init(int consumers) {
+#pragma unroll
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_init(full[stage], 1);
+      mbarrier_init(empty[stage], consumers);
+    }
+  }
+};
+
+// A buffer of a ring, and how often the ring has been passed (its parity).
+template <int stages>
+struct Place {
+  int stage = 0;
+  uint32 parity = 0;
+
+  DLATTN_DEVICE void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace dlattn

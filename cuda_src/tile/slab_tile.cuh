@@ -1,0 +1,51 @@
+// A matrix in shared memory as the copy engine and the warpgroup multiplies see it.
+#pragma once
+
+#include "base/types.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace dlattn {
+
+// Slabs of 64 columns (128 bytes), one after the other; in a slab, the 16-byte units of row r are
+// permuted by XOR with r % 8 (the hardware's 128-byte swizzle).
+template <class T, int rows_, int columns_>
+struct SlabTile {
+  using Element = T;
+  static constexpr int rows = rows_, columns = columns_;
+  static constexpr int slabs = ceil_div(columns, 64);
+  static constexpr int slab_bytes = rows * 128;
+  static constexpr int bytes = slabs * slab_bytes;
+  static_assert(sizeof(T) == 2 && rows % 8 == 0);
+
+  alignas(1024) T data[slabs * rows * 64];
+
+  DLATTN_DEVICE uint32 address() const { return shared_address(data); }
+
+  // Address of the 16-byte unit that holds columns [8 unit, 8 unit + 8).
+  DLATTN_DEVICE uint32 unit_address(int row, int unit) const {
+    return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
+  }
+
+  // Starts loading rows from `row` on of one head; arrives on the barrier with `bytes` bytes.
+  DLATTN_DEVICE void load(const TensorMap& map, uint64& barrier, int row, int head, int batch) {
+#pragma unroll
+    for (int slab = 0; slab < slabs; ++slab) {
+      tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * 64, row, head, batch);
+    }
+  }
+
+  // Descriptor of columns [16 k_step, 16 k_step + 16) from first_row on, contiguous along columns.
+  DLATTN_DEVICE uint64 along_columns(int first_row, int k_step) const {
+    const uint32 offset = k_step / 4 * slab_bytes + first_row * 128 + k_step % 4 * 32;
+    return wgmma_descriptor(address() + offset, 16, 1024);
+  }
+
+  // Descriptor of rows [16 k_step, 16 k_step + 16) with all columns: the transposed right operand.
+  DLATTN_DEVICE uint64 along_rows(int k_step) const {
+    return wgmma_descriptor(address() + k_step * 2048, slab_bytes, 1024);
+  }
+};
+
+}  // namespace dlattn

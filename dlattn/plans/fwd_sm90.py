@@ -1,0 +1,191 @@
+"""The Hopper forward: ``cuda_src/kernels/fwd_sm90.cuh``, for compute capability 9.0."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlattn.plans.cuda import (
+    MOST_BLOCKS,
+    WAVE_BYTES,
+    CudaPlan,
+    KernelLaunch,
+    refusal,
+    round_up,
+)
+from dlattn.plans.params import MappedParams, Params, params_for
+from dlattn.plans.source import kernel_source
+from dlattn.problem import Band, Direction, Geometry, Problem
+from dlattn.runtime import tensormap
+from dlattn.runtime.target import Target
+
+#: Roles that the copy engine moves.
+MAPPED = ("q", "k", "v", "o")
+
+#: Widths of the output product; the next one at or above head_dim_v is computed.
+VALUE_COLUMNS = (64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Sm90FwdTiling:
+    """How a Hopper forward block divides its work (``Sm90FwdTiling`` in the kernel).
+
+    Attributes:
+        consumers: warpgroups of 64 query rows each, 2 or 3.
+        tile_k: keys per tile.
+        stages: key tiles, and value tiles, in shared memory.
+        ping_pong: consumers take turns at the tensor cores.
+        persistent: as many blocks as multiprocessors, each taking every so-manieth tile; else a
+            block per tile.
+    """
+
+    consumers: int
+    tile_k: int
+    stages: int = 2
+    ping_pong: bool = False
+    persistent: bool = True
+
+    @property
+    def tile_q(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
+
+    @property
+    def cpp(self) -> str:
+        ping_pong = str(self.ping_pong).lower()
+        return f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {ping_pong}>"
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the kernel's ``SharedMemory``."""
+        dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
+        q_or_o = max(slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, dim_v))
+        k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
+        barriers = 2 * 8 * (1 + 2 * self.stages)
+        return round_up(q_or_o + self.stages * k_and_v + barriers, 1024)
+
+
+def slab_bytes(rows: int, columns: int) -> int:
+    """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
+    return -(-columns // 64) * rows * 128
+
+
+def value_columns(problem: Problem) -> int:
+    """Columns of the output product: a width of wgmma, not below head_dim_v."""
+    return next(width for width in VALUE_COLUMNS if width >= problem.head_dim_v)
+
+
+def choose_tiling(problem: Problem) -> Sm90FwdTiling:
+    """The fastest tiling, as measured (``bench/NOTES.md``)."""
+    dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
+    largest = max(dim_qk, dim_v)
+    if largest <= 64:
+        return Sm90FwdTiling(3, 128)
+    if largest <= 128:
+        band = any(isinstance(mask, Band) for mask in problem.masks)
+        return Sm90FwdTiling(2, 128 if band else 176)
+    if dim_qk <= 192 and dim_v <= 128:
+        return Sm90FwdTiling(2, 128)
+    if largest <= 192:
+        return Sm90FwdTiling(2, 112)
+    return Sm90FwdTiling(2, 80)
+
+
+class FwdSm90(CudaPlan):
+    """FlashAttention-3's forward with wgmma, TMA and warp specialisation."""
+
+    name = "fwd_sm90"
+
+    def __init__(
+        self,
+        problem: Problem,
+        geometry: Geometry,
+        target: Target,
+        tiling: Sm90FwdTiling | None = None,
+    ) -> None:
+        super().__init__(problem, geometry, target)
+        self.tiling = tiling or choose_tiling(problem)
+        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
+        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
+        pairs = geometry.batch * geometry.heads_q
+        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+        #: Where each map is, and the address in it.
+        self._maps = {
+            role: ctypes.addressof(self._argument) + getattr(MappedParams, role).offset
+            for role in MAPPED
+        }
+        self._mapped_addresses = dict.fromkeys(MAPPED, 0)
+
+    @classmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
+        if reason is not None:
+            return reason
+        if target.capability != (9, 0):
+            major, minor = target.capability
+            return (
+                f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
+            )
+        if problem.access_bytes != 16:
+            return "the copy engine needs 16-byte aligned tensors and strides."
+        for role in MAPPED:
+            spec = geometry.tensors[role]
+            if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
+                return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
+        if _items(geometry, 128) > MOST_BLOCKS:
+            return "batch x heads x (queries / 128) must be below 2**31."
+        return None
+
+    def make_argument(self) -> ctypes.Structure:
+        argument = MappedParams.aligned()
+        argument.p = params_for(self.geometry)
+        return argument
+
+    @staticmethod
+    def params_in(argument: ctypes.Structure) -> Params:
+        params: Params = argument.p
+        return params
+
+    def build(self) -> None:
+        tiling = self.tiling
+        rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        for role in MAPPED:
+            spec = self.geometry.tensors[role]
+            tensormap.encode(
+                self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows[role], 64)
+            )
+        super().build()
+
+    def place_tensors(self, pointers: Mapping[str, int]) -> None:
+        super().place_tensors(pointers)
+        addresses = self._mapped_addresses
+        for role in MAPPED:
+            if pointers[role] != addresses[role]:
+                tensormap.set_address(self._maps[role], pointers[role])
+                addresses[role] = pointers[role]
+
+    def kernels(self) -> list[KernelLaunch]:
+        tiling = self.tiling
+        shared = tiling.shared_memory(self.problem)
+        source = kernel_source(
+            self.name,
+            self.problem,
+            tiling,
+            shared,
+            argument=MappedParams,
+            constants={"value_columns": value_columns(self.problem)},
+        )
+        items = _items(self.geometry, tiling.tile_q)
+        blocks = min(items, self.target.multiprocessors) if tiling.persistent else items
+        return [KernelLaunch(source, (blocks, 1, 1), tiling.threads, shared)]
+
+
+def _items(geometry: Geometry, tile_q: int) -> int:
+    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)

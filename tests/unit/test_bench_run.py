@@ -1,0 +1,132 @@
+"""Measuring and running, with the GPU and the contenders faked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+
+from bench import measure, run
+from bench.peers import Peer, Prepared
+from bench.presets import BACKWARD, FORWARD, PASSES, Case, case
+from bench.reference import OUTPUTS, make_tensors
+from bench.results import read_csv
+
+CASES = (
+    case(2, (4, 2), 48, (16, 16)),
+    case(2, (4, 4), 48, (16, 8), "causal"),
+    case(1, (2, 1), 48, (8, 16), "window", window=7),
+)
+
+
+class Fake(Peer):
+    """Answers right, wrong, with an exception, or not at all."""
+
+    def __init__(self, name: str, factor: float = 1.0, raises: str = "") -> None:
+        self.name, self._factor, self._raises = name, factor, raises
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        return "It is shy." if self.name == "shy" else None
+
+    def prepare(self, case: Case, tensors, direction: str) -> Prepared:  # type: ignore
+        if self._raises:
+            raise RuntimeError(self._raises)
+        made = tuple(tensors.expected[name] * self._factor for name in OUTPUTS[direction])
+        return Prepared(lambda: made, lambda outputs: outputs, note="a plan")
+
+
+@pytest.fixture
+def faked_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors, and times that depend on the contender's name."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(measure, "make_tensors", functools.partial(make_tensors, device="cpu"))
+    monkeypatch.setattr(measure, "_side_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(measure, "capture", lambda call: (call, 10))
+    monkeypatch.setattr(
+        measure, "interleaved", lambda calls, **_: {name: float(len(name)) for name in calls}
+    )
+
+
+@pytest.mark.usefixtures("faked_gpu")
+def test_measure() -> None:
+    """Only right contenders are timed; the others are wrong, or left out with the reason."""
+    peers = [Fake("right"), Fake("wrong", 1.1), Fake("raising", raises="no\nluck"), Fake("shy")]
+    both = list(measure.measure(CASES[1], PASSES, peers))
+    assert [m.direction for m in both] == list(PASSES)
+    for m in both:
+        assert m.ms == {"eager": {"right": 5.0}, "graph": {"right": 0.5}}
+        assert list(m.wrong) == ["wrong"]
+        assert m.left_out == {"raising": "RuntimeError: no luck", "shy": "It is shy."}
+    assert "o is off by 1.0e-01" == both[0].wrong["wrong"]
+
+
+@pytest.mark.usefixtures("faked_gpu")
+def test_capture_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be captured is still timed eagerly."""
+
+    def refuse(call: object) -> tuple[object, int]:
+        raise RuntimeError("synchronises")
+
+    monkeypatch.setattr(measure, "capture", refuse)
+    (m,) = measure.measure(CASES[0], [FORWARD], [Fake("fa9")])
+    assert m.ms == {"eager": {"fa9": 3.0}, "graph": {}}
+    assert m.left_out == {"fa9 (graph)": "RuntimeError: synchronises"}
+
+
+@pytest.mark.usefixtures("faked_gpu")
+def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    """A run writes CSV and Markdown, says what went wrong, and fails when dlattn is wrong."""
+    import torch
+
+    fakes = {"dlattn": Fake("dlattn"), "fa2": Fake("fa2"), "fa3": Fake("fa3", raises="ill")}
+    monkeypatch.setattr(run, "make_peer", lambda name: fakes[name])
+    monkeypatch.setattr(run, "machine", lambda: "a machine")
+    monkeypatch.setattr(run, "PRESETS", {"dense": CASES[:2]})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("DLATTN_COMMIT", "c0ffee")
+    arguments = ["--peers", "dlattn,fa2,fa3", "--out", str(tmp_path)]
+    assert run.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "left out: fa3: RuntimeError: ill" in said
+    assert "fa3 (4 cases): RuntimeError: ill" in said
+    assert "dlattn forward: a plan (2 cases)" in said
+    rows = read_csv(tmp_path / "dense.csv")
+    assert len(rows) == 2 * 2 * 2 * 2  # cases, passes, timings, contenders
+    assert {r.commit for r in rows} == {"c0ffee"}
+    text = (tmp_path / "dense.md").read_text()
+    assert text.startswith("a machine") and "### backward, graph (TFLOP/s)" in text
+    fakes["dlattn"] = Fake("dlattn", float("nan"))
+    assert run.main([*arguments, "--pass", "forward"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    again = read_csv(tmp_path / "dense.csv")
+    assert {(r.direction, r.impl) for r in again} == {
+        (FORWARD, "fa2"), (BACKWARD, "fa2"), (BACKWARD, "dlattn")
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("faked_gpu")
+def test_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
+    """A contender that breaks the CUDA context ends the run by name; results stay on disk."""
+    import torch
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("illegal memory access")
+
+    class Crashing(Fake):
+        def prepare(self, case: Case, tensors, direction: str) -> Prepared:  # type: ignore
+            if case is CASES[1]:
+                monkeypatch.setattr(torch.cuda, "synchronize", broken)
+                broken()
+            return super().prepare(case, tensors, direction)
+
+    monkeypatch.setattr(run, "make_peer", {"fa2": Fake("fa2"), "fa3": Crashing("fa3")}.get)
+    monkeypatch.setattr(run, "machine", lambda: "a machine")
+    monkeypatch.setattr(run, "PRESETS", {"dense": CASES})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run.main(["--peers", "fa2,fa3", "--out", str(tmp_path), "--pass", "forward"]) == 1
+    assert f"fa3 broke the CUDA context on {CASES[1].name}" in capsys.readouterr().out
+    assert {r.case for r in read_csv(tmp_path / "dense.csv")} == {CASES[0].name}

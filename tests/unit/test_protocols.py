@@ -1,0 +1,127 @@
+"""Reading tensors through DLPack and the array interfaces."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidVariantPackError
+from dlattn.runtime import frameworks, protocols
+from dlattn.runtime.tensors import view
+from tests.unit.producers import Capsules, OldProducer, Producer
+
+
+@pytest.mark.parametrize("kind", [Producer, OldProducer])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_dlpack(kind: type[Producer], reverse: bool) -> None:
+    """Both capsule versions, negative strides and byte offsets."""
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    array = array[::-1, :, 1:] if reverse else array.transpose(2, 0, 1)
+    assert view(kind(array)) == view(array)
+
+
+def test_dlpack_read_only() -> None:
+    """The flag of versioned capsules is honoured."""
+    array = np.zeros(3, np.float32)
+    array.flags.writeable = False
+    assert view(Producer(array)) == view(array)
+
+
+def test_dlpack_gives_everything_back() -> None:
+    """Borrowing a capsule leaves no reference behind."""
+    torch = pytest.importorskip("torch")
+    array, tensor = np.zeros(3, np.float32), torch.zeros(3)
+    for thing in (array, tensor):
+        before = sys.getrefcount(thing)
+        for _ in range(10):
+            view(Producer(thing))
+        gc.collect()
+        assert sys.getrefcount(thing) == before
+
+
+def test_dlpack_null_strides_on_cuda() -> None:
+    """NULL strides mean row-major; the offset counts; reading an address orders nothing (-1)."""
+    producer = Capsules()
+    expected = (4096 + 32, (2, 3, 4), (12, 4, 1), data_type.BFLOAT16, ("cuda", 1), True)
+    assert view(producer) == expected
+    assert producer.streams == [-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"major": 2}, "version 2.0"),
+        ({"flags": 2}, "exported a copy"),
+        ({"lanes": 4}, "4 lanes"),
+        ({"code": 5, "bits": 64}, "code 5, 64 bits"),
+        ({"device": 10}, "DLPack device type 10"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_dlpack_refused(fields: dict[str, int], sentence: str) -> None:
+    """Whatever cannot be used in place is refused with its reason."""
+    with pytest.raises(InvalidVariantPackError, match=sentence):
+        view(Capsules(**fields))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(1, ("cpu", 0)), (3, ("cpu", 0)), (13, ("cuda", 1))]
+)
+def test_dlpack_devices(device: int, expected: tuple[str, int]) -> None:
+    """Pinned memory counts as the host's, managed memory as the device's."""
+    assert view(Capsules(device=device)).device == expected
+
+
+def test_dlpack_consumed() -> None:
+    """A capsule that somebody has taken is not read."""
+    array = np.zeros(3, np.float32)
+    capsule = array.__dlpack__()
+    np.from_dlpack(
+        SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
+    )
+    with pytest.raises(InvalidVariantPackError, match="unused DLPack capsule"):
+        protocols.view_capsule(capsule)
+
+
+def test_dlpack_refusal_of_the_producer() -> None:
+    """What the producer says reaches the user."""
+
+    class Angry(Producer):
+        def __dlpack__(self, **arguments: Any) -> Any:
+            raise BufferError("not today")
+
+    with pytest.raises(InvalidVariantPackError, match="Angry refused.*not today"):
+        view(Angry(np.zeros(3)))
+
+
+def test_array_interface() -> None:
+    """The oldest protocol, for whoever has nothing else."""
+    array = np.zeros((3, 4), np.float32)[:, ::2]
+
+    class Old:
+        __array_interface__ = array.__array_interface__
+
+    assert view(Old()) == view(array)
+
+
+def test_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is asked of the driver, because the interface does not tell."""
+    monkeypatch.setattr(frameworks, "_cuda_ordinal", lambda pointer: {4096: 5}[pointer])
+
+    class Numba:
+        __cuda_array_interface__ = {
+            "data": (4096, True),
+            "typestr": "<f2",
+            "shape": (3, 4),
+            "strides": None,
+            "version": 3,
+        }
+
+    expected = (4096, (3, 4), (4, 1), data_type.HALF, ("cuda", 5), False)
+    assert view(Numba()) == expected
