@@ -72,7 +72,9 @@ BACKWARD: dict[int, list[BwdTiling]] = {
 }
 
 
-def flash2(shape: Shape, tensors: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+def flash2(
+    shape: Shape, tensors: dict[str, torch.Tensor]
+) -> dict[str, Callable[[], tuple[torch.Tensor, ...]]]:
     """FlashAttention-2 as torch ships it, forward and backward, without autograd around it."""
     aten, scale = torch.ops.aten, shape.head_dim**-0.5
     q, k, v, dO = (tensors[role] for role in ("q", "k", "v", "dO"))
@@ -128,7 +130,10 @@ def right_calls(
     tilings: Sequence[FwdTiling | BwdTiling],
     expected: Sequence[torch.Tensor],
 ) -> dict[str, Callable[[], object]]:
-    """The tilings that compile, fit and agree with the peer's results, ready to be called."""
+    """The tilings that compile, fit and agree with the peer's results, ready to be called.
+
+    They are named by their C++ type and by the blocks that must fit on a multiprocessor.
+    """
 
     def attempt(tiling: FwdTiling | BwdTiling) -> Callable[[], None] | None:
         try:
@@ -149,10 +154,11 @@ def right_calls(
         call()
         results = zip(outputs, expected, strict=False)
         wrong = [role for role, theirs in results if not agree(tensors[role], theirs)]
+        name = f"{tiling.cpp} x{tiling.min_blocks}"
         if wrong:
-            print(f"WRONG {shape} {tiling.cpp}: {wrong}", flush=True)
+            print(f"WRONG {shape} {name}: {wrong}", flush=True)
         else:
-            kept[tiling.cpp] = call
+            kept[name] = call
     return kept
 
 

@@ -21,22 +21,22 @@ from dlattn.problem import Direction
 
 TILINGS = {
     64: [
-        Sm90FwdTiling(consumers, tile_k, 2, ping_pong, persistent)
-        for consumers, tile_k in ((3, 128), (2, 128), (2, 192), (3, 96))
+        Sm90FwdTiling(consumers, tile_k, stages, ping_pong, False, turn)
+        for consumers, tile_k, stages in ((3, 128, 2), (3, 128, 3), (2, 192, 2), (2, 128, 2))
         for ping_pong in (False, True)
-        for persistent in (False, True)
+        for turn in (0, 1, 2)
     ],
     128: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, persistent)
-        for tile_k in (128, 144, 176)
+        Sm90FwdTiling(2, tile_k, 2, ping_pong, aliased, turn)
+        for tile_k, aliased in ((128, False), (128, True), (144, False), (176, True))
         for ping_pong in (False, True)
-        for persistent in (False, True)
+        for turn in (0, 1, 2)
     ],
     256: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, persistent)
+        Sm90FwdTiling(2, tile_k, 2, ping_pong, True, turn)
         for tile_k in (64, 80)
         for ping_pong in (False, True)
-        for persistent in (False, True)
+        for turn in (0, 1, 2)
     ],
 }
 
@@ -68,7 +68,7 @@ def sweep(head_dim: int) -> None:
         with ThreadPoolExecutor(16) as pool:
             calls = list(pool.map(lambda t: prepare(FwdSm90, shape, tensors, t), tilings))  # noqa: B023
         for tiling, call in zip(tilings, calls, strict=True):
-            name = f"{tiling.cpp} {'persistent' if tiling.persistent else 'block per tile'}"
+            name = f"{tiling.cpp} turn {tiling.tiles_per_turn}"
             tensors["o"].fill_(float("nan"))
             call()
             if agree(tensors["o"], want):

@@ -52,7 +52,9 @@ struct Params {
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
   int heads_per_block;  // query heads that a backward block walks: whole groups of K and V
+  int tiles_per_turn;         // query tiles that a persistent forward block takes in succession
   float attn_scale;
+  int unused;
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

@@ -22,7 +22,14 @@ DLATTN_DEVICE WorkItem longest_first(int index, int tiles, int heads, const Para
   return {tiles - 1 - rest / width, pair % heads, pair / heads};
 }
 
-// The same with the first tiles first: under a causal mask, the longest key tiles.
+// Head by head; in a head, the last tile, the first, the last but one, the second, ... Under a causal
+// mask, two tiles in succession are about as much work as any other two.
+DLATTN_DEVICE WorkItem long_with_short(int index, int tiles, int heads) {
+  const int pair = index / tiles, place = index % tiles;
+  return {place % 2 == 0 ? tiles - 1 - place / 2 : place / 2, pair % heads, pair / heads};
+}
+
+// longest_first with the first tiles first: under a causal mask, the longest key tiles.
 DLATTN_DEVICE WorkItem first_first(int index, int tiles, int heads, const Params& p) {
   WorkItem item = longest_first(index, tiles, heads, p);
   item.tile = tiles - 1 - item.tile;

@@ -23,6 +23,17 @@ inline constexpr bool same_type = false;
 template <class A>
 inline constexpr bool same_type<A, A> = true;
 
+template <bool condition, class A, class B>
+struct Choice {
+  using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+  using Type = B;
+};
+template <bool condition, class A, class B>
+using Either = typename Choice<condition, A, B>::Type;
+
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 constexpr int power_of_two_at_least(int n) {

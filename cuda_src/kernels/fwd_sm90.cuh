@@ -18,12 +18,13 @@
 
 namespace dlattn {
 
-template <int consumers_, int tile_k_, int stages_, bool ping_pong_>
+template <int consumers_, int tile_k_, int stages_, bool ping_pong_, bool aliased_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
   static constexpr int stages = stages_;         // key tiles, and value tiles, in shared memory
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
+  static constexpr bool aliased = aliased_;      // o is staged over q, for want of shared memory
 };
 
 // Params, and what the copy engine needs beside them.
@@ -51,11 +52,18 @@ struct FwdSm90 {
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1>;
 
-  struct SharedMemory {
+  struct Apart {
+    QTile q;
+    OTile o;
+  };
+  struct Aliased {
     union {
       QTile q;
       OTile o;  // each warpgroup's rows, once it has read its rows of q for the last time
     };
+  };
+
+  struct SharedMemory : Either<Tiling::aliased, Aliased, Apart> {
     KTile k[stages];
     VTile v[stages];
     Ring<1> q_ring;
@@ -63,7 +71,12 @@ struct FwdSm90 {
   };
 
   // Named barriers, by event.
-  enum Barrier { values_cleared = 1, turn = 2 /* + warpgroup */, rows_staged = 5 /* + warpgroup */ };
+  enum Barrier {
+    values_cleared = 1,
+    turn = 2,         // + warpgroup
+    rows_free = 5,    // + warpgroup
+    rows_staged = 8,  // + warpgroup
+  };
 
   // What a query tile means for both roles.
   struct Work {
@@ -74,7 +87,9 @@ struct FwdSm90 {
     int first_tile, last_tile;
 
     DLATTN_DEVICE Work(const Params& p, int index)
-        : item(longest_first(index, ceil_div(p.seq_q, tile_q), p.heads_q, p)),
+        : item(p.tiles_per_turn == 2
+                   ? long_with_short(index, ceil_div(p.seq_q, tile_q), p.heads_q)
+                   : longest_first(index, ceil_div(p.seq_q, tile_q), p.heads_q, p)),
           length(p, item.batch),
           queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)) {
@@ -102,7 +117,17 @@ struct FwdSm90 {
         warpgroup(warp_index() / 4 - 1),
         first_row(16 * (warp_index() - 4)) {}
 
-  DLATTN_DEVICE int items() const { return ceil_div(p.seq_q, tile_q) * p.heads_q * p.batch; }
+  // Calls visit(work) for each query tile of this block.
+  template <class Visit>
+  DLATTN_DEVICE void for_each_work(Visit visit) const {
+    const int items = ceil_div(p.seq_q, tile_q) * p.heads_q * p.batch;
+    for (int turn = blockIdx.x * p.tiles_per_turn; turn < items;
+         turn += gridDim.x * p.tiles_per_turn) {
+      for (int index = turn; index < least(turn + p.tiles_per_turn, items); ++index) {
+        visit(Work(p, index));
+      }
+    }
+  }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x == 0) {
@@ -135,8 +160,7 @@ struct FwdSm90 {
   DLATTN_DEVICE void produce() {
     Place<1> q_place;
     Place<stages> k_place, v_place;
-    for (int index = blockIdx.x; index < items(); index += gridDim.x) {
-      const Work work(p, index);
+    for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
       mbarrier_wait(shared.q_ring.empty[0], q_place.parity ^ 1);
       q_place.advance();
@@ -159,7 +183,7 @@ struct FwdSm90 {
         }
         load(shared.v, shared.v_ring, v_place, m.v, tile, head_v, at.batch);
       }
-    }
+    });
   }
 
   // ---- Consumer ----
@@ -240,17 +264,25 @@ struct FwdSm90 {
     Place<1> q_place;
     Place<stages> k_place, v_place;
     if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(turn, 256);
-    for (int index = blockIdx.x; index < items(); index += gridDim.x) {
-      const Work work(p, index);
+    for_each_work([&](const Work& work) {
       Softmax softmax(Problem::Score::factor(values));
       Output output;
       output.clear();
       mbarrier_wait(shared.q_ring.full[0], q_place.parity);
       q_place.advance();
-      if (!work.empty()) attend(work, values, softmax, output, k_place, v_place);
+      if (!work.empty()) {
+        attend(work, values, softmax, output, k_place, v_place);
+      } else if constexpr (!Tiling::aliased) {
+        release(shared.q_ring.empty[0]);
+      }
       store(work, softmax, output);
-      release(shared.q_ring.empty[0]);
-    }
+    });
+    if (threadIdx.x % 128 == 0) tma_wait_read();
+  }
+
+  // After the last product that reads q, the next one may come.
+  DLATTN_DEVICE void release_q(const Work& work, int tile) {
+    if (!Tiling::aliased && tile == work.first_tile) release(shared.q_ring.empty[0]);
   }
 
   DLATTN_DEVICE void attend(const Work& work, const ScoreValues& values, Softmax& softmax,
@@ -264,6 +296,7 @@ struct FwdSm90 {
     tie(scores);
     release(shared.k_ring.empty[k_place.stage]);
     k_place.advance();
+    release_q(work, tile);
     edit_and_mask(scores, work, values, tile);
     softmax.advance(scores, factor);
     softmax.exponentiate(scores);
@@ -284,6 +317,7 @@ struct FwdSm90 {
       tie(scores);
       release(shared.k_ring.empty[k_place.stage]);
       k_place.advance();
+      release_q(work, tile);
       edit_and_mask(scores, work, values, tile);
       const bool grew = softmax.advance(scores, factor);
       softmax.exponentiate(scores);
@@ -327,6 +361,11 @@ struct FwdSm90 {
         }
       }
     }
+    if constexpr (!Tiling::aliased) {
+      // The copy engine may still be reading the rows of the tile before.
+      if (threadIdx.x % 128 == 0) tma_wait_read();
+      named_barrier_sync(rows_free + warpgroup, 128);
+    }
     const int lane = threadIdx.x % 32;
     const int row = first_row + lane % 16;
 #pragma unroll
@@ -344,10 +383,11 @@ struct FwdSm90 {
         tma_store_4d(m.o, rows, slab * 64, at.tile * tile_q + 64 * warpgroup, at.head, at.batch);
       }
       tma_commit();
-      tma_wait_read();
+      if constexpr (Tiling::aliased) {
+        tma_wait_read();
+        mbarrier_arrive(shared.q_ring.empty[0]);
+      }
     }
-    // The rows may be staged again only after the copy engine has read them.
-    named_barrier_sync(rows_staged + warpgroup, 128);
   }
 };
 

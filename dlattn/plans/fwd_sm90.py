@@ -36,15 +36,17 @@ class Sm90FwdTiling:
         tile_k: keys per tile.
         stages: key tiles, and value tiles, in shared memory.
         ping_pong: consumers take turns at the tensor cores.
-        persistent: as many blocks as multiprocessors, each taking every so-manieth tile; else a
-            block per tile.
+        aliased: the output is staged over the queries, for want of shared memory.
+        tiles_per_turn: 0 is a block per tile; else there are as many blocks as multiprocessors,
+            which take that many tiles in turn: 1, or 2, a long one and a short one.
     """
 
     consumers: int
     tile_k: int
     stages: int = 2
     ping_pong: bool = False
-    persistent: bool = True
+    aliased: bool = False
+    tiles_per_turn: int = 1
 
     @property
     def tile_q(self) -> int:
@@ -60,16 +62,18 @@ class Sm90FwdTiling:
 
     @property
     def cpp(self) -> str:
-        ping_pong = str(self.ping_pong).lower()
-        return f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {ping_pong}>"
+        flags = f"{str(self.ping_pong).lower()}, {str(self.aliased).lower()}"
+        return f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {flags}>"
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
-        q_or_o = max(slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, dim_v))
+        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, dim_v)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         barriers = 2 * 8 * (1 + 2 * self.stages)
-        return round_up(q_or_o + self.stages * k_and_v + barriers, 1024)
+        return round_up(
+            (max(q, o) if self.aliased else q + o) + self.stages * k_and_v + barriers, 1024
+        )
 
 
 def slab_bytes(rows: int, columns: int) -> int:
@@ -86,16 +90,16 @@ def choose_tiling(problem: Problem) -> Sm90FwdTiling:
     """The fastest tiling, as measured (``bench/NOTES.md``)."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
+    turn = 2 if any(isinstance(mask, Band) for mask in problem.masks) else 1
     if largest <= 64:
-        return Sm90FwdTiling(3, 128)
+        return Sm90FwdTiling(3, 128, ping_pong=True, tiles_per_turn=turn)
     if largest <= 128:
-        band = any(isinstance(mask, Band) for mask in problem.masks)
-        return Sm90FwdTiling(2, 128 if band else 176)
+        return Sm90FwdTiling(2, 128, ping_pong=True, tiles_per_turn=turn)
     if dim_qk <= 192 and dim_v <= 128:
-        return Sm90FwdTiling(2, 128)
+        return Sm90FwdTiling(2, 128, ping_pong=True, aliased=True, tiles_per_turn=turn)
     if largest <= 192:
-        return Sm90FwdTiling(2, 112)
-    return Sm90FwdTiling(2, 80)
+        return Sm90FwdTiling(2, 112, ping_pong=True, aliased=True, tiles_per_turn=turn)
+    return Sm90FwdTiling(2, 64, aliased=True, tiles_per_turn=turn)
 
 
 class FwdSm90(CudaPlan):
@@ -116,6 +120,7 @@ class FwdSm90(CudaPlan):
         shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
         pairs = geometry.batch * geometry.heads_q
         self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+        self._params.tiles_per_turn = max(1, self.tiling.tiles_per_turn)
         #: Where each map is, and the address in it.
         self._maps = {
             role: ctypes.addressof(self._argument) + getattr(MappedParams, role).offset
@@ -130,9 +135,7 @@ class FwdSm90(CudaPlan):
             return reason
         if target.capability != (9, 0):
             major, minor = target.capability
-            return (
-                f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
-            )
+            return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in MAPPED:
@@ -183,7 +186,7 @@ class FwdSm90(CudaPlan):
             constants={"value_columns": value_columns(self.problem)},
         )
         items = _items(self.geometry, tiling.tile_q)
-        blocks = min(items, self.target.multiprocessors) if tiling.persistent else items
+        blocks = min(items, self.target.multiprocessors) if tiling.tiles_per_turn else items
         return [KernelLaunch(source, (blocks, 1, 1), tiling.threads, shared)]
 
 

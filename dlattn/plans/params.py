@@ -54,7 +54,9 @@ class Params(ctypes.Structure):
         ("bottom_right", ctypes.c_int32),
         ("heads_per_wave", ctypes.c_int32),
         ("heads_per_block", ctypes.c_int32),
+        ("tiles_per_turn", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -88,6 +90,7 @@ def params_for(geometry: Geometry) -> Params:
         bottom_right=geometry.bottom_right,
         heads_per_wave=1,
         heads_per_block=1,
+        tiles_per_turn=1,
         attn_scale=geometry.attn_scale,
     )
     for role in TENSOR_ROLES:
