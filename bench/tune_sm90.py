@@ -21,22 +21,19 @@ from dlattn.problem import Direction
 
 TILINGS = {
     64: [
-        Sm90FwdTiling(consumers, tile_k, stages, ping_pong, False, turn)
-        for consumers, tile_k, stages in ((3, 128, 2), (3, 128, 3), (2, 192, 2), (2, 128, 2))
+        Sm90FwdTiling(consumers, tile_k, stages, ping_pong)
+        for consumers, tile_k, stages in ((3, 128, 2), (2, 192, 2), (2, 128, 2))
         for ping_pong in (False, True)
-        for turn in (0, 1, 2)
     ],
     128: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, aliased, turn)
-        for tile_k, aliased in ((128, False), (128, True), (144, False), (176, True))
+        Sm90FwdTiling(2, tile_k, 2, ping_pong, aliased)
+        for tile_k, aliased in ((128, False), (144, False), (176, True))
         for ping_pong in (False, True)
-        for turn in (0, 1, 2)
     ],
     256: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, True, turn)
+        Sm90FwdTiling(2, tile_k, 2, ping_pong, True)
         for tile_k in (64, 80)
         for ping_pong in (False, True)
-        for turn in (0, 1, 2)
     ],
 }
 
@@ -68,7 +65,7 @@ def sweep(head_dim: int) -> None:
         with ThreadPoolExecutor(16) as pool:
             calls = list(pool.map(lambda t: prepare(FwdSm90, shape, tensors, t), tilings))  # noqa: B023
         for tiling, call in zip(tilings, calls, strict=True):
-            name = f"{tiling.cpp} turn {tiling.tiles_per_turn}"
+            name = tiling.cpp
             tensors["o"].fill_(float("nan"))
             call()
             if agree(tensors["o"], want):

@@ -44,6 +44,7 @@ struct Params {
   TensorRef dV;     // like v
   LengthRef seq_len_q, seq_len_kv;
   const float* attn_scale_device;  // null: attn_scale holds the value
+  const int* schedule;  // persistent forward: where each block's query tiles begin, then the tiles
   float* dq_accum;   // (batch, heads_q, query tiles, tile), each tile in accumulator order
   float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
   int batch, heads_q, seq_q, seq_kv;
@@ -52,9 +53,7 @@ struct Params {
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
   int heads_per_block;  // query heads that a backward block walks: whole groups of K and V
-  int tiles_per_turn;         // query tiles that a persistent forward block takes in succession
   float attn_scale;
-  int unused;
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

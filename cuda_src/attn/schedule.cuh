@@ -22,11 +22,10 @@ DLATTN_DEVICE WorkItem longest_first(int index, int tiles, int heads, const Para
   return {tiles - 1 - rest / width, pair % heads, pair / heads};
 }
 
-// Head by head; in a head, the last tile, the first, the last but one, the second, ... Under a causal
-// mask, two tiles in succession are about as much work as any other two.
-DLATTN_DEVICE WorkItem long_with_short(int index, int tiles, int heads) {
-  const int pair = index / tiles, place = index % tiles;
-  return {place % 2 == 0 ? tiles - 1 - place / 2 : place / 2, pair % heads, pair / heads};
+// Decodes an entry of a schedule that Python made (dlattn/plans/schedule.py).
+DLATTN_DEVICE WorkItem tile_of_head(int index, int tiles, int heads) {
+  const int pair = index / tiles;
+  return {index % tiles, pair % heads, pair / heads};
 }
 
 // longest_first with the first tiles first: under a causal mask, the longest key tiles.

@@ -106,9 +106,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // Natural log of the sum of exponentials of row r; -infinity when it saw no key.
-  DLATTN_DEVICE float log_sum_exp(int r) const {
-    return row_sum[r] == 0.f ? -infinity() : row_max[r] * log2_factor * ln_2 + logf(row_sum[r]);
+  // Natural log of the sum of exponentials of row r; -infinity when it saw no key. The maximum is
+  // taken back in natural units; what rounding took from it in log2 units is in the sum.
+  DLATTN_DEVICE float log_sum_exp(int r, float factor) const {
+    if (row_sum[r] == 0.f) return -infinity();
+    const float rounded_off = fmaf(row_max[r], log2_factor, -scaled_max(r));
+    return fmaf(row_max[r], factor, logf(row_sum[r]) - ln_2 * rounded_off);
   }
 };
 

@@ -156,6 +156,7 @@ struct FwdSm80 {
     softmax.finish(output);
     const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
     const int first_query = item.tile * tile_q;
+    const float factor = Problem::Score::factor(ScoreValues(p));
 #pragma unroll
     for (int r = 0; r < 2 * m_tiles; ++r) {
       const int query = first_query + first_row + Output::row(r / 2, r % 2 * 2);
@@ -164,7 +165,7 @@ struct FwdSm80 {
         using Stats = typename Problem::Stats;
         if (threadIdx.x % 4 == 0 && query < p.seq_q) {
           *p.stats.rows<Stats>(item.batch, item.head, query) =
-              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r));
+              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r, factor));
         }
       }
       if (padded) {

@@ -87,9 +87,7 @@ struct FwdSm90 {
     int first_tile, last_tile;
 
     DLATTN_DEVICE Work(const Params& p, int index)
-        : item(p.tiles_per_turn == 2
-                   ? long_with_short(index, ceil_div(p.seq_q, tile_q), p.heads_q)
-                   : longest_first(index, ceil_div(p.seq_q, tile_q), p.heads_q, p)),
+        : item(tile_of_head(index, ceil_div(p.seq_q, tile_q), p.heads_q)),
           length(p, item.batch),
           queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)) {
@@ -117,16 +115,11 @@ struct FwdSm90 {
         warpgroup(warp_index() / 4 - 1),
         first_row(16 * (warp_index() - 4)) {}
 
-  // Calls visit(work) for each query tile of this block.
+  // Calls visit(work) for each query tile that the schedule gives this block.
   template <class Visit>
   DLATTN_DEVICE void for_each_work(Visit visit) const {
-    const int items = ceil_div(p.seq_q, tile_q) * p.heads_q * p.batch;
-    for (int turn = blockIdx.x * p.tiles_per_turn; turn < items;
-         turn += gridDim.x * p.tiles_per_turn) {
-      for (int index = turn; index < least(turn + p.tiles_per_turn, items); ++index) {
-        visit(Work(p, index));
-      }
-    }
+    const int last = p.schedule[blockIdx.x + 1];
+    for (int i = p.schedule[blockIdx.x]; i < last; ++i) visit(Work(p, p.schedule[i]));
   }
 
   DLATTN_DEVICE void init() {
@@ -342,6 +335,7 @@ struct FwdSm90 {
     softmax.finish(output);
     const WorkItem at = work.item;
     const int first_query = at.tile * tile_q + first_row;
+    const float factor = Problem::Score::factor(ScoreValues(p));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = first_query + Output::row(0, 2 * r);
@@ -350,7 +344,7 @@ struct FwdSm90 {
         using Stats = typename Problem::Stats;
         if (threadIdx.x % 4 == 0 && query < p.seq_q) {
           *p.stats.rows<Stats>(at.batch, at.head, query) =
-              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r));
+              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r, factor));
         }
       }
       if (padded) {

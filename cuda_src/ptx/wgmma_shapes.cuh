@@ -3,7 +3,7 @@
 //
 // shared_shared reads both operands from shared memory (K-major), register_shared takes the left
 // one from registers, in the layout of mma.m16n8k16, and the right one transposed if asked.
-// accumulate = 0 overwrites the accumulators. A warp has rows 16 w .. 16 w + 15, as mma leaves them.
+// accumulate = 0 overwrites the accumulators. Warp w has rows 16 w .. 16 w + 15, as mma has them.
 #pragma once
 
 #include "base/types.cuh"

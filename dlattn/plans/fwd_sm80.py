@@ -63,7 +63,11 @@ TILINGS: dict[int, tuple[FwdTiling, ...]] = {
 
 
 #: ptxas spills for Blackwell what it fits for Ampere and Hopper.
-BLACKWELL_TILINGS = {**TILINGS, 128: (FwdTiling(64, 64, 4, 2, 2),)}
+BLACKWELL_TILINGS = {
+    **TILINGS,
+    96: (FwdTiling(128, 48, 4, 2, 2),),
+    128: (FwdTiling(64, 64, 4, 2, 2),),
+}
 
 
 def choose_tiling(problem: Problem, target: Target) -> FwdTiling:

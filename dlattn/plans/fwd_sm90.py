@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
@@ -15,9 +16,11 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.params import MappedParams, Params, params_for
+from dlattn.plans.schedule import Array, balance, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Band, Direction, Geometry, Problem
+from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime import tensormap
+from dlattn.runtime.frameworks import to_device
 from dlattn.runtime.target import Target
 
 #: Roles that the copy engine moves.
@@ -37,8 +40,6 @@ class Sm90FwdTiling:
         stages: key tiles, and value tiles, in shared memory.
         ping_pong: consumers take turns at the tensor cores.
         aliased: the output is staged over the queries, for want of shared memory.
-        tiles_per_turn: 0 is a block per tile; else there are as many blocks as multiprocessors,
-            which take that many tiles in turn: 1, or 2, a long one and a short one.
     """
 
     consumers: int
@@ -46,7 +47,6 @@ class Sm90FwdTiling:
     stages: int = 2
     ping_pong: bool = False
     aliased: bool = False
-    tiles_per_turn: int = 1
 
     @property
     def tile_q(self) -> int:
@@ -90,16 +90,15 @@ def choose_tiling(problem: Problem) -> Sm90FwdTiling:
     """The fastest tiling, as measured (``bench/NOTES.md``)."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
-    turn = 2 if any(isinstance(mask, Band) for mask in problem.masks) else 1
     if largest <= 64:
-        return Sm90FwdTiling(3, 128, ping_pong=True, tiles_per_turn=turn)
+        return Sm90FwdTiling(3, 128, ping_pong=True)
     if largest <= 128:
-        return Sm90FwdTiling(2, 128, ping_pong=True, tiles_per_turn=turn)
+        return Sm90FwdTiling(2, 128)
     if dim_qk <= 192 and dim_v <= 128:
-        return Sm90FwdTiling(2, 128, ping_pong=True, aliased=True, tiles_per_turn=turn)
+        return Sm90FwdTiling(2, 128, ping_pong=True, aliased=True)
     if largest <= 192:
-        return Sm90FwdTiling(2, 112, ping_pong=True, aliased=True, tiles_per_turn=turn)
-    return Sm90FwdTiling(2, 64, aliased=True, tiles_per_turn=turn)
+        return Sm90FwdTiling(2, 112, ping_pong=True, aliased=True)
+    return Sm90FwdTiling(2, 64, ping_pong=True, aliased=True)
 
 
 class FwdSm90(CudaPlan):
@@ -116,16 +115,12 @@ class FwdSm90(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem)
-        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
-        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
-        pairs = geometry.batch * geometry.heads_q
-        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
-        self._params.tiles_per_turn = max(1, self.tiling.tiles_per_turn)
         #: Where each map is, and the address in it.
         self._maps = {
             role: ctypes.addressof(self._argument) + getattr(MappedParams, role).offset
             for role in MAPPED
         }
+        self._schedule: Any = None
         self._mapped_addresses = dict.fromkeys(MAPPED, 0)
 
     @classmethod
@@ -156,7 +151,25 @@ class FwdSm90(CudaPlan):
         params: Params = argument.p
         return params
 
+    def schedule(self) -> Array:
+        """See :func:`dlattn.plans.schedule.balance`."""
+        problem, geometry, tiling = self.problem, self.geometry, self.tiling
+        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
+        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
+        return balance(
+            tile_costs(geometry, tiling.tile_q, tiling.tile_k),
+            geometry.batch * geometry.heads_q,
+            max(1, WAVE_BYTES * shared_by // kv_bytes),
+            self._blocks,
+        )
+
+    @property
+    def _blocks(self) -> int:
+        return min(_items(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
+
     def build(self) -> None:
+        if self._schedule is not None:
+            return
         tiling = self.tiling
         rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
         for role in MAPPED:
@@ -165,6 +178,8 @@ class FwdSm90(CudaPlan):
                 self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows[role], 64)
             )
         super().build()
+        self._schedule = to_device(self.schedule(), self.target.index)
+        self._params.schedule = self._schedule.data.ptr
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
@@ -185,9 +200,7 @@ class FwdSm90(CudaPlan):
             argument=MappedParams,
             constants={"value_columns": value_columns(self.problem)},
         )
-        items = _items(self.geometry, tiling.tile_q)
-        blocks = min(items, self.target.multiprocessors) if tiling.tiles_per_turn else items
-        return [KernelLaunch(source, (blocks, 1, 1), tiling.threads, shared)]
+        return [KernelLaunch(source, (self._blocks, 1, 1), tiling.threads, shared)]
 
 
 def _items(geometry: Geometry, tile_q: int) -> int:

@@ -41,6 +41,7 @@ class Params(ctypes.Structure):
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("attn_scale_device", ctypes.c_uint64),
+        ("schedule", ctypes.c_uint64),
         ("dq_accum", ctypes.c_uint64),
         ("row_stats", ctypes.c_uint64),
         ("batch", ctypes.c_int32),
@@ -54,9 +55,7 @@ class Params(ctypes.Structure):
         ("bottom_right", ctypes.c_int32),
         ("heads_per_wave", ctypes.c_int32),
         ("heads_per_block", ctypes.c_int32),
-        ("tiles_per_turn", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
-        ("unused", ctypes.c_int32),
     ]
 
 
@@ -90,7 +89,6 @@ def params_for(geometry: Geometry) -> Params:
         bottom_right=geometry.bottom_right,
         heads_per_wave=1,
         heads_per_block=1,
-        tiles_per_turn=1,
         attn_scale=geometry.attn_scale,
     )
     for role in TENSOR_ROLES:

@@ -21,7 +21,7 @@ def select(
     """The plans that can run a problem, best first.
 
     Args:
-        engine: keep only the plan of this name (``DLATTN_ENGINE``).
+        engine: keep only plans of this name (``fwd_sm80``) or family (``sm80``); ``DLATTN_ENGINE``.
 
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
@@ -30,7 +30,7 @@ def select(
     reasons: list[str] = []
     for plan in PLANS:
         reason = plan.supports(problem, geometry, target)
-        if reason is None and engine not in (None, plan.name):
+        if reason is None and engine not in (None, plan.name, plan.name.partition("_")[2]):
             reason = f"DLATTN_ENGINE asks for {engine!r}"
         if reason is None:
             supported.append(plan)

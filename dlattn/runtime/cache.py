@@ -63,7 +63,8 @@ def write(root: Path, name: str, files: Mapping[str, bytes], facts: Mapping[str,
 def _describe(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> bytes:
     hashes = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
     described = {**facts, "files": hashes}
-    return (json.dumps({**described, "seal": _seal(described)}, indent=2) + "\n").encode()
+    # No line break at the end: a file that lost it would still be JSON, and pass for intact.
+    return json.dumps({**described, "seal": _seal(described)}, indent=2).encode()
 
 
 def _seal(described: Mapping[str, Any]) -> str:

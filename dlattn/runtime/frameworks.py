@@ -277,6 +277,16 @@ def _span(shape: Dims, stride: Dims) -> int:
     return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
 
 
+def to_device(array: Any, index: int) -> Any:
+    """A CuPy copy of a NumPy array on a device, complete when this returns."""
+    import cupy
+
+    with cupy.cuda.Device(index):
+        copy = cupy.asarray(array)
+        cupy.cuda.get_current_stream().synchronize()
+    return copy
+
+
 def _empty_numpy(shape: Dims, stride: Dims, dtype: data_type) -> Any:
     element = dtypes.to_numpy(dtype)
     buffer = np.empty(_span(shape, stride) * element.itemsize, np.uint8)

@@ -5,9 +5,14 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +22,7 @@ from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     Band,
     Direction,
@@ -30,15 +36,18 @@ from dlattn.problem import (
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
 
-PLANS: dict[Direction, type[CudaPlan]] = {
-    Direction.FORWARD: FwdSm80,
-    Direction.BACKWARD: BwdSm80,
+#: Kernel families, each with the architectures it is compiled for.
+FAMILIES: dict[type[CudaPlan], tuple[str, ...]] = {
+    FwdSm80: tuple(KNOWN),
+    BwdSm80: tuple(KNOWN),
+    FwdSm90: ("sm_90a",),
 }
 #: One pair of head dimensions (q and k, v) for each row of the tiling tables, the ends of each
 #: row's range, and unequal pairs.
 HEAD_DIMS = [
     (8, 8), (40, 40), (64, 64), (72, 72), (96, 96), (104, 104), (128, 128), (136, 136),
     (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
+    (64, 32), (32, 64), (64, 96),
 ]  # fmt: skip
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),
@@ -56,7 +65,11 @@ def compiler() -> None:
         pytest.skip(str(missing))
 
 
-def plan_for(problem: Problem, arch: str) -> CudaPlan:
+def direction_of(family: type[CudaPlan]) -> Direction:
+    return Direction.BACKWARD if family.name.startswith("bwd") else Direction.FORWARD
+
+
+def plan_for(family: type[CudaPlan], problem: Problem, arch: str) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
@@ -71,13 +84,14 @@ def plan_for(problem: Problem, arch: str) -> CudaPlan:
         "o": spec("o", 4, problem.head_dim_v),
     }
     geometry = Geometry(tensors, 0.125, band_left=64, band_right=0)
-    plan = PLANS[problem.direction]
-    assert plan.supports(problem, geometry, KNOWN[arch]) is None
-    return plan(problem, geometry, KNOWN[arch])
+    assert family.supports(problem, geometry, KNOWN[arch]) is None
+    return family(problem, geometry, KNOWN[arch])
 
 
-def problems(direction: Direction) -> list[Problem]:
+def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask; the other choices cycle, so that each pair meets."""
+    direction = direction_of(family)
+    widths = (16,) if family is FwdSm90 else (16, 16, 16, 16, 2)
     stats: list[data_type | None] = [data_type.FLOAT, None]
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
@@ -92,20 +106,21 @@ def problems(direction: Direction) -> list[Problem]:
                 (Scale(positive=i % 3 != 0),),
                 mask,
                 stats[i % len(stats)],
-                access_bytes=2 if i % 5 == 4 else 16,
+                access_bytes=widths[i % len(widths)],
             )  # fmt: skip
         )
     return found
 
 
-@pytest.mark.parametrize("arch", KNOWN)
-@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
-def test_no_spills_and_no_warnings(direction: Direction, arch: str) -> None:
+@pytest.mark.parametrize(
+    "family, arch", [(family, arch) for family, archs in FAMILIES.items() for arch in archs]
+)
+def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
     """No kernel of any problem spills a register or draws a ptxas performance warning."""
     sources = {
         kernel.source.text: (problem, kernel.source)
-        for problem in problems(direction)
-        for kernel in plan_for(problem, arch).kernels()
+        for problem in problems(family)
+        for kernel in plan_for(family, problem, arch).kernels()
     }
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
@@ -117,21 +132,24 @@ def test_no_spills_and_no_warnings(direction: Direction, arch: str) -> None:
     assert not complaints, "\n".join(complaints)
 
 
-@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
-def test_shared_memory_fits(direction: Direction) -> None:
-    """Shared memory of every kernel fits the smallest device, whatever the head dimensions."""
+@pytest.mark.parametrize("family, archs", FAMILIES.items())
+def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
+    """Whatever the head dimensions, every kernel fits the smallest device of its family."""
+    smallest = min(archs, key=lambda arch: KNOWN[arch].shared_memory)
     for head_dims in product(range(8, 257, 8), repeat=2):
         problem = Problem(
-            direction, data_type.HALF, *head_dims, (Scale(),), (Padding(),), data_type.FLOAT
-        )
-        plan = plan_for(problem, "sm_120")
-        assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN["sm_120"].shared_memory
+            direction_of(family), data_type.HALF, *head_dims, (Scale(),), (Padding(),),
+            data_type.FLOAT,
+        )  # fmt: skip
+        plan = plan_for(family, problem, smallest)
+        assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN[smallest].shared_memory
 
 
 def test_masks_share_what_reads_no_mask() -> None:
     """Of a backward's kernels, another mask makes only the main one anew."""
+    problem = problems(BwdSm80)[0]
     first, *others = (
-        plan_for(replace(problems(Direction.BACKWARD)[0], masks=masks), "sm_90a").kernels()
+        plan_for(BwdSm80, replace(problem, masks=masks), "sm_90a").kernels()
         for masks in MASKS.values()
     )
     for other in others:
@@ -139,14 +157,37 @@ def test_masks_share_what_reads_no_mask() -> None:
         assert same == [True, False, True]
 
 
-@pytest.mark.parametrize("direction", Direction, ids=lambda d: d.value)
-def test_sizes_are_run_time_values(direction: Direction) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_run_time_values(family: type[CudaPlan]) -> None:
     """The source of a kernel is the same for every batch, head count, length, stride and scale."""
-    problem = problems(direction)[0]
-    plan = plan_for(problem, "sm_90a")
+    problem = problems(family)[0]
+    plan = plan_for(family, problem, "sm_90a")
     tensors = {
         role: replace(spec, dim=(5, 2 * spec.dim[1], 7000, spec.dim[3]), stride=(9**9, 16, 8**8, 1))
         for role, spec in plan.geometry.tensors.items()
     }
     other = type(plan)(problem, Geometry(tensors, 3.0, bottom_right=True), plan.target)
     assert [k.source for k in plan.kernels()] == [k.source for k in other.kernels()]
+
+
+def test_hopper_instructions() -> None:
+    """The Hopper forward multiplies with wgmma and moves tiles with the copy engine."""
+    disassembler = find_disassembler()
+    if disassembler is None:
+        pytest.skip("needs cuobjdump, from the CUDA toolkit or Triton")
+    problem = problems(FwdSm90)[0]
+    (kernel,) = plan_for(FwdSm90, problem, "sm_90a").kernels()
+    cubin = jit.compile_kernel(kernel.source, "sm_90a").cubin
+    listing = subprocess.run(
+        [disassembler, "-sass", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    for instruction in ("HGMMA.64x", "UTMALDG.4D", "UTMASTG.4D", "USETMAXREG"):
+        assert instruction in listing, instruction
+
+
+def find_disassembler() -> str | None:
+    """cuobjdump on the path, else the one in Triton's wheel."""
+    triton = find_spec("triton")
+    packages = list(triton.submodule_search_locations or []) if triton else []
+    inside = [Path(package) / "backends" / "nvidia" / "bin" for package in packages]
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], *map(str, inside)]))

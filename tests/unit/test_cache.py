@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlattn.runtime import cache
@@ -44,6 +44,7 @@ def test_round_trip(tmp_path: Path) -> None:
     damage=st.sampled_from(["missing", "short", "long", "flipped", "a folder"]),
     position=st.floats(0, 1, exclude_max=True),
 )
+@example(file="kernel.json", damage="short", position=1 - 2**-20)  # the last byte alone
 def test_damage_is_a_miss(file: str, damage: str, position: float) -> None:
     """One byte wrong anywhere and the entry is not there; writing it again repairs it."""
     with tempfile.TemporaryDirectory() as name:
