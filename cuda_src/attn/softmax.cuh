@@ -19,7 +19,8 @@ template <int m_tiles>
 struct OnlineSoftmax {
   static constexpr int rows = 2 * m_tiles;
   // Exponentials may reach 2^8 before the running maximum is replaced: bf16 and fp16 represent
-  // them as well as numbers below one, and the output is rescaled only where it matters.
+  // them as well as numbers below one, and the output is rescaled only where it matters. (Without
+  // slack the largest probability of a row would be exactly one, at 5 to 8 % of the speed.)
   static constexpr float slack = 8.f;
 
   float row_max[rows];  // the number that exponents are relative to, before the factor
