@@ -53,7 +53,7 @@ VARIABLES = (
     Variable(
         "DLATTN_ENGINE",
         "the best plan that supports the graph",
-        "Name of the only plan that may run, e.g. reference or fwd_sm80.",
+        "Plan or family of plans that alone may run, e.g. reference, fwd_sm80 or sm80.",
     ),
     Variable(
         "DLATTN_LOG",
@@ -74,8 +74,8 @@ def settings() -> Settings:
     cache_dir, engine, log = (os.environ.get(variable.name, "") for variable in VARIABLES)
     if engine and not engine.isidentifier():
         raise DlattnError(
-            f"DLATTN_ENGINE is {engine!r}, but expected the name of one plan, such as 'reference'; "
-            "unset it to let dlattn choose"
+            f"DLATTN_ENGINE is {engine!r}, but expected a plan such as 'fwd_sm80' or a family such as "
+            "'sm80'; unset it to let dlattn choose"
         )
     if log and log not in LOG_LEVELS:
         raise DlattnError(f"DLATTN_LOG is {log!r}, but expected one of {', '.join(LOG_LEVELS)}")

@@ -180,8 +180,8 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few
-    elements may be lucky; a uniform error reaches sqrt(3) of its deviations), and no error may exceed ``_DEVIATIONS`` times its own noise. Infinities must agree,
-    and nothing may be NaN.
+    elements may be lucky; a uniform error reaches sqrt(3) of its deviations). No error may exceed
+    ``_DEVIATIONS`` times its own noise. Infinities must agree, and nothing may be NaN.
     """
     want = exact(case, given)
     plain, sigma = rounded(case, given), noise(case, given, want)
@@ -197,7 +197,7 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
         allowed = FACTORS[role] * max(usual, luck)
         assert error <= allowed and deviations <= _DEVIATIONS, (
             f"{role}: error {error:.3e}, allowed {allowed:.3e} (a plain computation errs by "
-            f"{usual:.3e}, the noise reaches {luck:.3e}, values reach {_largest(y):.3e}); an element is "
+            f"{usual:.3e}, noise reaches {luck:.3e}, values reach {_largest(y):.3e}); one is "
             f"{deviations:.1f} deviations off, allowed {_DEVIATIONS}; {case!r}"
         )
 

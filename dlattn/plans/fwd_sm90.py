@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from dlattn.plans.cuda import (
@@ -25,6 +26,7 @@ from dlattn.runtime.target import Target
 
 #: Roles that the copy engine moves.
 MAPPED = ("q", "k", "v", "o")
+_addresses = itemgetter(*MAPPED)
 
 #: Widths of the output product; the next one at or above head_dim_v is computed.
 VALUE_COLUMNS = (64, 96, 128, 192, 256)
@@ -121,7 +123,8 @@ class FwdSm90(CudaPlan):
             for role in MAPPED
         }
         self._schedule: Any = None
-        self._mapped_addresses = dict.fromkeys(MAPPED, 0)
+        self._mapped_addresses: tuple[int, ...] = ()
+        self._slots = [(role, slot) for role, slot in self._slots if role not in MAPPED]
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -183,11 +186,11 @@ class FwdSm90(CudaPlan):
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
-        addresses = self._mapped_addresses
-        for role in MAPPED:
-            if pointers[role] != addresses[role]:
-                tensormap.set_address(self._maps[role], pointers[role])
-                addresses[role] = pointers[role]
+        addresses = _addresses(pointers)
+        if addresses != self._mapped_addresses:
+            for role, address in zip(MAPPED, addresses, strict=True):
+                tensormap.set_address(self._maps[role], address)
+            self._mapped_addresses = addresses
 
     def kernels(self) -> list[KernelLaunch]:
         tiling = self.tiling

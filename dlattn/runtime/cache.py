@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
 import warnings
@@ -123,13 +122,13 @@ def _discard(place: Path) -> None:
 
 
 def _beside(place: Path, purpose: str) -> Path:
-    return place.parent / f".{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
+    return place.parent / f".{purpose}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @cache
 def _private_root() -> Path:
     """A cache of this process alone. Not created here: most processes never need it."""
-    root = Path(tempfile.gettempdir(), f"dlattn-{os.getpid()}-{secrets.token_hex(4)}")
+    root = Path(tempfile.gettempdir(), f"dlattn-{os.getpid()}-{os.urandom(4).hex()}")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
 
