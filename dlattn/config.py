@@ -74,8 +74,8 @@ def settings() -> Settings:
     cache_dir, engine, log = (os.environ.get(variable.name, "") for variable in VARIABLES)
     if engine and not engine.isidentifier():
         raise DlattnError(
-            f"DLATTN_ENGINE is {engine!r}, but expected a plan such as 'fwd_sm80' or a family such as "
-            "'sm80'; unset it to let dlattn choose"
+            f"DLATTN_ENGINE is {engine!r}, but expected a plan such as 'fwd_sm80' or a family such "
+            "as 'sm80'; unset it to let dlattn choose"
         )
     if log and log not in LOG_LEVELS:
         raise DlattnError(f"DLATTN_LOG is {log!r}, but expected one of {', '.join(LOG_LEVELS)}")

@@ -7,6 +7,7 @@
 // no barrier.
 #pragma once
 
+#include "attn/epilogue.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -151,31 +152,12 @@ struct FwdSm80 {
     }
   }
 
-  // Rows beyond the actual length get zeros and a log-sum-exp of -infinity.
   DLATTN_DEVICE void store(OnlineSoftmax<m_tiles>& softmax, Output& output) {
-    softmax.finish(output);
+    // Read again: a length kept for here would hold a register during the walk over keys.
     const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
     const int first_query = item.tile * tile_q;
-    const float factor = Problem::Score::factor(ScoreValues(p));
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int query = first_query + first_row + Output::row(r / 2, r % 2 * 2);
-      const bool padded = query >= length_q;
-      if constexpr (Problem::stats) {
-        using Stats = typename Problem::Stats;
-        if (threadIdx.x % 4 == 0 && query < p.seq_q) {
-          *p.stats.rows<Stats>(item.batch, item.head, query) =
-              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r, factor));
-        }
-      }
-      if (padded) {
-#pragma unroll
-        for (int n = 0; n < dim_v / 8; ++n) {
-          output.at[r / 2][n][r % 2 * 2] = 0.f;
-          output.at[r / 2][n][r % 2 * 2 + 1] = 0.f;
-        }
-      }
-    }
+    finish_rows<Problem>(p, item.batch, item.head, first_query + first_row, length_q, softmax,
+                         output);
     __syncthreads();
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();

@@ -6,6 +6,7 @@
 // before it, and does the softmax of the first while the tensor cores work on the second.
 #pragma once
 
+#include "attn/epilogue.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -330,31 +331,10 @@ struct FwdSm90 {
     v_place.advance();
   }
 
-  // Rows beyond the actual length get zeros and a log-sum-exp of -infinity.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
-    softmax.finish(output);
     const WorkItem at = work.item;
-    const int first_query = at.tile * tile_q + first_row;
-    const float factor = Problem::Score::factor(ScoreValues(p));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = first_query + Output::row(0, 2 * r);
-      const bool padded = query >= work.length.q;
-      if constexpr (Problem::stats) {
-        using Stats = typename Problem::Stats;
-        if (threadIdx.x % 4 == 0 && query < p.seq_q) {
-          *p.stats.rows<Stats>(at.batch, at.head, query) =
-              from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r, factor));
-        }
-      }
-      if (padded) {
-#pragma unroll
-        for (int n = 0; n < dim_v / 8; ++n) {
-          output.at[0][n][2 * r] = 0.f;
-          output.at[0][n][2 * r + 1] = 0.f;
-        }
-      }
-    }
+    finish_rows<Problem>(p, at.batch, at.head, at.tile * tile_q + first_row, work.length.q, softmax,
+                         output);
     if constexpr (!Tiling::aliased) {
       // The copy engine may still be reading the rows of the tile before.
       if (threadIdx.x % 128 == 0) tma_wait_read();
