@@ -62,8 +62,8 @@ TILINGS: dict[int, tuple[FwdTiling, ...]] = {
 }
 
 
-#: ptxas spills for Blackwell what it fits for Ampere and Hopper.
-BLACKWELL_TILINGS = {
+#: For Blackwell, where ptxas spills what it fits elsewhere, and for element-wise access.
+SMALLER_TILINGS = {
     **TILINGS,
     96: (FwdTiling(128, 48, 4, 2, 2),),
     128: (FwdTiling(64, 64, 4, 2, 2),),
@@ -73,7 +73,8 @@ BLACKWELL_TILINGS = {
 def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    table = TILINGS if target.capability < (10, 0) else BLACKWELL_TILINGS
+    measured = target.capability < (10, 0) and problem.access_bytes == 16
+    table = TILINGS if measured else SMALLER_TILINGS
     tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,7 +83,9 @@ class Statistics:
 
 statistics = Statistics()
 
-_memory: dict[tuple[KernelSource, str], Future[CompiledKernel]] = {}
+_memory: dict[tuple[KernelSource, str], CompiledKernel] = {}
+#: Held while a kernel is found or compiled, so that no other thread does the same.
+_busy: dict[tuple[KernelSource, str], threading.Lock] = {}
 _memory_lock = threading.Lock()
 
 
@@ -106,22 +107,13 @@ def compile_kernel(source: KernelSource, arch: str) -> CompiledKernel:
     """
     key = (source, arch)
     with _memory_lock:
-        future = _memory.get(key)
-        mine = future is None
-        if future is None:
-            future = _memory[key] = Future()
-    if not mine:
-        kernel = future.result()
-        statistics.count("memory_hits")
-        return kernel
-    try:
-        kernel = _from_disk_or_compiler(source, arch)
-    except BaseException as error:
-        with _memory_lock:
-            _memory.pop(key, None)
-        future.set_exception(error)
-        raise
-    future.set_result(kernel)
+        busy = _busy.setdefault(key, threading.Lock())
+    with busy:
+        kernel = _memory.get(key)
+        if kernel is None:
+            kernel = _memory[key] = _from_disk_or_compiler(source, arch)
+        else:
+            statistics.count("memory_hits")
     return kernel
 
 
@@ -129,6 +121,9 @@ def compile_kernels(sources: Sequence[KernelSource], arch: str) -> list[Compiled
     """Compile several kernels side by side (NVRTC releases the GIL); see :func:`compile_kernel`."""
     if len(sources) < 2:
         return [compile_kernel(source, arch) for source in sources]
+    # Imported here, because it takes as long as a warm start spends on all kernels together.
+    from concurrent.futures import ThreadPoolExecutor
+
     workers = min(len(sources), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="dlattn-nvrtc") as pool:
         return list(pool.map(lambda source: compile_kernel(source, arch), sources))
