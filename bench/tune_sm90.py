@@ -46,9 +46,8 @@ def flash3(shape: Shape, tensors: dict[str, torch.Tensor]) -> Callable[[], objec
     if not hasattr(torch.ops.flash_attn_3, "fwd"):
         torch.ops.load_library(f"{folder}/fa3/_C.so")
     q, k, v = (tensors[role].transpose(1, 2) for role in ("q", "k", "v"))
-    none = [None] * 19
     return lambda: torch.ops.flash_attn_3.fwd(
-        q, k, v, *none[:19], softmax_scale=shape.head_dim**-0.5, is_causal=shape.causal
+        q, k, v, softmax_scale=shape.head_dim**-0.5, is_causal=shape.causal
     )
 
 

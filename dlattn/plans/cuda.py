@@ -49,6 +49,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def query_tiles(geometry: Geometry, tile_q: int) -> int:
+    """Query tiles of all (batch, head) pairs."""
+    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)
+
+
+def pairs_per_wave(problem: Problem, geometry: Geometry) -> int:
+    """(batch, head) pairs of a forward whose keys and values stay in L2 together; at least 1."""
+    kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
+    shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
+    pairs = geometry.batch * geometry.heads_q
+    return min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+
+
 def tile_bytes(rows: int, columns: int) -> int:
     """Bytes of a ``SharedTile`` of 16-bit elements (``cuda_src/tile/shared_tile.cuh``)."""
     pitch = columns + 8 if columns // 8 % 2 == 0 else columns

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
-    WAVE_BYTES,
     CudaPlan,
     KernelLaunch,
+    pairs_per_wave,
+    query_tiles,
     refusal,
     round_up,
     tile_bytes,
@@ -93,24 +94,17 @@ class FwdSm80(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, target)
-        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
-        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
-        pairs = geometry.batch * geometry.heads_q
-        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+        self._params.heads_per_wave = pairs_per_wave(problem, geometry)
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
-        if reason is None and _blocks(geometry, 64) > MOST_BLOCKS:
+        if reason is None and query_tiles(geometry, 64) > MOST_BLOCKS:
             return "batch x heads x (queries / 64) must be below 2**31."
         return reason
 
     def kernels(self) -> list[KernelLaunch]:
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(self.name, self.problem, self.tiling, shared)
-        grid = (_blocks(self.geometry, self.tiling.tile_q), 1, 1)
+        grid = (query_tiles(self.geometry, self.tiling.tile_q), 1, 1)
         return [KernelLaunch(source, grid, self.tiling.threads, shared)]
-
-
-def _blocks(geometry: Geometry, tile_q: int) -> int:
-    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)

@@ -10,9 +10,10 @@ from typing import Any
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
-    WAVE_BYTES,
     CudaPlan,
     KernelLaunch,
+    pairs_per_wave,
+    query_tiles,
     refusal,
     round_up,
 )
@@ -140,7 +141,7 @@ class FwdSm90(CudaPlan):
             spec = geometry.tensors[role]
             if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
                 return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
-        if _items(geometry, 128) > MOST_BLOCKS:
+        if query_tiles(geometry, 128) > MOST_BLOCKS:
             return "batch x heads x (queries / 128) must be below 2**31."
         return None
 
@@ -156,22 +157,20 @@ class FwdSm90(CudaPlan):
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.balance`."""
-        problem, geometry, tiling = self.problem, self.geometry, self.tiling
-        kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
-        shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
+        geometry, tiling = self.geometry, self.tiling
         return balance(
             tile_costs(geometry, tiling.tile_q, tiling.tile_k),
             geometry.batch * geometry.heads_q,
-            max(1, WAVE_BYTES * shared_by // kv_bytes),
+            pairs_per_wave(self.problem, geometry),
             self._blocks,
         )
 
     @property
     def _blocks(self) -> int:
-        return min(_items(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
+        return min(query_tiles(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
 
     def build(self) -> None:
-        if self._schedule is not None:
+        if self._launches is not None:
             return
         tiling = self.tiling
         rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
@@ -180,9 +179,9 @@ class FwdSm90(CudaPlan):
             tensormap.encode(
                 self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows[role], 64)
             )
-        super().build()
         self._schedule = to_device(self.schedule(), self.target.index)
         self._params.schedule = self._schedule.data.ptr
+        super().build()  # last: from then on another thread may execute
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
@@ -204,7 +203,3 @@ class FwdSm90(CudaPlan):
             constants={"value_columns": value_columns(self.problem)},
         )
         return [KernelLaunch(source, (self._blocks, 1, 1), tiling.threads, shared)]
-
-
-def _items(geometry: Geometry, tile_q: int) -> int:
-    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)
