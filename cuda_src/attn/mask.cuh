@@ -1,8 +1,10 @@
 // Masks: which keys a query attends to. Each mask answers for ranges and for one element:
-//   keys(queries)       the keys that any of these queries may attend to (others are never visited)
+//   keys(queries)       the keys that any of these queries may attend to (others are never visited);
+//                       of a single query, exactly those that it attends to
 //   queries(keys)       the queries that may attend to any of these keys (likewise)
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
+//   left                whether keys(queries) may begin after the first key
 #pragma once
 
 #include "attn/seqlen.cuh"
@@ -13,6 +15,7 @@ namespace dlattn {
 // Queries beyond their length need no element test: their rows are discarded in the forward, and
 // carry a log-sum-exp of +infinity in the backward.
 struct Padding {
+  static constexpr bool left = false;
   static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};
   }
@@ -29,8 +32,9 @@ struct Padding {
 
 // A diagonal band: key + band_left > diagonal, key <= diagonal + band_right, where
 // diagonal = query + shift. Bounds are at most 2^30, so no sum overflows.
-template <bool left, bool right>
+template <bool left_, bool right>
 struct Band {
+  static constexpr bool left = left_;
   static constexpr int least_position = -(1 << 30), most_position = 1 << 30;
 
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
@@ -55,6 +59,7 @@ struct Band {
 // Keeps what every mask of the pack keeps.
 template <class... Pack>
 struct Masks {
+  static constexpr bool left = (false | ... | Pack::left);
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
     return (everything() & ... & Pack::keys(queries, length, p));
   }

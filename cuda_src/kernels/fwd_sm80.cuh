@@ -128,7 +128,7 @@ struct FwdSm80 {
     }
     float factor[2 * m_tiles];
     if (softmax.advance(scores, factor)) softmax.rescale(output, factor);
-    softmax.exponentiate(scores);
+    softmax.add(softmax.exponentiate(scores));
     const RegisterLeft<T, m_tiles, tile_k / 16> probabilities(scores);
     gemm<T, tile_k / 16>(output, probabilities, SharedRight<VTile, true>(shared.v[stage], 0));
   }

@@ -12,6 +12,9 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/gemm.cuh"
 #include "tile/pipeline.cuh"
@@ -19,13 +22,18 @@
 
 namespace dlattn {
 
-template <int consumers_, int tile_k_, int stages_, bool ping_pong_, bool aliased_>
+template <int consumers_, int tile_k_, int stages_, int q_stages_, int o_slabs_, bool ping_pong_,
+          bool exponentials_first_, int polynomial_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
   static constexpr int stages = stages_;         // key tiles, and value tiles, in shared memory
+  static constexpr int q_stages = q_stages_;     // query tiles in shared memory
+  static constexpr int o_slabs = o_slabs_;       // 64-column slabs of o staged by each consumer
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
-  static constexpr bool aliased = aliased_;      // o is staged over q, for want of shared memory
+  // Of one tile; then the wait for the output of the tile before. Or the other way round.
+  static constexpr bool exponentials_first = exponentials_first_;
+  static constexpr int polynomial = polynomial_;  // sixteenths of exponentials on the FMA pipe
 };
 
 // Params, and what the copy engine needs beside them.
@@ -37,7 +45,9 @@ struct alignas(64) MappedParams {
 template <class Problem, class Tiling>
 struct FwdSm90 {
   using T = typename Problem::Element;
-  static constexpr int consumers = Tiling::consumers, stages = Tiling::stages;
+  static constexpr int consumers = Tiling::consumers;
+  static constexpr int stages = Tiling::stages, q_stages = Tiling::q_stages;
+  static constexpr int o_slabs = Tiling::o_slabs;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int dim_v = Problem::value_columns;  // head_dim_v, up to a width of wgmma
@@ -45,41 +55,29 @@ struct FwdSm90 {
   static constexpr int consumer_registers = consumers == 2 ? 240 : 160;
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
-  using OTile = SlabTile<T, tile_q, dim_v>;
+  using OSlab = SlabTile<T, 64, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using Scores = Accumulator<1, tile_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1>;
+  using Sums = Softmax::Sums;
 
-  struct Apart {
-    QTile q;
-    OTile o;
-  };
-  struct Aliased {
-    union {
-      QTile q;
-      OTile o;  // each warpgroup's rows, once it has read its rows of q for the last time
-    };
-  };
-
-  struct SharedMemory : Either<Tiling::aliased, Aliased, Apart> {
+  struct SharedMemory {
+    QTile q[q_stages];
     KTile k[stages];
     VTile v[stages];
-    Ring<1> q_ring;
+    OSlab o[consumers][o_slabs];
+    Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
   };
 
-  // Named barriers, by event.
-  enum Barrier {
-    values_cleared = 1,
-    turn = 2,         // + warpgroup
-    rows_free = 5,    // + warpgroup
-    rows_staged = 8,  // + warpgroup
-  };
+  // Named barriers, by event; + warpgroup.
+  enum Barrier { turn = 2, rows_free = 5, rows_staged = 8, values_cleared = 11 };
 
-  // What a query tile means for both roles.
+  // What a query tile means for both roles. At least one key tile: without keys, the first, of which
+  // the mask keeps nothing.
   struct Work {
     WorkItem item;
     Lengths length;
@@ -88,16 +86,15 @@ struct FwdSm90 {
     int first_tile, last_tile;
 
     DLATTN_DEVICE Work(const Params& p, int index)
-        : item(tile_of_head(index, ceil_div(p.seq_q, tile_q), p.heads_q)),
+        : item(scheduled_item(p, index)),
           length(p, item.batch),
           queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)) {
       const Interval keys = Problem::Mask::keys(queries, length, p);
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
-      last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
+      last_tile = none ? 0 : ceil_div(keys.last, tile_k) - 1;
     }
-    DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
       return full.contains({tile * tile_k, (tile + 1) * tile_k});
     }
@@ -116,11 +113,13 @@ struct FwdSm90 {
         warpgroup(warp_index() / 4 - 1),
         first_row(16 * (warp_index() - 4)) {}
 
-  // Calls visit(work) for each query tile that the schedule gives this block.
+  // Computed anew wherever it is seldom needed, which costs less than its registers do.
+  DLATTN_DEVICE Work scheduled(int index) const { return Work(p, index); }
+
   template <class Visit>
   DLATTN_DEVICE void for_each_work(Visit visit) const {
-    const int last = p.schedule[blockIdx.x + 1];
-    for (int i = p.schedule[blockIdx.x]; i < last; ++i) visit(Work(p, p.schedule[i]));
+    const int end = uniform(p.schedule[blockIdx.x + 1]);
+    for (int i = p.schedule[blockIdx.x]; i < end; ++i) visit(scheduled(i));
   }
 
   DLATTN_DEVICE void init() {
@@ -129,80 +128,80 @@ struct FwdSm90 {
       tma_prefetch(m.k);
       tma_prefetch(m.v);
       tma_prefetch(m.o);
-      shared.q_ring.init(consumers);
-      shared.k_ring.init(consumers);
-      shared.v_ring.init(consumers);
+      shared.q_ring.init(4 * consumers);
+      shared.k_ring.init(4 * consumers);
+      shared.v_ring.init(4 * consumers);
       fence_mbarrier_init();
     }
     __syncthreads();
   }
 
-  // ---- Producer: one warp, of which one lane gives the orders ----
+  // ---- Producer: a warp each for q, k and v, of which one lane gives the orders ----
 
-  // Fills the next buffer of a ring with a tile of keys or values.
-  template <class Tile>
-  DLATTN_DEVICE void load(Tile (&tiles)[stages], Ring<stages>& ring, Place<stages>& place,
-                          const TensorMap& map, int tile, int head, int batch) {
+  // Fills the next buffer of a ring.
+  template <class Tile, int n>
+  DLATTN_DEVICE void load(Tile (&tiles)[n], Ring<n>& ring, Place<n>& place, const TensorMap& map,
+                          int row, int head, int batch) {
     mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x % 32 == 0) {
       mbarrier_arrive_expect(ring.full[place.stage], Tile::bytes);
-      tiles[place.stage].load(map, ring.full[place.stage], tile * tile_k, head, batch);
+      tiles[place.stage].load(map, ring.full[place.stage], row, head, batch);
     }
     place.advance();
   }
 
-  DLATTN_DEVICE void produce() {
-    Place<1> q_place;
-    Place<stages> k_place, v_place;
+  DLATTN_DEVICE void produce_queries() {
+    Place<q_stages> place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
-      mbarrier_wait(shared.q_ring.empty[0], q_place.parity ^ 1);
-      q_place.advance();
-      if (threadIdx.x == 0) {
-        if (work.empty()) {  // nothing to load, but its rows of o take the place of q
-          mbarrier_arrive(shared.q_ring.full[0]);
-        } else {
-          mbarrier_arrive_expect(shared.q_ring.full[0], QTile::bytes);
-          shared.q.load(m.q, shared.q_ring.full[0], work.queries.first, at.head, at.batch);
-        }
-      }
-      const int head_k = at.head / p.heads_per_k, head_v = at.head / p.heads_per_v;
-      // Keys run one tile ahead of values, as the consumers do.
+      load(shared.q, shared.q_ring, place, m.q, at.tile * tile_q, at.head, at.batch);
+    });
+  }
+
+  template <class Tile>
+  DLATTN_DEVICE void produce_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+                                  int heads_per_key) {
+    Place<stages> place;
+    for_each_work([&](const Work& work) {
+      const int head = work.item.head / heads_per_key;
       for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
-        if (tile == work.last_tile) {
-          load(shared.k, shared.k_ring, k_place, m.k, tile, head_k, at.batch);
-        }
-        if (tile > work.first_tile) {
-          load(shared.k, shared.k_ring, k_place, m.k, tile - 1, head_k, at.batch);
-        }
-        load(shared.v, shared.v_ring, v_place, m.v, tile, head_v, at.batch);
+        load(tiles, ring, place, map, tile * tile_k, head, work.item.batch);
       }
     });
+  }
+
+  DLATTN_DEVICE void produce() {
+    switch (warp_index()) {
+      case 0: return produce_queries();
+      case 1: return produce_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
+      case 2: return produce_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+    }
   }
 
   // ---- Consumer ----
 
   DLATTN_DEVICE void release(uint64& empty) {
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(empty);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
   }
   DLATTN_DEVICE void await_turn() {
-    if constexpr (Tiling::ping_pong) named_barrier_sync(turn + warpgroup, 256);
+    if constexpr (Tiling::ping_pong) named_barrier_sync(turn + opaque(warpgroup), 256);
   }
   DLATTN_DEVICE void pass_turn() {
     if constexpr (Tiling::ping_pong) {
-      named_barrier_arrive(turn + (warpgroup + 1) % consumers, 256);
+      const int next = opaque(warpgroup) + 1;
+      named_barrier_arrive(turn + (next == consumers ? 0 : next), 256);
     }
   }
 
   // Starts scores = Q K^T.
-  DLATTN_DEVICE void start_scores(Scores& scores, int stage) {
+  DLATTN_DEVICE void start_scores(Scores& scores, int q_stage, int stage) {
     auto& d = reinterpret_cast<float(&)[tile_k / 2]>(scores.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < dim_qk / 16; ++k) {
       WgmmaShape<tile_k>::template shared_shared<T>(
-          d, shared.q.along_columns(64 * warpgroup, k), shared.k[stage].along_columns(0, k),
-          k > 0);
+          d, shared.q[q_stage].along_columns(64 * warpgroup, k),
+          shared.k[stage].along_columns(0, k), k > 0);
     }
     wgmma_commit();
   }
@@ -224,142 +223,235 @@ struct FwdSm90 {
     c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
   }
 
-  DLATTN_DEVICE void edit_and_mask(Scores& scores, const Work& work, const ScoreValues& values,
-                                   int tile) {
+  DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
     const int first_query = work.queries.first + first_row, first_key = tile * tile_k;
     scores.for_each([&](float& score, int, int n, int i) {
       const Position at{work.item.batch, work.item.head, first_query + Scores::row(0, i),
                         first_key + Scores::column(n, i)};
       score = Problem::Score::apply(score, at, values);
     });
-    if (work.is_full(tile)) return;
-    scores.for_each([&](float& score, int, int n, int i) {
-      const int query = first_query + Scores::row(0, i), key = first_key + Scores::column(n, i);
-      if (!Problem::Mask::keep(query, key, work.length, p)) score = -infinity();
-    });
+  }
+
+  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile) {
+    const int first_query = work.queries.first + first_row;
+    const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const int query = first_query + Scores::row(0, i);
+      const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
+      const Interval kept{keys.first - first_key, keys.last - first_key};
+#pragma unroll
+      for (int n = 0; n < tile_k / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int key = 8 * n + j;
+          const bool keep = (!Problem::Mask::left | (key >= kept.first)) & (key < kept.last);
+          if (!keep) scores.at[0][n][i + j] = -infinity();
+        }
+      }
+    }
   }
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zero values do.
-  DLATTN_DEVICE void clear_padding(const Work& work, int stage) {
+  // probabilities do not silence NaN, zero values do. Every consumer clears for itself.
+  DLATTN_DEVICE void clear_padding(int index, const Place<stages>& place) {
+    if (p.seq_len_kv.data == nullptr) return;
+    const Work work = scheduled(index);
     const int first = work.length.kv - work.last_tile * tile_k;
-    if (work.length.kv == p.seq_kv || first >= tile_k) return;
+    if (first >= tile_k) return;
+    const int stage = place.stage;
+    mbarrier_wait(shared.v_ring.full[stage], place.parity);
     for (int unit = threadIdx.x % 128; unit < (tile_k - first) * VTile::slabs * 8; unit += 128) {
       const int row = first + unit / (VTile::slabs * 8);
-      const uint32 address = shared.v[stage].unit_address(row, unit % (VTile::slabs * 8));
-      store_shared_zeros(address);
+      store_shared_zeros(shared.v[stage].unit_address(row, unit % (VTile::slabs * 8)));
     }
     fence_proxy_async();
-    named_barrier_sync(values_cleared, 128 * consumers);
+    named_barrier_sync(values_cleared + warpgroup, 128);
   }
 
+  // What a consumer carries from tile to tile.
+  struct State {
+    Scores scores;
+    Probabilities probabilities;
+    Output output;
+    float factor[2];
+    Place<q_stages> q;
+    Place<stages> k, v;
+  };
+
+  DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
+    mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
+    await_turn();
+    start_scores(state.scores, state.q.stage, state.k.stage);
+  }
+
+  DLATTN_DEVICE void begin_output(State& state) {
+    mbarrier_wait(shared.v_ring.full[state.v.stage], state.v.parity);
+    start_output(state.output, state.probabilities, state.v.stage);
+  }
+
+  // Scores that have arrived become exponentials, relative to the maxima of the tiles before, unless
+  // they must be looked at anyway. True if the output must be rescaled.
+  DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
+                                 const ScoreValues& values, Softmax& softmax) {
+    tie(state.scores);
+    edit(state.scores, work, values, tile);
+    const bool full = work.is_full(tile);
+    bool grew = false;
+    if (!full) mask(state.scores, work, tile);
+    if (first || !full) grew = softmax.advance(state.scores, state.factor);
+    sums = softmax.template exponentiate<Tiling::polynomial>(state.scores);
+    return grew;
+  }
+
+  // The scores of this warp's rows once more; the other warps go on without it.
+  DLATTN_DEVICE void repeat_scores(Scores& scores, int q_stage, int k_stage) {
+    const int lane = opaque(threadIdx.x % 32);
+    scores.clear();
+#pragma unroll 1
+    for (int k = 0; k < dim_qk / 16; ++k) {
+      uint32 a[4];
+      ldmatrix_x4<false>(a, shared.q[q_stage].unit_address(first_row + lane % 16,
+                                                           2 * k + lane / 16));
+      const uint32 keys = shared.k[k_stage].unit_address(lane % 8 + lane / 16 * 8,
+                                                         2 * k + lane / 8 % 2);
+#pragma unroll
+      for (int n = 0; n < tile_k / 8; n += 2) {
+        uint32 b[4];
+        ldmatrix_x4<false>(b, keys + 8 * n * 128);  // rows of 128 bytes; the swizzle repeats every 8
+        mma_m16n8k16<T>(scores.at[0][n], a, b[0], b[1]);
+        mma_m16n8k16<T>(scores.at[0][n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Some score is far above the maxima of the tiles before: seldom, after the first tiles.
+  DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
+                                   const ScoreValues& values, Softmax& softmax) {
+    repeat_scores(state.scores, state.q.stage, state.k.stage);
+    edit(state.scores, work, values, tile);
+    const bool grew = softmax.advance(state.scores, state.factor);
+    sums = softmax.exponentiate(state.scores);
+    return grew;
+  }
+
+  DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
+    release(shared.k_ring.empty[state.k.stage]);
+    if (tile == work.first_tile) release(shared.q_ring.empty[state.q.stage]);
+  }
+
+  DLATTN_DEVICE void end_output(State& state) {
+    wgmma_wait<0>();
+    tie(state.output);
+    release(shared.v_ring.empty[state.v.stage]);
+    state.v.advance();
+  }
+
+  // The scores of one tile, and meanwhile the output of the tile before it. True if the output must
+  // be rescaled.
+  template <bool first>
+  DLATTN_DEVICE bool step(State& state, const Work& work, int tile, const ScoreValues& values,
+                          Softmax& softmax) {
+    Sums sums;
+    begin_scores(state, work, tile);
+    begin_output(state);
+    pass_turn();
+    wgmma_wait<1>();
+    bool grew = take_scores(state, sums, work, tile, first, values, softmax);
+    // Before the wait for the output: as it depends on all exponentials, and ptxas keeps memory
+    // accesses in order with waits, it keeps ptxas from moving the exponentials behind that wait.
+    const bool retake = !first && softmax.overflown(sums);
+    if (Tiling::exponentials_first && !retake) end_scores(state, work, tile);
+    end_output(state);
+    if (!Tiling::exponentials_first && !retake) end_scores(state, work, tile);
+    if (retake) {
+      grew = retake_scores(state, sums, work, tile, values, softmax);
+      end_scores(state, work, tile);
+    }
+    state.k.advance();
+    softmax.add(sums);
+    state.probabilities = Probabilities(state.scores);
+    return grew;
+  }
+
+  // The query tiles of a block are one chain of key tiles: the first scores of a query tile stand
+  // over the last output of the one before.
   DLATTN_DEVICE void consume() {
     const ScoreValues values(p);
-    Place<1> q_place;
-    Place<stages> k_place, v_place;
+    const float factor = Problem::Score::factor(values);
     if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(turn, 256);
-    for_each_work([&](const Work& work) {
-      Softmax softmax(Problem::Score::factor(values));
-      Output output;
-      output.clear();
-      mbarrier_wait(shared.q_ring.full[0], q_place.parity);
-      q_place.advance();
-      if (!work.empty()) {
-        attend(work, values, softmax, output, k_place, v_place);
-      } else if constexpr (!Tiling::aliased) {
-        release(shared.q_ring.empty[0]);
-      }
-      store(work, softmax, output);
-    });
-    if (threadIdx.x % 128 == 0) tma_wait_read();
-  }
 
-  // After the last product that reads q, the next one may come.
-  DLATTN_DEVICE void release_q(const Work& work, int tile) {
-    if (!Tiling::aliased && tile == work.first_tile) release(shared.q_ring.empty[0]);
-  }
-
-  DLATTN_DEVICE void attend(const Work& work, const ScoreValues& values, Softmax& softmax,
-                            Output& output, Place<stages>& k_place, Place<stages>& v_place) {
-    float factor[2];
-    int tile = work.last_tile;
-    Scores scores;
-    mbarrier_wait(shared.k_ring.full[k_place.stage], k_place.parity);
-    start_scores(scores, k_place.stage);
+    int index = uniform(p.schedule[blockIdx.x]);
+    const int end = uniform(p.schedule[blockIdx.x + 1]);
+    Work work = scheduled(index);
+    Softmax softmax(factor);
+    State state;
+    mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
+    begin_scores(state, work, work.last_tile);
+    pass_turn();
     wgmma_wait<0>();
-    tie(scores);
-    release(shared.k_ring.empty[k_place.stage]);
-    k_place.advance();
-    release_q(work, tile);
-    edit_and_mask(scores, work, values, tile);
-    softmax.advance(scores, factor);
-    softmax.exponentiate(scores);
-    Probabilities probabilities(scores);
+    Sums sums;
+    take_scores(state, sums, work, work.last_tile, true, values, softmax);
+    softmax.add(sums);
+    end_scores(state, work, work.last_tile);
+    state.k.advance();
+    state.probabilities = Probabilities(state.scores);
 
-    mbarrier_wait(shared.v_ring.full[v_place.stage], v_place.parity);
-    clear_padding(work, v_place.stage);
-
+    for (;;) {
+      clear_padding(index, state.v);
+      state.output.clear();
 #pragma unroll 1
-    for (--tile; tile >= work.first_tile; --tile) {
-      mbarrier_wait(shared.k_ring.full[k_place.stage], k_place.parity);
-      await_turn();
-      start_scores(scores, k_place.stage);
-      mbarrier_wait(shared.v_ring.full[v_place.stage], v_place.parity);
-      start_output(output, probabilities, v_place.stage);
-      pass_turn();
-      wgmma_wait<1>();
-      tie(scores);
-      release(shared.k_ring.empty[k_place.stage]);
-      k_place.advance();
-      release_q(work, tile);
-      edit_and_mask(scores, work, values, tile);
-      const bool grew = softmax.advance(scores, factor);
-      softmax.exponentiate(scores);
-      wgmma_wait<0>();
-      tie(output);
-      release(shared.v_ring.empty[v_place.stage]);
-      v_place.advance();
-      probabilities = Probabilities(scores);
-      if (grew) softmax.rescale(output, factor);
+      for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+        if (step<false>(state, work, tile, values, softmax)) {
+          softmax.rescale(state.output, state.factor);
+        }
+      }
+      Softmax next_softmax(factor);
+      const bool more = ++index < end;
+      if (more) {
+        work = scheduled(index);
+        state.q.advance();
+        mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
+        step<true>(state, work, work.last_tile, values, next_softmax);
+      } else {
+        begin_output(state);
+        end_output(state);
+      }
+      store(scheduled(index - 1), softmax, state.output);
+      if (!more) break;
+      softmax = next_softmax;
+      __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
     }
-
-    mbarrier_wait(shared.v_ring.full[v_place.stage], v_place.parity);
-    start_output(output, probabilities, v_place.stage);
-    wgmma_wait<0>();
-    tie(output);
-    release(shared.v_ring.empty[v_place.stage]);
-    v_place.advance();
+    if (threadIdx.x % 128 == 0) tma_wait_read<0>();
   }
 
+  // A slab at a time, through this consumer's buffers.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     const WorkItem at = work.item;
-    finish_rows<Problem>(p, at.batch, at.head, at.tile * tile_q + first_row, work.length.q, softmax,
+    const int first_query = at.tile * tile_q;
+    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row, work.length.q, softmax,
                          output);
-    if constexpr (!Tiling::aliased) {
-      // The copy engine may still be reading the rows of the tile before.
-      if (threadIdx.x % 128 == 0) tma_wait_read();
+    const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
+    const int row = first_row % 64 + lane % 16;
+    static_assert(VTile::slabs % o_slabs == 0, "the first slab finds the first buffer free");
+#pragma unroll
+    for (int slab = 0; slab < VTile::slabs; ++slab) {
+      const OSlab& staged = shared.o[warpgroup][slab % o_slabs];
+      if (threadIdx.x % 128 == 0) tma_wait_read<o_slabs - 1>();
       named_barrier_sync(rows_free + warpgroup, 128);
-    }
-    const int lane = threadIdx.x % 32;
-    const int row = first_row + lane % 16;
 #pragma unroll
-    for (int n = 0; n < dim_v / 8; n += 2) {
-      const RegisterLeft<T, 1, 1> packed(reinterpret_cast<Accumulator<1, 2>&>(output.at[0][n]));
-      stmatrix_x4(shared.o.unit_address(row, n + lane / 16), packed.at[0][0][0],
-                  packed.at[0][0][1], packed.at[0][0][2], packed.at[0][0][3]);
-    }
-    fence_proxy_async();
-    named_barrier_sync(rows_staged + warpgroup, 128);
-    if (threadIdx.x % 128 == 0) {
-#pragma unroll
-      for (int slab = 0; slab < OTile::slabs; ++slab) {
-        const uint32 rows = shared.o.address() + slab * OTile::slab_bytes + warpgroup * 64 * 128;
-        tma_store_4d(m.o, rows, slab * 64, at.tile * tile_q + 64 * warpgroup, at.head, at.batch);
+      for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
+        const RegisterLeft<T, 1, 1> packed(
+            reinterpret_cast<Accumulator<1, 2>&>(output.at[0][8 * slab + n]));
+        stmatrix_x4(staged.unit_address(row, n + lane / 16), packed.at[0][0][0],
+                    packed.at[0][0][1], packed.at[0][0][2], packed.at[0][0][3]);
       }
-      tma_commit();
-      if constexpr (Tiling::aliased) {
-        tma_wait_read();
-        mbarrier_arrive(shared.q_ring.empty[0]);
+      fence_proxy_async();
+      named_barrier_sync(rows_staged + warpgroup, 128);
+      if (threadIdx.x % 128 == 0) {
+        tma_store_4d(m.o, staged.address(), slab * 64, first_query + 64 * warpgroup, at.head,
+                     at.batch);
+        tma_commit();
       }
     }
   }
@@ -376,7 +468,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedParams& params) {
   kernel.init();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();
-    if (warp_index() == 0) kernel.produce();
+    kernel.produce();
   } else {
     take_registers<Kernel::consumer_registers>();
     kernel.consume();

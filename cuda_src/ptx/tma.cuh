@@ -34,9 +34,11 @@ DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int
 // 9.7.9.25.4.3 (cp.async.bulk.commit_group).
 DLATTN_DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// 9.7.9.25.4.4 (cp.async.bulk.wait_group.read): this thread's stores have read their memory.
+// 9.7.9.25.4.4 (cp.async.bulk.wait_group.read): all but this thread's last `pending` groups of
+// stores have read their memory.
+template <int pending>
 DLATTN_DEVICE void tma_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // 9.7.9.27.2 (prefetch.tensormap).

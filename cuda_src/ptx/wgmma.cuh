@@ -24,9 +24,12 @@ DLATTN_DEVICE void wgmma_tie(float& value) { asm volatile("" : "+f"(value)::"mem
 // A matrix descriptor, 128-byte swizzle. PTX ISA 9.7.15.5.1.2.2.
 //   stride: bytes between groups of eight 128-byte rows
 //   leading: bytes between 64-column slabs; used by operands that are read transposed
-DLATTN_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 leading, uint32 stride) {
-  return uint64((shared_address & 0x3ffff) >> 4) | uint64(leading >> 4) << 16 |
-         uint64(stride >> 4) << 32 | uint64(1) << 62;
+//   offset: of the operand from the address; constant in the loop
+DLATTN_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 offset, uint32 leading,
+                                      uint32 stride) {
+  const uint32 low = (shared_address >> 4) + ((offset >> 4) | (leading >> 4) << 16);
+  const uint32 high = (stride >> 4) | 1u << 30;
+  return uint64(high) << 32 | low;
 }
 
 }  // namespace dlattn

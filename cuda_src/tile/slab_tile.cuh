@@ -39,12 +39,12 @@ struct SlabTile {
   // Descriptor of columns [16 k_step, 16 k_step + 16) from first_row on, contiguous along columns.
   DLATTN_DEVICE uint64 along_columns(int first_row, int k_step) const {
     const uint32 offset = k_step / 4 * slab_bytes + first_row * 128 + k_step % 4 * 32;
-    return wgmma_descriptor(address() + offset, 16, 1024);
+    return wgmma_descriptor(address(), offset, 16, 1024);
   }
 
   // Descriptor of rows [16 k_step, 16 k_step + 16) with all columns: the transposed right operand.
   DLATTN_DEVICE uint64 along_rows(int k_step) const {
-    return wgmma_descriptor(address() + k_step * 2048, slab_bytes, 1024);
+    return wgmma_descriptor(address(), k_step * 2048, slab_bytes, 1024);
   }
 };
 

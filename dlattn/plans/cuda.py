@@ -54,12 +54,12 @@ def query_tiles(geometry: Geometry, tile_q: int) -> int:
     return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)
 
 
-def pairs_per_wave(problem: Problem, geometry: Geometry) -> int:
+def pairs_per_wave(problem: Problem, geometry: Geometry, wave_bytes: int = WAVE_BYTES) -> int:
     """(batch, head) pairs of a forward whose keys and values stay in L2 together; at least 1."""
     kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
     shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
     pairs = geometry.batch * geometry.heads_q
-    return min(pairs, max(1, WAVE_BYTES * shared_by // kv_bytes))
+    return min(pairs, max(1, wave_bytes * shared_by // kv_bytes))
 
 
 def tile_bytes(rows: int, columns: int) -> int:

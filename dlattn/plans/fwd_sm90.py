@@ -18,7 +18,7 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.plans.schedule import Array, balance, tile_costs
+from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime import tensormap
@@ -28,6 +28,9 @@ from dlattn.runtime.target import Target
 #: Roles that the copy engine moves.
 MAPPED = ("q", "k", "v", "o")
 _addresses = itemgetter(*MAPPED)
+
+#: What one wave of blocks may re-read from L2, of 50 MB.
+WAVE_BYTES = 32 * 2**20
 
 #: Widths of the output product; the next one at or above head_dim_v is computed.
 VALUE_COLUMNS = (64, 96, 128, 192, 256)
@@ -41,15 +44,21 @@ class Sm90FwdTiling:
         consumers: warpgroups of 64 query rows each, 2 or 3.
         tile_k: keys per tile.
         stages: key tiles, and value tiles, in shared memory.
+        q_stages: query tiles in shared memory.
+        o_slabs: slabs of 64 output columns that each consumer stages; divides their number.
         ping_pong: consumers take turns at the tensor cores.
-        aliased: the output is staged over the queries, for want of shared memory.
+        exponentials_first: before the wait for the output of the tile before, or after it.
+        polynomial: sixteenths of the exponentials that are computed on the FMA pipe.
     """
 
     consumers: int
     tile_k: int
     stages: int = 2
+    q_stages: int = 1
+    o_slabs: int = 1
     ping_pong: bool = False
-    aliased: bool = False
+    exponentials_first: bool = True
+    polynomial: int = 0
 
     @property
     def tile_q(self) -> int:
@@ -65,18 +74,20 @@ class Sm90FwdTiling:
 
     @property
     def cpp(self) -> str:
-        flags = f"{str(self.ping_pong).lower()}, {str(self.aliased).lower()}"
-        return f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {flags}>"
+        ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
+        return (
+            f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
+            f"{self.o_slabs}, {ping_pong}, {first}, {self.polynomial}>"
+        )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
-        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, dim_v)
+        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
-        barriers = 2 * 8 * (1 + 2 * self.stages)
-        return round_up(
-            (max(q, o) if self.aliased else q + o) + self.stages * k_and_v + barriers, 1024
-        )
+        barriers = 2 * 8 * (self.q_stages + 2 * self.stages)
+        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v
+        return round_up(tiles + barriers, 1024)
 
 
 def slab_bytes(rows: int, columns: int) -> int:
@@ -94,14 +105,14 @@ def choose_tiling(problem: Problem) -> Sm90FwdTiling:
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if largest <= 64:
-        return Sm90FwdTiling(3, 128, ping_pong=True)
+        return Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True)
     if largest <= 128:
-        return Sm90FwdTiling(2, 128)
+        return Sm90FwdTiling(2, 128, q_stages=2)
     if dim_qk <= 192 and dim_v <= 128:
-        return Sm90FwdTiling(2, 128, ping_pong=True, aliased=True)
+        return Sm90FwdTiling(2, 128, ping_pong=True)
     if largest <= 192:
-        return Sm90FwdTiling(2, 112, ping_pong=True, aliased=True)
-    return Sm90FwdTiling(2, 64, ping_pong=True, aliased=True)
+        return Sm90FwdTiling(2, 96, ping_pong=True)
+    return Sm90FwdTiling(2, 64, ping_pong=True)
 
 
 class FwdSm90(CudaPlan):
@@ -156,12 +167,13 @@ class FwdSm90(CudaPlan):
         return params
 
     def schedule(self) -> Array:
-        """See :func:`dlattn.plans.schedule.balance`."""
+        """See :func:`dlattn.plans.schedule.table`."""
         geometry, tiling = self.geometry, self.tiling
-        return balance(
+        return table(
             tile_costs(geometry, tiling.tile_q, tiling.tile_k),
-            geometry.batch * geometry.heads_q,
-            pairs_per_wave(self.problem, geometry),
+            geometry.heads_q,
+            geometry.batch,
+            pairs_per_wave(self.problem, geometry, WAVE_BYTES),
             self._blocks,
         )
 

@@ -15,7 +15,7 @@ from dlattn.problem import Geometry
 Array = NDArray[Any]
 
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
-FIXED_COST = 1.5
+FIXED_COST = 0.7
 
 
 def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
@@ -33,38 +33,54 @@ def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
     return np.where(high > low, tiles, 0) + FIXED_COST
 
 
-def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> Array:
+def balance(
+    costs: Array, pairs: int, pairs_per_wave: int, blocks: int
+) -> tuple[Array, Array]:
     """Divides the query tiles of all (batch, head) pairs among blocks.
 
-    Pairs are taken some at a time, so that the keys and values at work stay in L2. Of those, the
-    longest tiles come first, each round of them to the blocks in order of what they have so far.
+    Pairs are taken in waves, so that the keys and values at work stay in L2. Of a wave, the longest
+    tiles are dealt first, each round of them to the blocks in order of what they have so far.
 
     Args:
         costs: of the tiles of one pair.
         pairs: (batch, head) pairs.
-        pairs_per_wave: how many are taken at a time.
+        pairs_per_wave: how many are at work at a time, at the most.
         blocks: at most as many as there are tiles in all.
 
     Returns:
-        int32: ``blocks + 1`` offsets, then at them the tiles of each block, each as
-        ``pair * len(costs) + tile``, in order.
+        The owner of each tile (index ``pair * len(costs) + tile``), and an order of the tiles in
+        which each owner takes its own.
     """
+    # Waves of one size: a small last one would leave some blocks without work.
+    waves = -(-pairs // pairs_per_wave)
+    wave = np.arange(pairs) * waves // pairs
+    order = np.lexsort((-np.tile(costs, pairs), np.repeat(wave, len(costs))))
+    owner = np.empty(len(order), np.int64)
     load = np.zeros(blocks)
-    owners, items = [], []
-    for first in range(0, pairs, pairs_per_wave):
-        wave = np.arange(first, min(first + pairs_per_wave, pairs))
-        index = (wave[:, None] * len(costs) + np.arange(len(costs))).reshape(-1)
-        cost = np.tile(costs, len(wave))
-        longest_first = np.argsort(-cost, kind="stable")
-        index, cost = index[longest_first], cost[longest_first]
-        for begin in range(0, len(index), blocks):
-            taken = slice(begin, begin + blocks)
-            owner = np.argsort(load, kind="stable")[: len(index[taken])]
-            load[owner] += cost[taken]
-            owners.append(owner)
-            items.append(index[taken])
-    owner, item = np.concatenate(owners), np.concatenate(items)
-    counts = np.bincount(owner, minlength=blocks)
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    by_block = np.argsort(owner, kind="stable")
-    return np.concatenate([offsets + blocks + 1, item[by_block]]).astype(np.int32)
+    begin = 0
+    for size in np.bincount(wave) * len(costs):
+        for first in range(begin, begin + size, blocks):
+            dealt = order[first : min(first + blocks, begin + size)]
+            least_loaded = np.argsort(load, kind="stable")[: len(dealt)]
+            owner[dealt] = least_loaded
+            load[least_loaded] += costs[dealt % len(costs)]
+        begin += size
+    return owner, order
+
+
+def table(costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int) -> Array:
+    """The schedule as the kernel reads it (``scheduled_item`` in ``cuda_src/attn/schedule.cuh``).
+
+    Returns:
+        int32: ``blocks + 1`` offsets in rows of four numbers, then, after padding to such a row, the
+        tiles of each block as rows (tile, head, batch, 0), in order.
+    """
+    owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
+    by_block = order[np.argsort(owner[order], kind="stable")]
+    pair, tile = by_block // len(costs), by_block % len(costs)
+    rows = np.stack([tile, pair % heads, pair // heads, np.zeros_like(tile)], axis=1)
+    header = -(-(blocks + 1) // 4)
+    offsets = np.zeros(4 * header, np.int64)
+    offsets[1 : blocks + 1] = np.cumsum(np.bincount(owner, minlength=blocks))
+    offsets[: blocks + 1] += header
+    return np.concatenate([offsets, rows.reshape(-1)]).astype(np.int32)

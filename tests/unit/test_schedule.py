@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.schedule import FIXED_COST, balance, tile_costs
+from dlattn.plans.schedule import FIXED_COST, balance, table, tile_costs
 from dlattn.problem import Geometry, TensorSpec
 
 
 @given(
     costs=st.lists(st.floats(0.5, 100), min_size=1, max_size=40),
-    pairs=st.integers(1, 50),
+    heads=st.integers(1, 9),
+    batch=st.integers(1, 6),
     pairs_per_wave=st.integers(1, 60),
     blocks=st.integers(1, 200),
 )
 def test_every_tile_once_and_nearly_even(
-    costs: list[float], pairs: int, pairs_per_wave: int, blocks: int
+    costs: list[float], heads: int, batch: int, pairs_per_wave: int, blocks: int
 ) -> None:
-    """Each tile has one block, and no block has more than a longest tile above the mean."""
-    blocks = min(blocks, len(costs) * pairs)
-    table = balance(np.array(costs), pairs, pairs_per_wave, blocks)
-    offsets = table[: blocks + 1]
-    assert offsets[0] == blocks + 1 and offsets[-1] == len(table)
-    assert sorted(table[blocks + 1 :]) == list(range(len(costs) * pairs))
+    """Each tile has one block, each block a tile, and none has much more than the mean."""
+    blocks = min(blocks, len(costs) * heads * batch)
+    rows = table(np.array(costs), heads, batch, pairs_per_wave, blocks).reshape(-1, 4)
+    offsets = rows.reshape(-1)[: blocks + 1]
+    assert offsets[-1] == len(rows) and (np.diff(offsets) > 0).all()
+    everything = product(range(len(costs)), range(heads), range(batch), [0])
+    assert sorted(map(tuple, rows[offsets[0] :])) == sorted(everything)
     loads = [
-        sum(costs[tile % len(costs)] for tile in table[first:last])
+        sum(costs[row[0]] for row in rows[first:last])
         for first, last in zip(offsets, offsets[1:], strict=False)
     ]
     assert max(loads) <= np.mean(loads) + 2 * max(costs)
+
+
+@given(pairs=st.integers(1, 60), pairs_per_wave=st.integers(1, 60))
+def test_a_block_finishes_a_wave_before_the_next(pairs: int, pairs_per_wave: int) -> None:
+    """A block takes pairs wave by wave, no wave is larger than asked for, longest tiles first."""
+    costs = np.array([1.0, 2.0, 3.0])
+    owner, order = balance(costs, pairs, pairs_per_wave, 2)
+    waves = -(-pairs // pairs_per_wave)
+    wave = np.arange(pairs) * waves // pairs
+    assert np.bincount(wave).max() <= pairs_per_wave
+    for block in range(2):
+        own = [int(tile) for tile in order if owner[tile] == block]
+        keys = [(wave[tile // 3], -costs[tile % 3]) for tile in own]
+        assert keys == sorted(keys)
 
 
 @given(
