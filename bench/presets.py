@@ -149,18 +149,28 @@ def _window() -> list[Case]:
 
 
 def _padding() -> list[Case]:
-    """Lengths drawn once from a fixed seed; the longest entry is full."""
+    """Lengths drawn once from a fixed seed, the longest entry full; each beside the same without
+    lengths, so that both run in the same minute."""
     cases = []
     for batch, seq in ((16, 1024), (16, 4096)):
         draw = random.Random(seq)
         lengths = (seq, *(draw.randint(64, seq) for _ in range(batch - 1)))
         for d in (64, 128):
             heads = (HIDDEN // d, HIDDEN // d)
-            cases += [
-                case(batch, heads, seq, (d, d), mask, lengths=lengths)
-                for mask in ("full", "causal")
-            ]
+            for mask in ("full", "causal"):
+                cases.append(case(batch, heads, seq, (d, d), mask))
+                cases.append(case(batch, heads, seq, (d, d), mask, lengths=lengths))
     return cases
+
+
+def _fp16() -> list[Case]:
+    """fp16 beside bf16."""
+    return [
+        case(4, (HIDDEN // d, HIDDEN // d), 4096, (d, d), mask, dtype=dtype)
+        for d in (64, 128, 256)
+        for mask in ("full", "causal")
+        for dtype in ("bf16", "fp16")
+    ]
 
 
 def _short() -> list[Case]:
@@ -179,6 +189,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "foundation": _grid((64, 128), (1024, 4096, 16384)),
         "window": _window(),
         "padding": _padding(),
+        "fp16": _fp16(),
         "mla": [case(1, (128, 128), 8192, (192, 128), "causal")],
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),

@@ -90,6 +90,11 @@ class CudaPlan(Plan):
     def kernels(self) -> list[KernelLaunch]:
         """The kernels, in launch order."""
 
+    def companions(self) -> list[jit.KernelSource]:
+        """Kernels that other sizes of the same problem take: compiled when these are, so that a new
+        size compiles nothing."""
+        return []
+
     def make_argument(self) -> ctypes.Structure:
         """The argument of every kernel, with every address null; they are set at each execute."""
         return params_for(self.geometry)
@@ -116,7 +121,8 @@ class CudaPlan(Plan):
         if self._launches is not None:
             return
         kernels = self.kernels()
-        compiled = jit.compile_kernels([kernel.source for kernel in kernels], self.target.arch)
+        sources = [kernel.source for kernel in kernels]
+        compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
         launches = []
         for kernel, cubin in zip(kernels, compiled, strict=True):

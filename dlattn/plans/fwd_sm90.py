@@ -23,6 +23,7 @@ from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime import tensormap
 from dlattn.runtime.frameworks import to_device
+from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 
 #: Roles that the copy engine moves.
@@ -100,19 +101,39 @@ def value_columns(problem: Problem) -> int:
     return next(width for width in VALUE_COLUMNS if width >= problem.head_dim_v)
 
 
-def choose_tiling(problem: Problem) -> Sm90FwdTiling:
-    """The fastest tiling, as measured (``bench/NOTES.md``)."""
+#: What a tile of the same size costs with another tiling than the first, as measured.
+SLOWER = 1.25
+
+
+def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
+    """The fastest tilings (``bench/NOTES.md``): for long sequences, then for short ones, of which
+    smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if largest <= 64:
-        return Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True)
+        long = Sm90FwdTiling(
+            3, 128, q_stages=2, ping_pong=True, exponentials_first=False, polynomial=1
+        )
+        return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
     if largest <= 128:
-        return Sm90FwdTiling(2, 128, q_stages=2)
+        return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
-        return Sm90FwdTiling(2, 128, ping_pong=True)
+        return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192:
-        return Sm90FwdTiling(2, 96, ping_pong=True)
-    return Sm90FwdTiling(2, 64, ping_pong=True)
+        return (Sm90FwdTiling(2, 96, ping_pong=True),)
+    return (Sm90FwdTiling(2, 64),)
+
+
+def choose_tiling(problem: Problem, geometry: Geometry) -> Sm90FwdTiling:
+    """The tiling that spends the least time on tiles, those of masked and missing rows included."""
+
+    def cost(tiling: Sm90FwdTiling) -> float:
+        tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k).sum()
+        slower = 1.0 if tiling is first else SLOWER
+        return float(tiles) * tiling.tile_q * tiling.tile_k * slower
+
+    first, *others = tilings(problem)
+    return min((first, *others), key=cost) if others else first
 
 
 class FwdSm90(CudaPlan):
@@ -128,7 +149,7 @@ class FwdSm90(CudaPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem)
+        self.tiling = tiling or choose_tiling(problem, geometry)
         #: Where each map is, and the address in it.
         self._maps = {
             role: ctypes.addressof(self._argument) + getattr(MappedParams, role).offset
@@ -204,14 +225,20 @@ class FwdSm90(CudaPlan):
             self._mapped_addresses = addresses
 
     def kernels(self) -> list[KernelLaunch]:
-        tiling = self.tiling
-        shared = tiling.shared_memory(self.problem)
-        source = kernel_source(
+        source = self._source(self.tiling)
+        shared = self.tiling.shared_memory(self.problem)
+        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+
+    def companions(self) -> list[KernelSource]:
+        others = tilings(self.problem)
+        return [self._source(tiling) for tiling in others if tiling != self.tiling]
+
+    def _source(self, tiling: Sm90FwdTiling) -> KernelSource:
+        return kernel_source(
             self.name,
             self.problem,
             tiling,
-            shared,
+            tiling.shared_memory(self.problem),
             argument=MappedParams,
             constants={"value_columns": value_columns(self.problem)},
         )
-        return [KernelLaunch(source, (self._blocks, 1, 1), tiling.threads, shared)]

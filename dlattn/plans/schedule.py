@@ -33,9 +33,7 @@ def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
     return np.where(high > low, tiles, 0) + FIXED_COST
 
 
-def balance(
-    costs: Array, pairs: int, pairs_per_wave: int, blocks: int
-) -> tuple[Array, Array]:
+def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple[Array, Array]:
     """Divides the query tiles of all (batch, head) pairs among blocks.
 
     Pairs are taken in waves, so that the keys and values at work stay in L2. Of a wave, the longest
@@ -72,8 +70,8 @@ def table(costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int
     """The schedule as the kernel reads it (``scheduled_item`` in ``cuda_src/attn/schedule.cuh``).
 
     Returns:
-        int32: ``blocks + 1`` offsets in rows of four numbers, then, after padding to such a row, the
-        tiles of each block as rows (tile, head, batch, 0), in order.
+        int32: ``blocks + 1`` offsets in rows of four numbers; after padding to a row, the tiles
+        of each block as rows (tile, head, batch, 0), in order.
     """
     owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
     by_block = order[np.argsort(owner[order], kind="stable")]

@@ -117,8 +117,17 @@ def compile_kernel(source: KernelSource, arch: str) -> CompiledKernel:
     return kernel
 
 
-def compile_kernels(sources: Sequence[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compile several kernels side by side (NVRTC releases the GIL); see :func:`compile_kernel`."""
+def compile_kernels(
+    sources: Sequence[KernelSource], arch: str, companions: Sequence[KernelSource] = ()
+) -> list[CompiledKernel]:
+    """Compile several kernels side by side (NVRTC releases the GIL); see :func:`compile_kernel`.
+
+    Args:
+        companions: kernels that will be wanted later. If one of the sources must be compiled, they
+            are as well, in the same time.
+    """
+    if companions and not all(_is_compiled(source, arch) for source in sources):
+        return compile_kernels([*sources, *companions], arch)[: len(sources)]
     if len(sources) < 2:
         return [compile_kernel(source, arch) for source in sources]
     # Imported here, because it takes as long as a warm start spends on all kernels together.
@@ -157,6 +166,22 @@ def _from_disk_or_compiler(source: KernelSource, arch: str) -> CompiledKernel:
             return _compile(root, entry, source, arch, headers, library)
     statistics.count("disk_hits")
     return kernel
+
+
+def _is_compiled(source: KernelSource, arch: str) -> bool:
+    """Whether a kernel is in memory or on disk; from then on it is in memory."""
+    key, root = (source, arch), settings().cache_dir
+    with _memory_lock:
+        if key in _memory:
+            return True
+    entry = _entry_name(source, arch, _headers(cuda_source_root()), nvrtc.identity(root))
+    kernel = _read(root, entry)
+    if kernel is None:
+        return False
+    statistics.count("disk_hits")
+    with _memory_lock:
+        _memory.setdefault(key, kernel)
+    return True
 
 
 def _read(root: Path, entry: str) -> CompiledKernel | None:

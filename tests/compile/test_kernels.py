@@ -69,12 +69,14 @@ def direction_of(family: type[CudaPlan]) -> Direction:
     return Direction.BACKWARD if family.name.startswith("bwd") else Direction.FORWARD
 
 
-def plan_for(family: type[CudaPlan], problem: Problem, arch: str) -> CudaPlan:
+def plan_for(
+    family: type[CudaPlan], problem: Problem, arch: str, *, seq: int = 300, right: int | None = 0
+) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        dim = (2, heads, 300, head_dim)
-        stride = (heads * 300 * head_dim, 300 * head_dim, head_dim, 1)
+        dim = (2, heads, seq, head_dim)
+        stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
         return TensorSpec(role, dim, stride, problem.dtype)
 
     tensors = {
@@ -83,9 +85,14 @@ def plan_for(family: type[CudaPlan], problem: Problem, arch: str) -> CudaPlan:
         "v": spec("v", 2, problem.head_dim_v),
         "o": spec("o", 4, problem.head_dim_v),
     }
-    geometry = Geometry(tensors, 0.125, band_left=64, band_right=0)
+    geometry = Geometry(tensors, 0.125, band_left=None if seq > 300 else 64, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
+
+
+def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
+    """The kernels of a plan, and those that other sizes take."""
+    return [kernel.source for kernel in plan.kernels()] + plan.companions()
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
@@ -118,9 +125,9 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
 def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
     """No kernel of any problem spills a register or draws a ptxas performance warning."""
     sources = {
-        kernel.source.text: (problem, kernel.source)
+        source.text: (problem, source)
         for problem in problems(family)
-        for kernel in plan_for(family, problem, arch).kernels()
+        for source in every_source(plan_for(family, problem, arch))
     }
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
@@ -159,7 +166,7 @@ def test_masks_share_what_reads_no_mask() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_are_run_time_values(family: type[CudaPlan]) -> None:
-    """The source of a kernel is the same for every batch, head count, length, stride and scale."""
+    """Another batch, head count, length, stride or scale takes kernels compiled with the first."""
     problem = problems(family)[0]
     plan = plan_for(family, problem, "sm_90a")
     tensors = {
@@ -167,7 +174,39 @@ def test_sizes_are_run_time_values(family: type[CudaPlan]) -> None:
         for role, spec in plan.geometry.tensors.items()
     }
     other = type(plan)(problem, Geometry(tensors, 3.0, bottom_right=True), plan.target)
-    assert [k.source for k in plan.kernels()] == [k.source for k in other.kernels()]
+    assert {k.source for k in other.kernels()} <= set(every_source(plan))
+
+
+#: Head dims, sequence length, mask -> tile_q, tile_k, bytes of shared memory and registers a thread
+#: at launch: what ``setmaxnreg`` divides.
+HOPPER_FORWARD = {
+    ((64, 64), 8192, "full"): (192, 128, 140288, 128),
+    ((64, 64), 8192, "causal"): (192, 128, 140288, 128),
+    ((64, 64), 1024, "full"): (192, 128, 140288, 128),
+    ((64, 64), 1024, "causal"): (128, 128, 148480, 168),
+    ((96, 96), 8192, "full"): (128, 128, 230400, 168),
+    ((128, 128), 8192, "full"): (128, 128, 230400, 168),
+    ((128, 128), 8192, "causal"): (128, 128, 230400, 168),
+    ((192, 128), 8192, "causal"): (128, 128, 230400, 168),
+    ((192, 192), 8192, "full"): (128, 96, 214016, 168),
+    ((256, 256), 8192, "full"): (128, 64, 214016, 168),
+    ((256, 256), 8192, "causal"): (128, 64, 214016, 168),
+}
+
+
+@pytest.mark.parametrize("head_dims, seq, mask", HOPPER_FORWARD)
+def test_hopper_forward_resources(head_dims: tuple[int, int], seq: int, mask: str) -> None:
+    """Tiles, shared memory and registers are those of the table; a change must be meant."""
+    problem = Problem(
+        Direction.FORWARD, data_type.BFLOAT16, *head_dims, (Scale(positive=True),), MASKS[mask],
+        data_type.FLOAT,
+    )  # fmt: skip
+    plan = plan_for(FwdSm90, problem, "sm_90a", seq=seq, right=0 if mask == "causal" else None)
+    assert isinstance(plan, FwdSm90)
+    (kernel,) = plan.kernels()
+    registers = jit.compile_kernel(kernel.source, "sm_90a").registers
+    found = (plan.tiling.tile_q, plan.tiling.tile_k, kernel.shared, registers)
+    assert found == HOPPER_FORWARD[head_dims, seq, mask]
 
 
 def test_hopper_instructions() -> None:

@@ -35,6 +35,10 @@ CASES = {
         dtype="float16", heads_q=2, heads_k=1, heads_v=2, seq_q=100, seq_kv=40, right=0,
         bottom_right=True, head_dim_qk=256, head_dim_v=256, scale_as="device", scale=0.06,
     ),
+    "scores far above those of earlier tiles": Case(
+        dtype="float16", heads_q=2, heads_k=1, heads_v=1, seq_q=200, seq_kv=600, head_dim_qk=64,
+        head_dim_v=64, scale=0.125, logits=1000.0,
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

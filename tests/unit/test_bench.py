@@ -142,7 +142,8 @@ def test_flash_attention_3_without_binary(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a contender cannot do is a sentence of its own; what it can is None."""
     monkeypatch.setattr(base, "has_module", lambda module: True)
-    window, padded = PRESETS["window"][0], PRESETS["padding"][0]
+    window = PRESETS["window"][0]
+    padded = next(c for c in PRESETS["padding"] if c.lengths)
     mla, dense = PRESETS["mla"][0], PRESETS["dense"][0]
     refused = [
         ("torch_cudnn", window, "windows"),
