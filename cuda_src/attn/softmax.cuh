@@ -14,6 +14,15 @@ DLATTN_DEVICE float reduce_row(float value, Combine combine) {
   return combine(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
+// Which columns of a tile of scores some row of the warp attends to: asked for 32 at a time.
+struct AllColumns {
+  DLATTN_DEVICE bool any(int) const { return true; }
+};
+struct SeenColumns {
+  Interval seen;
+  DLATTN_DEVICE bool any(int first) const { return seen.first < first + 32 && first < seen.last; }
+};
+
 // Row i of m tile m is index 2 m + i / 2, as accumulators have it.
 template <int m_tiles>
 struct OnlineSoftmax {
@@ -46,20 +55,30 @@ struct OnlineSoftmax {
 
   // Takes the scores of a tile into the maxima. True, for the whole warp, if a maximum grew by so
   // much that the output so far must be multiplied by factor (row by row).
-  template <int n_tiles>
-  DLATTN_DEVICE bool advance(const Accumulator<m_tiles, n_tiles>& score, float (&factor)[rows]) {
+  template <int n_tiles, class Columns = AllColumns>
+  DLATTN_DEVICE bool advance(const Accumulator<m_tiles, n_tiles>& score, float (&factor)[rows],
+                             Columns seen = {}) {
     float largest[rows];
+#pragma unroll
+    for (int r = 0; r < rows; ++r) largest[r] = -infinity();
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 4) {
+      if (!seen.any(8 * n)) continue;
+#pragma unroll
+      for (int r = 0; r < rows; ++r) {
+        float part = -infinity();  // or all columns would wait for each other
+#pragma unroll
+        for (int g = n; g < least(n + 4, n_tiles); ++g) {
+          const float(&s)[4] = score.at[r / 2][g];
+          part = fmaxf(part, fmaxf(s[r % 2 * 2], s[r % 2 * 2 + 1]));
+        }
+        largest[r] = fmaxf(largest[r], part);
+      }
+    }
     bool grew = false;
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
-      const int m = r / 2, i = r % 2 * 2;
-      float parts[2] = {-infinity(), -infinity()};
-#pragma unroll
-      for (int n = 0; n < n_tiles; ++n) {
-        float& part = parts[n % 2];
-        part = fmaxf(part, fmaxf(score.at[m][n][i], score.at[m][n][i + 1]));
-      }
-      largest[r] = reduce_row(fmaxf(parts[0], parts[1]), [](float a, float b) { return fmaxf(a, b); });
+      largest[r] = reduce_row(largest[r], [](float a, float b) { return fmaxf(a, b); });
       largest[r] *= log2_factor;
       grew |= largest[r] - reference[r] > slack;
     }
@@ -80,24 +99,26 @@ struct OnlineSoftmax {
     output.for_each([&](float& value, int m, int, int i) { value *= factor[2 * m + i / 2]; });
   }
 
-  // Replaces scores by exponentials. So many sixteenths of them are computed on the FMA pipe, which
-  // is free when the special function unit is not. Returns this lane's sums, for add().
-  template <int polynomial = 0, int n_tiles>
-  DLATTN_DEVICE Sums exponentiate(Accumulator<m_tiles, n_tiles>& score) const {
+  // Replaces scores by exponentials, which are zero in columns not seen. Returns this lane's sums, for
+  // add().
+  template <int n_tiles, class Columns = AllColumns>
+  DLATTN_DEVICE Sums exponentiate(Accumulator<m_tiles, n_tiles>& score, Columns seen = {}) const {
     Sums sums;
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      const int m = r / 2, i = r % 2 * 2;
-      sums.of[r] = 0.f;
+    for (int r = 0; r < rows; ++r) sums.of[r] = 0.f;
 #pragma unroll
-      for (int n = 0; n < n_tiles; ++n) {
+    for (int n = 0; n < n_tiles; n += 4) {
+      const bool any = seen.any(8 * n);
 #pragma unroll
-        for (int j = i; j < i + 2; ++j) {
-          const int element = 2 * n + j - i;
-          const bool fma = (element + 1) * polynomial / 16 > element * polynomial / 16;
-          const float exponent = score.at[m][n][j] * log2_factor - reference[r];
-          score.at[m][n][j] = fma ? exp2_polynomial(exponent) : exp2_approx(exponent);
-          sums.of[r] += score.at[m][n][j];
+      for (int r = 0; r < rows; ++r) {
+#pragma unroll
+        for (int g = n; g < least(n + 4, n_tiles); ++g) {
+#pragma unroll
+          for (int j = r % 2 * 2; j < r % 2 * 2 + 2; ++j) {
+            float& s = score.at[r / 2][g][j];
+            s = any ? exp2_approx(s * log2_factor - reference[r]) : 0.f;
+            if (any) sums.of[r] += s;
+          }
         }
       }
     }
@@ -124,7 +145,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
       row_sum[r] = reduce_row(row_sum[r], [](float a, float b) { return a + b; });
-      const float inverse = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
+      const float inverse = row_sum[r] == 0.f ? 0.f : reciprocal_approx(row_sum[r]);
 #pragma unroll
       for (int n = 0; n < v_tiles; ++n) {
         output.at[r / 2][n][r % 2 * 2] *= inverse;

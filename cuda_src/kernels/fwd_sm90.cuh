@@ -12,6 +12,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/bits.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -23,7 +24,7 @@
 namespace dlattn {
 
 template <int consumers_, int tile_k_, int stages_, int q_stages_, int o_slabs_, bool ping_pong_,
-          bool exponentials_first_, int polynomial_>
+          bool exponentials_first_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
@@ -33,7 +34,6 @@ struct Sm90FwdTiling {
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
-  static constexpr int polynomial = polynomial_;  // sixteenths of exponentials on the FMA pipe
 };
 
 // Params, and what the copy engine needs beside them.
@@ -76,8 +76,7 @@ struct FwdSm90 {
   // Named barriers, by event; + warpgroup.
   enum Barrier { turn = 2, rows_free = 5, rows_staged = 8, values_cleared = 11 };
 
-  // What a query tile means for both roles. At least one key tile: without keys, the first, of which
-  // the mask keeps nothing.
+  // What a query tile means for both roles.
   struct Work {
     WorkItem item;
     Lengths length;
@@ -93,8 +92,9 @@ struct FwdSm90 {
       const Interval keys = Problem::Mask::keys(queries, length, p);
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
-      last_tile = none ? 0 : ceil_div(keys.last, tile_k) - 1;
+      last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
     }
+    DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
       return full.contains({tile * tile_k, (tile + 1) * tile_k});
     }
@@ -116,10 +116,24 @@ struct FwdSm90 {
   // Computed anew wherever it is seldom needed, which costs less than its registers do.
   DLATTN_DEVICE Work scheduled(int index) const { return Work(p, index); }
 
+  // The first item from `index` on that attends to something, or `end`; calls skip(work) for others.
+  template <class Skip>
+  DLATTN_DEVICE int next_work(int index, int end, Skip skip) const {
+    for (; index < end; ++index) {
+      const Work work = scheduled(index);
+      if (!work.empty()) break;
+      skip(work);
+    }
+    return index;
+  }
+
+  // Calls visit(work) for each item of this block that attends to something.
   template <class Visit>
   DLATTN_DEVICE void for_each_work(Visit visit) const {
-    const int end = uniform(p.schedule[blockIdx.x + 1]);
-    for (int i = p.schedule[blockIdx.x]; i < end; ++i) visit(scheduled(i));
+    const int end = p.schedule[blockIdx.x + 1];
+    const auto skip = [](const Work&) {};
+    int index = next_work(p.schedule[blockIdx.x], end, skip);
+    for (; index < end; index = next_work(index + 1, end, skip)) visit(scheduled(index));
   }
 
   DLATTN_DEVICE void init() {
@@ -232,6 +246,19 @@ struct FwdSm90 {
     });
   }
 
+  // Columns of a tile that some row of this warp attends to. Three consumers have no registers for
+  // the branches that skip the others.
+  using Columns = Either<consumers == 2, SeenColumns, AllColumns>;
+  DLATTN_DEVICE Columns seen_columns(const Work& work, int tile) {
+    if constexpr (consumers == 2) {
+      const int first_query = work.queries.first + first_row;
+      const Interval keys = Problem::Mask::keys({first_query, first_query + 16}, work.length, p);
+      return {{keys.first - tile * tile_k, keys.last - tile * tile_k}};
+    } else {
+      return {};
+    }
+  }
+
   DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile) {
     const int first_query = work.queries.first + first_row;
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
@@ -239,17 +266,23 @@ struct FwdSm90 {
     for (int i = 0; i < 4; i += 2) {
       const int query = first_query + Scores::row(0, i);
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
-      const Interval kept{keys.first - first_key, keys.last - first_key};
 #pragma unroll
-      for (int n = 0; n < tile_k / 8; ++n) {
+      for (int n = 0; n < tile_k / 8; n += 16) {  // 32 elements of the row, a bit each
+        const int below_first = elements_below(keys.first - first_key - 8 * n);
+        const int below_last = elements_below(keys.last - first_key - 8 * n);
+        const uint32 kept = bit_mask(below_first, most(below_last - below_first, 0));
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int key = 8 * n + j;
-          const bool keep = (!Problem::Mask::left | (key >= kept.first)) & (key < kept.last);
-          if (!keep) scores.at[0][n][i + j] = -infinity();
+        for (int e = 0; e < least(32, tile_k / 4 - 2 * n); ++e) {
+          if ((kept >> e & 1) == 0) scores.at[0][n + e / 2][i + e % 2] = -infinity();
         }
       }
     }
+  }
+
+  // Of this lane's elements of a row, those in columns below a column that is relative to its first.
+  static DLATTN_DEVICE int elements_below(int column) {
+    const int clamped = least(most(column, 0), 128);
+    return clamped / 8 * 2 + least(clamped % 8, 2);
   }
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
@@ -296,11 +329,15 @@ struct FwdSm90 {
                                  const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
     edit(state.scores, work, values, tile);
-    const bool full = work.is_full(tile);
-    bool grew = false;
-    if (!full) mask(state.scores, work, tile);
-    if (first || !full) grew = softmax.advance(state.scores, state.factor);
-    sums = softmax.template exponentiate<Tiling::polynomial>(state.scores);
+    if (work.is_full(tile)) {
+      const bool grew = first && softmax.advance(state.scores, state.factor);
+      sums = softmax.exponentiate(state.scores);
+      return grew;
+    }
+    const Columns seen = seen_columns(work, tile);
+    mask(state.scores, work, tile);
+    const bool grew = softmax.advance(state.scores, state.factor, seen);
+    sums = softmax.exponentiate(state.scores, seen);
     return grew;
   }
 
@@ -381,8 +418,10 @@ struct FwdSm90 {
     const float factor = Problem::Score::factor(values);
     if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(turn, 256);
 
-    int index = uniform(p.schedule[blockIdx.x]);
+    const auto skip = [&](const Work& work) { store_nothing(work); };
     const int end = uniform(p.schedule[blockIdx.x + 1]);
+    int index = next_work(uniform(p.schedule[blockIdx.x]), end, skip);
+    if (index == end) return;
     Work work = scheduled(index);
     Softmax softmax(factor);
     State state;
@@ -407,7 +446,9 @@ struct FwdSm90 {
         }
       }
       Softmax next_softmax(factor);
-      const bool more = ++index < end;
+      const int finished = index;
+      index = next_work(index + 1, end, skip);
+      const bool more = index < end;
       if (more) {
         work = scheduled(index);
         state.q.advance();
@@ -417,12 +458,30 @@ struct FwdSm90 {
         begin_output(state);
         end_output(state);
       }
-      store(scheduled(index - 1), softmax, state.output);
+      store(scheduled(finished), softmax, state.output);
       if (!more) break;
       softmax = next_softmax;
       __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
     }
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
+  }
+
+  // Zeros, and no log-sum-exp, for queries that attend to nothing.
+  DLATTN_DEVICE void store_nothing(const Work& work) {
+    constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
+    const WorkItem at = work.item;
+    const int first = at.tile * tile_q + 64 * warpgroup, rows = least(64, p.seq_q - first);
+    for (int unit = threadIdx.x % 128; unit < rows * units; unit += 128) {
+      T* row = p.o.rows<T>(at.batch, at.head, first + unit / units);
+      *reinterpret_cast<uint4*>(row + unit % units * 8) = uint4{0, 0, 0, 0};
+    }
+    if constexpr (Problem::stats) {
+      using Stats = typename Problem::Stats;
+      const int row = threadIdx.x % 128;
+      if (row < rows) {
+        *p.stats.rows<Stats>(at.batch, at.head, first + row) = from_float<Stats>(-infinity());
+      }
+    }
   }
 
   // A slab at a time, through this consumer's buffers.

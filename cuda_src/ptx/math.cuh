@@ -12,4 +12,11 @@ DLATTN_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x with an error of 1 ulp; of a subnormal x, infinity. PTX ISA 9.7.3.13 (rcp).
+DLATTN_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace dlattn

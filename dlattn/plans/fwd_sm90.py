@@ -49,7 +49,6 @@ class Sm90FwdTiling:
         o_slabs: slabs of 64 output columns that each consumer stages; divides their number.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
-        polynomial: sixteenths of the exponentials that are computed on the FMA pipe.
     """
 
     consumers: int
@@ -59,7 +58,6 @@ class Sm90FwdTiling:
     o_slabs: int = 1
     ping_pong: bool = False
     exponentials_first: bool = True
-    polynomial: int = 0
 
     @property
     def tile_q(self) -> int:
@@ -78,7 +76,7 @@ class Sm90FwdTiling:
         ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
         return (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{self.o_slabs}, {ping_pong}, {first}, {self.polynomial}>"
+            f"{self.o_slabs}, {ping_pong}, {first}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -111,9 +109,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if largest <= 64:
-        long = Sm90FwdTiling(
-            3, 128, q_stages=2, ping_pong=True, exponentials_first=False, polynomial=1
-        )
+        long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
         return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
     if largest <= 128:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
@@ -157,7 +153,7 @@ class FwdSm90(CudaPlan):
         }
         self._schedule: Any = None
         self._mapped_addresses: tuple[int, ...] = ()
-        self._slots = [(role, slot) for role, slot in self._slots if role not in MAPPED]
+        self._slots = [(role, slot) for role, slot in self._slots if role not in ("q", "k", "v")]
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

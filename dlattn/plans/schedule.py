@@ -16,6 +16,8 @@ Array = NDArray[Any]
 
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
 FIXED_COST = 0.7
+#: What a tile without keys costs: only the store.
+EMPTY_COST = 0.2
 
 
 def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
@@ -30,7 +32,7 @@ def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
     if geometry.band_right is not None:
         high = np.minimum(high, last + shift + geometry.band_right + 1)
     tiles = -(-high // tile_k) - low // tile_k
-    return np.where(high > low, tiles, 0) + FIXED_COST
+    return np.where(high > low, tiles + FIXED_COST, EMPTY_COST)
 
 
 def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple[Array, Array]:
