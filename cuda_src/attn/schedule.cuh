@@ -22,12 +22,6 @@ DLATTN_DEVICE WorkItem longest_first(int index, int tiles, int heads, const Para
   return {tiles - 1 - rest / width, pair % heads, pair / heads};
 }
 
-// An entry of a schedule that Python made (dlattn/plans/schedule.py).
-DLATTN_DEVICE WorkItem scheduled_item(const Params& p, int index) {
-  const int4 entry = reinterpret_cast<const int4*>(p.schedule)[index];
-  return {uniform(entry.x), uniform(entry.y), uniform(entry.z)};
-}
-
 // longest_first with the first tiles first: under a causal mask, the longest key tiles.
 DLATTN_DEVICE WorkItem first_first(int index, int tiles, int heads, const Params& p) {
   WorkItem item = longest_first(index, tiles, heads, p);

@@ -1,7 +1,7 @@
 // Attention forward for Hopper: wgmma, TMA, warp specialisation (FlashAttention-3, section 3).
 //
-// A block has one producer warpgroup, of which one warp drives the copy engine, and two or three
-// consumer warpgroups, each with 64 query rows of a tile. Key tiles are walked from the last to the
+// A block has one producer warpgroup, of which a warp each drives the copy engine for q, k and v and
+// one hands out query tiles, and two or three consumer warpgroups, each with 64 rows of a tile. Key tiles are walked from the last to the
 // first. In the steady loop a consumer starts the scores of one tile, then the output of the tile
 // before it, and does the softmax of the first while the tensor cores work on the second.
 #pragma once
@@ -64,13 +64,18 @@ struct FwdSm90 {
   using Softmax = OnlineSoftmax<1>;
   using Sums = Softmax::Sums;
 
+  // Query tiles handed out: one at work, the next being loaded, one more.
+  static constexpr int item_stages = 3;
+
   struct SharedMemory {
     QTile q[q_stages];
     KTile k[stages];
     VTile v[stages];
     OSlab o[consumers][o_slabs];
+    int4 items[item_stages];  // a row of the schedule each
     Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
+    Ring<item_stages> item_ring;
   };
 
   // Named barriers, by event; + warpgroup.
@@ -84,8 +89,8 @@ struct FwdSm90 {
     Interval full;     // keys that every query attends to
     int first_tile, last_tile;
 
-    DLATTN_DEVICE Work(const Params& p, int index)
-        : item(scheduled_item(p, index)),
+    DLATTN_DEVICE Work(const Params& p, WorkItem work_item)
+        : item(work_item),
           length(p, item.batch),
           queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)) {
@@ -104,37 +109,15 @@ struct FwdSm90 {
   const Params& p;
   SharedMemory& shared;
   const int warpgroup;  // among the consumers
-  const int first_row;  // of this warp, in the tile
 
   DLATTN_DEVICE FwdSm90(const MappedParams& params, SharedMemory& shared_memory)
       : m(params),
         p(params.p),
         shared(shared_memory),
-        warpgroup(warp_index() / 4 - 1),
-        first_row(16 * (warp_index() - 4)) {}
+        warpgroup(warp_index() / 4 - 1) {}
 
-  // Computed anew wherever it is seldom needed, which costs less than its registers do.
-  DLATTN_DEVICE Work scheduled(int index) const { return Work(p, index); }
-
-  // The first item from `index` on that attends to something, or `end`; calls skip(work) for others.
-  template <class Skip>
-  DLATTN_DEVICE int next_work(int index, int end, Skip skip) const {
-    for (; index < end; ++index) {
-      const Work work = scheduled(index);
-      if (!work.empty()) break;
-      skip(work);
-    }
-    return index;
-  }
-
-  // Calls visit(work) for each item of this block that attends to something.
-  template <class Visit>
-  DLATTN_DEVICE void for_each_work(Visit visit) const {
-    const int end = p.schedule[blockIdx.x + 1];
-    const auto skip = [](const Work&) {};
-    int index = next_work(p.schedule[blockIdx.x], end, skip);
-    for (; index < end; index = next_work(index + 1, end, skip)) visit(scheduled(index));
-  }
+  // Of this warp, in the tile.
+  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() - 4); }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x == 0) {
@@ -145,12 +128,91 @@ struct FwdSm90 {
       shared.q_ring.init(4 * consumers);
       shared.k_ring.init(4 * consumers);
       shared.v_ring.init(4 * consumers);
+      shared.item_ring.init(3 + 4 * consumers);
       fence_mbarrier_init();
     }
     __syncthreads();
   }
 
-  // ---- Producer: a warp each for q, k and v, of which one lane gives the orders ----
+  DLATTN_DEVICE void release(uint64& empty) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+  }
+
+  // The query tile in a buffer of the ring; after the last one, a negative tile. Read anew whenever
+  // it is needed, which costs less than its registers do.
+  DLATTN_DEVICE WorkItem item(int stage) const {
+    const int4 row = shared.items[stage];
+    return {uniform(row.x), uniform(row.y), uniform(row.z)};
+  }
+  DLATTN_DEVICE WorkItem await_item(const Place<item_stages>& place) {
+    mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
+    return item(place.stage);
+  }
+
+  // ---- Scheduler: one warp, which hands out query tiles ----
+
+  // Those of this block; or of all, each to the block that first asks for it (p.items_taken).
+  DLATTN_DEVICE void schedule() {
+    Place<item_stages> place;
+    const bool one_list = p.items_taken != nullptr;
+    int next = p.schedule[one_list ? 0 : blockIdx.x];
+    const int end = p.schedule[one_list ? 1 : blockIdx.x + 1];
+    for (bool more = true; more;) {
+      if (one_list) {
+        int taken = 0;
+        if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
+        next = p.schedule[0] + uniform(taken);
+      }
+      more = next < end;
+      int4 row{-1, 0, 0, 0};
+      if (more) {
+        row = reinterpret_cast<const int4*>(p.schedule)[next++];
+        const Work work(p, {uniform(row.x), uniform(row.y), uniform(row.z)});
+        if (work.empty()) {
+          store_nothing(work);
+          continue;
+        }
+      }
+      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        shared.items[place.stage] = row;
+        mbarrier_arrive(shared.item_ring.full[place.stage]);
+      }
+      place.advance();
+    }
+  }
+
+  // Zeros, and no log-sum-exp, for queries that attend to nothing.
+  DLATTN_DEVICE void store_nothing(const Work& work) {
+    constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
+    const WorkItem at = work.item;
+    const int lane = opaque(threadIdx.x % 32);
+    const int first = at.tile * tile_q, rows = least(tile_q, p.seq_q - first);
+    T* row = p.o.rows<T>(at.batch, at.head, first);
+    for (int i = 0; i < rows; ++i, row += p.o.row) {
+      for (int unit = lane; unit < units; unit += 32) {
+        reinterpret_cast<uint4*>(row)[unit] = uint4{0, 0, 0, 0};
+      }
+    }
+    if constexpr (Problem::stats) {
+      using Stats = typename Problem::Stats;
+      for (int row = lane; row < rows; row += 32) {
+        *p.stats.rows<Stats>(at.batch, at.head, first + row) = from_float<Stats>(-infinity());
+      }
+    }
+  }
+
+  // ---- Loaders: a warp each for q, k and v, of which one lane gives the orders ----
+
+  template <class Visit>
+  DLATTN_DEVICE void for_each_work(Visit visit) {
+    for (Place<item_stages> place;; place.advance()) {
+      const WorkItem item = await_item(place);
+      release(shared.item_ring.empty[place.stage]);
+      if (item.tile < 0) return;
+      visit(Work(p, item));
+    }
+  }
 
   // Fills the next buffer of a ring.
   template <class Tile, int n>
@@ -164,7 +226,7 @@ struct FwdSm90 {
     place.advance();
   }
 
-  DLATTN_DEVICE void produce_queries() {
+  DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
@@ -173,7 +235,7 @@ struct FwdSm90 {
   }
 
   template <class Tile>
-  DLATTN_DEVICE void produce_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+  DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                   int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
@@ -186,17 +248,15 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void produce() {
     switch (warp_index()) {
-      case 0: return produce_queries();
-      case 1: return produce_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
-      case 2: return produce_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+      case 0: return load_queries();
+      case 1: return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
+      case 2: return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+      case 3: return schedule();
     }
   }
 
   // ---- Consumer ----
 
-  DLATTN_DEVICE void release(uint64& empty) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-  }
   DLATTN_DEVICE void await_turn() {
     if constexpr (Tiling::ping_pong) named_barrier_sync(turn + opaque(warpgroup), 256);
   }
@@ -238,7 +298,7 @@ struct FwdSm90 {
   }
 
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    const int first_query = work.queries.first + first_row, first_key = tile * tile_k;
+    const int first_query = work.queries.first + first_row(), first_key = tile * tile_k;
     scores.for_each([&](float& score, int, int n, int i) {
       const Position at{work.item.batch, work.item.head, first_query + Scores::row(0, i),
                         first_key + Scores::column(n, i)};
@@ -251,7 +311,7 @@ struct FwdSm90 {
   using Columns = Either<consumers == 2, SeenColumns, AllColumns>;
   DLATTN_DEVICE Columns seen_columns(const Work& work, int tile) {
     if constexpr (consumers == 2) {
-      const int first_query = work.queries.first + first_row;
+      const int first_query = work.queries.first + first_row();
       const Interval keys = Problem::Mask::keys({first_query, first_query + 16}, work.length, p);
       return {{keys.first - tile * tile_k, keys.last - tile * tile_k}};
     } else {
@@ -260,7 +320,7 @@ struct FwdSm90 {
   }
 
   DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile) {
-    const int first_query = work.queries.first + first_row;
+    const int first_query = work.queries.first + first_row();
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -287,9 +347,9 @@ struct FwdSm90 {
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zero values do. Every consumer clears for itself.
-  DLATTN_DEVICE void clear_padding(int index, const Place<stages>& place) {
+  DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
     if (p.seq_len_kv.data == nullptr) return;
-    const Work work = scheduled(index);
+    const Work work(p, item);
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
     const int stage = place.stage;
@@ -308,6 +368,7 @@ struct FwdSm90 {
     Probabilities probabilities;
     Output output;
     float factor[2];
+    Place<item_stages> item;
     Place<q_stages> q;
     Place<stages> k, v;
   };
@@ -348,7 +409,7 @@ struct FwdSm90 {
 #pragma unroll 1
     for (int k = 0; k < dim_qk / 16; ++k) {
       uint32 a[4];
-      ldmatrix_x4<false>(a, shared.q[q_stage].unit_address(first_row + lane % 16,
+      ldmatrix_x4<false>(a, shared.q[q_stage].unit_address(first_row() + lane % 16,
                                                            2 * k + lane / 16));
       const uint32 keys = shared.k[k_stage].unit_address(lane % 8 + lane / 16 * 8,
                                                          2 * k + lane / 8 % 2);
@@ -418,13 +479,11 @@ struct FwdSm90 {
     const float factor = Problem::Score::factor(values);
     if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(turn, 256);
 
-    const auto skip = [&](const Work& work) { store_nothing(work); };
-    const int end = uniform(p.schedule[blockIdx.x + 1]);
-    int index = next_work(uniform(p.schedule[blockIdx.x]), end, skip);
-    if (index == end) return;
-    Work work = scheduled(index);
-    Softmax softmax(factor);
     State state;
+    const WorkItem first = await_item(state.item);
+    if (first.tile < 0) return;
+    Work work(p, first);
+    Softmax softmax(factor);
     mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
     begin_scores(state, work, work.last_tile);
     pass_turn();
@@ -437,7 +496,7 @@ struct FwdSm90 {
     state.probabilities = Probabilities(state.scores);
 
     for (;;) {
-      clear_padding(index, state.v);
+      clear_padding(item(state.item.stage), state.v);
       state.output.clear();
 #pragma unroll 1
       for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
@@ -446,11 +505,12 @@ struct FwdSm90 {
         }
       }
       Softmax next_softmax(factor);
-      const int finished = index;
-      index = next_work(index + 1, end, skip);
-      const bool more = index < end;
+      const int finished = state.item.stage;
+      state.item.advance();
+      const WorkItem next = await_item(state.item);
+      const bool more = next.tile >= 0;
       if (more) {
-        work = scheduled(index);
+        work = Work(p, next);
         state.q.advance();
         mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
         step<true>(state, work, work.last_tile, values, next_softmax);
@@ -458,7 +518,8 @@ struct FwdSm90 {
         begin_output(state);
         end_output(state);
       }
-      store(scheduled(finished), softmax, state.output);
+      store(Work(p, item(finished)), softmax, state.output);
+      release(shared.item_ring.empty[finished]);
       if (!more) break;
       softmax = next_softmax;
       __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
@@ -466,32 +527,14 @@ struct FwdSm90 {
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
   }
 
-  // Zeros, and no log-sum-exp, for queries that attend to nothing.
-  DLATTN_DEVICE void store_nothing(const Work& work) {
-    constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
-    const WorkItem at = work.item;
-    const int first = at.tile * tile_q + 64 * warpgroup, rows = least(64, p.seq_q - first);
-    for (int unit = threadIdx.x % 128; unit < rows * units; unit += 128) {
-      T* row = p.o.rows<T>(at.batch, at.head, first + unit / units);
-      *reinterpret_cast<uint4*>(row + unit % units * 8) = uint4{0, 0, 0, 0};
-    }
-    if constexpr (Problem::stats) {
-      using Stats = typename Problem::Stats;
-      const int row = threadIdx.x % 128;
-      if (row < rows) {
-        *p.stats.rows<Stats>(at.batch, at.head, first + row) = from_float<Stats>(-infinity());
-      }
-    }
-  }
-
   // A slab at a time, through this consumer's buffers.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     const WorkItem at = work.item;
     const int first_query = at.tile * tile_q;
-    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row, work.length.q, softmax,
+    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), work.length.q, softmax,
                          output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
-    const int row = first_row % 64 + lane % 16;
+    const int row = first_row() % 64 + lane % 16;
     static_assert(VTile::slabs % o_slabs == 0, "the first slab finds the first buffer free");
 #pragma unroll
     for (int slab = 0; slab < VTile::slabs; ++slab) {

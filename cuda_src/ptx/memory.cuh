@@ -48,4 +48,14 @@ DLATTN_DEVICE void reduce_add_x4(float* global, int stride, const float (&values
 #endif
 }
 
+// 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
+DLATTN_DEVICE int fetch_add(int* address, int value) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace dlattn

@@ -17,7 +17,7 @@ from dlattn.plans.base import Plan
 from dlattn.plans.params import Params, address_slot, params_for
 from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime import jit
-from dlattn.runtime.launch import Launch, device_guard
+from dlattn.runtime.launch import Launch, clear, device_guard
 from dlattn.runtime.target import Target, cuda_device_count
 
 #: Blocks of a launch grid along x, and along y or z.
@@ -109,6 +109,11 @@ class CudaPlan(Plan):
     def workspace_size(self) -> int:
         return 0
 
+    @cached_property
+    def cleared_bytes(self) -> int:
+        """Bytes at the start of the workspace that are zero when the first kernel starts."""
+        return 0
+
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         """Writes the addresses of the call's tensors into the argument."""
         for role, slot in self._slots:
@@ -151,6 +156,8 @@ class CudaPlan(Plan):
                 value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
                 self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])
             self.place_workspace(workspace)
+            if self.cleared_bytes:
+                clear(workspace, self.cleared_bytes, stream)
             for launch in launches:
                 launch(stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -84,9 +85,10 @@ class Sm90FwdTiling:
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
+        items = 3 * (16 + 2 * 8)
         barriers = 2 * 8 * (self.q_stages + 2 * self.stages)
         tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v
-        return round_up(tiles + barriers, 1024)
+        return round_up(tiles + items + barriers, 1024)
 
 
 def slab_bytes(rows: int, columns: int) -> int:
@@ -191,8 +193,24 @@ class FwdSm90(CudaPlan):
             geometry.heads_q,
             geometry.batch,
             pairs_per_wave(self.problem, geometry, WAVE_BYTES),
-            self._blocks,
+            1 if self._has_lengths else self._blocks,
         )
+
+    @property
+    def _has_lengths(self) -> bool:
+        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+
+    @cached_property
+    def workspace_size(self) -> int:
+        return self.cleared_bytes
+
+    @cached_property
+    def cleared_bytes(self) -> int:
+        return 256 if self._has_lengths else 0  # the counter of tiles taken
+
+    def place_workspace(self, workspace: int) -> None:
+        if self._has_lengths:
+            self._params.items_taken = workspace
 
     @property
     def _blocks(self) -> int:

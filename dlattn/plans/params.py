@@ -42,6 +42,7 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
+        ("items_taken", ctypes.c_uint64),
         ("dq_accum", ctypes.c_uint64),
         ("row_stats", ctypes.c_uint64),
         ("batch", ctypes.c_int32),

@@ -1,6 +1,7 @@
 """Which persistent block takes which query tiles, decided before the launch.
 
-A table, not a counter in device memory: it is only read, so that calls may overlap on any streams.
+A table that is only read, so that calls may overlap on any streams. Where lengths are known on the
+device only, it is one list for all blocks, and the workspace has a counter of tiles taken.
 """
 
 from __future__ import annotations

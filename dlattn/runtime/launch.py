@@ -114,6 +114,26 @@ class Launch:
             )
 
 
+def clear(address: int, nbytes: int, stream: int) -> None:
+    """Enqueue setting bytes of device memory to zero.
+
+    Raises:
+        DlattnError: the driver refused.
+    """
+    arguments = (ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+    handle = ctypes.c_void_p(stream)
+    status = driver().cuMemsetD8Async(*arguments, handle)
+    if status == ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
+        make_context_current()
+        status = driver().cuMemsetD8Async(*arguments, handle)
+    if status:
+        raise DlattnError(
+            f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
+            f"{_error_name(status)} (stream {stream:#x}). The workspace must be device memory of at "
+            "least the size that the graph asks for."
+        )
+
+
 class device_guard:  # noqa: N801 - used as a statement, like a function
     """``with device_guard(index):`` makes a CUDA device current, and does nothing if it is."""
 
