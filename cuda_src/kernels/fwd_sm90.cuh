@@ -51,8 +51,8 @@ struct FwdSm90 {
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int dim_v = Problem::value_columns;  // head_dim_v, up to a width of wgmma
-  static constexpr int producer_registers = consumers == 2 ? 24 : 32;
-  static constexpr int consumer_registers = consumers == 2 ? 240 : 160;
+  static constexpr int producer_registers = consumers == 2 ? 40 : 32;
+  static constexpr int consumer_registers = consumers == 2 ? 232 : 160;
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
   using OSlab = SlabTile<T, 64, 64>;
@@ -151,52 +151,72 @@ struct FwdSm90 {
 
   // ---- Scheduler: one warp, which hands out query tiles ----
 
-  // Those of this block; or of all, each to the block that first asks for it (p.items_taken).
   DLATTN_DEVICE void schedule() {
     Place<item_stages> place;
-    const bool one_list = p.items_taken != nullptr;
-    int next = p.schedule[one_list ? 0 : blockIdx.x];
-    const int end = p.schedule[one_list ? 1 : blockIdx.x + 1];
-    for (bool more = true; more;) {
-      if (one_list) {
-        int taken = 0;
-        if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
-        next = p.schedule[0] + uniform(taken);
+    if (p.items_taken == nullptr) {
+      const int end = p.schedule[blockIdx.x + 1];
+      for (int i = p.schedule[blockIdx.x]; i < end; ++i) {
+        const int4 row = reinterpret_cast<const int4*>(p.schedule)[i];
+        offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
       }
-      more = next < end;
-      int4 row{-1, 0, 0, 0};
-      if (more) {
-        row = reinterpret_cast<const int4*>(p.schedule)[next++];
-        const Work work(p, {uniform(row.x), uniform(row.y), uniform(row.z)});
-        if (work.empty()) {
-          store_nothing(work);
-          continue;
-        }
-      }
-      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        shared.items[place.stage] = row;
-        mbarrier_arrive(shared.item_ring.full[place.stage]);
-      }
-      place.advance();
+    } else {
+      offer_attending(place);
+    }
+    hand_out(place, {-1, 0, 0});
+  }
+
+  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item) {
+    mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      shared.items[place.stage] = int4{item.tile, item.head, item.batch, 0};
+      mbarrier_arrive(shared.item_ring.full[place.stage]);
+    }
+    place.advance();
+  }
+
+  DLATTN_DEVICE void offer(Place<item_stages>& place, WorkItem item) {
+    const Work work(p, item);
+    if (work.empty()) {
+      store_nothing(item, threadIdx.x % 32, 32);
+    } else {
+      hand_out(place, item);
     }
   }
 
-  // Zeros, and no log-sum-exp, for queries that attend to nothing.
-  DLATTN_DEVICE void store_nothing(const Work& work) {
+  // Lengths are known on the device only: a tile with queries goes to the block that first asks for
+  // it, the last tile of an entry first.
+  DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
+    BatchWalk walk;
+    const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
+    int taken = ask();
+    while (walk.find(taken, p.batch, count)) {
+      taken = ask();  // early: the answer takes as long as some key tiles
+      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
+      offer(place, {tile, walk.rest % p.heads_q, walk.batch});
+    }
+  }
+
+  DLATTN_DEVICE int ask() const {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
+    return uniform(taken);
+  }
+
+  DLATTN_DEVICE int tiles_with_queries(int batch) const {
+    return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
+  }
+
+  // Zeros, and no log-sum-exp, for queries that attend to nothing; by some threads side by side.
+  DLATTN_DEVICE void store_nothing(WorkItem at, int thread, int threads) {
     constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
-    const WorkItem at = work.item;
-    const int lane = opaque(threadIdx.x % 32);
     const int first = at.tile * tile_q, rows = least(tile_q, p.seq_q - first);
-    T* row = p.o.rows<T>(at.batch, at.head, first);
-    for (int i = 0; i < rows; ++i, row += p.o.row) {
-      for (int unit = lane; unit < units; unit += 32) {
-        reinterpret_cast<uint4*>(row)[unit] = uint4{0, 0, 0, 0};
-      }
+    for (int unit = thread; unit < rows * units; unit += threads) {
+      T* row = p.o.rows<T>(at.batch, at.head, first + unit / units);
+      reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
     }
     if constexpr (Problem::stats) {
       using Stats = typename Problem::Stats;
-      for (int row = lane; row < rows; row += 32) {
+      for (int row = thread; row < rows; row += threads) {
         *p.stats.rows<Stats>(at.batch, at.head, first + row) = from_float<Stats>(-infinity());
       }
     }
@@ -474,7 +494,7 @@ struct FwdSm90 {
 
   // The query tiles of a block are one chain of key tiles: the first scores of a query tile stand
   // over the last output of the one before.
-  DLATTN_DEVICE void consume() {
+  DLATTN_DEVICE void attend() {
     const ScoreValues values(p);
     const float factor = Problem::Score::factor(values);
     if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(turn, 256);
@@ -527,6 +547,17 @@ struct FwdSm90 {
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
   }
 
+  // The tiles without queries, evenly among blocks, when there is nothing else to do.
+  DLATTN_DEVICE void store_padding() {
+    BatchWalk walk;
+    const int tiles = ceil_div(p.seq_q, tile_q);
+    const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
+    for (int i = blockIdx.x; walk.find(i, p.batch, count); i += gridDim.x) {
+      const int tile = tiles_with_queries(walk.batch) + walk.rest / p.heads_q;
+      store_nothing({tile, walk.rest % p.heads_q, walk.batch}, threadIdx.x - 128, 128 * consumers);
+    }
+  }
+
   // A slab at a time, through this consumer's buffers.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     const WorkItem at = work.item;
@@ -573,7 +604,8 @@ DLATTN_DEVICE void fwd_sm90(const MappedParams& params) {
     kernel.produce();
   } else {
     take_registers<Kernel::consumer_registers>();
-    kernel.consume();
+    kernel.attend();
+    if (params.p.items_taken != nullptr) kernel.store_padding();
   }
 }
 

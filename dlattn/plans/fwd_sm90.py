@@ -193,7 +193,7 @@ class FwdSm90(CudaPlan):
             geometry.heads_q,
             geometry.batch,
             pairs_per_wave(self.problem, geometry, WAVE_BYTES),
-            1 if self._has_lengths else self._blocks,
+            self._blocks,
         )
 
     @property
@@ -206,7 +206,7 @@ class FwdSm90(CudaPlan):
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles taken
+        return 256 if self._has_lengths else 0  # the counter of tiles asked for
 
     def place_workspace(self, workspace: int) -> None:
         if self._has_lengths:
@@ -226,8 +226,9 @@ class FwdSm90(CudaPlan):
             tensormap.encode(
                 self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows[role], 64)
             )
-        self._schedule = to_device(self.schedule(), self.target.index)
-        self._params.schedule = self._schedule.data.ptr
+        if not self._has_lengths:
+            self._schedule = to_device(self.schedule(), self.target.index)
+            self._params.schedule = self._schedule.data.ptr
         super().build()  # last: from then on another thread may execute
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:

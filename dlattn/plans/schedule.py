@@ -1,7 +1,7 @@
 """Which persistent block takes which query tiles, decided before the launch.
 
 A table that is only read, so that calls may overlap on any streams. Where lengths are known on the
-device only, it is one list for all blocks, and the workspace has a counter of tiles taken.
+device only there is none: blocks ask for tiles, and the workspace has a counter.
 """
 
 from __future__ import annotations
