@@ -19,22 +19,32 @@ from bench.tune_sm80 import agree, flash2
 from dlattn.plans.fwd_sm90 import FwdSm90, Sm90FwdTiling
 from dlattn.problem import Direction
 
-TILINGS = {
+#: consumers, tile_k, stages, q_stages, o_slabs; each with all four choices of the two flags.
+BASES = {
     64: [
-        Sm90FwdTiling(consumers, tile_k, stages, ping_pong)
-        for consumers, tile_k, stages in ((3, 128, 2), (2, 192, 2), (2, 128, 2))
-        for ping_pong in (False, True)
+        (3, 128, 2, 2, 1),
+        (3, 128, 3, 2, 1),
+        (3, 64, 4, 2, 1),
+        (2, 128, 3, 2, 1),
+        (2, 192, 2, 2, 1),
     ],
     128: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, aliased)
-        for tile_k, aliased in ((128, False), (144, False), (176, True))
-        for ping_pong in (False, True)
+        (2, 128, 2, 2, 2),
+        (2, 128, 2, 2, 1),
+        (2, 96, 2, 2, 2),
+        (2, 64, 4, 2, 2),
+        (2, 160, 2, 1, 1),
     ],
-    256: [
-        Sm90FwdTiling(2, tile_k, 2, ping_pong, True)
-        for tile_k in (64, 80)
+    256: [(2, 64, 2, 1, 1), (2, 64, 2, 1, 2)],
+}
+TILINGS = {
+    head_dim: [
+        Sm90FwdTiling(*base, ping_pong, exponentials_first)
+        for base in bases
         for ping_pong in (False, True)
-    ],
+        for exponentials_first in (False, True)
+    ]
+    for head_dim, bases in BASES.items()
 }
 
 

@@ -38,4 +38,23 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
   }
 }
 
+// Rows that attend to nothing: zeros, and a log-sum-exp of -infinity. By some threads side by side;
+// rows are 16-byte aligned.
+template <class Problem>
+DLATTN_DEVICE void store_empty_rows(const Params& p, int batch, int head, int first, int rows,
+                                    int thread, int threads) {
+  using T = typename Problem::Element;
+  constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
+  for (int unit = thread; unit < rows * units; unit += threads) {
+    T* row = p.o.rows<T>(batch, head, first + unit / units);
+    reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
+  }
+  if constexpr (Problem::stats) {
+    using Stats = typename Problem::Stats;
+    for (int row = thread; row < rows; row += threads) {
+      *p.stats.rows<Stats>(batch, head, first + row) = from_float<Stats>(-infinity());
+    }
+  }
+}
+
 }  // namespace dlattn

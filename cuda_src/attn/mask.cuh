@@ -4,10 +4,10 @@
 //   queries(keys)       the queries that may attend to any of these keys (likewise)
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
-//   left                whether keys(queries) may begin after the first key
 #pragma once
 
 #include "attn/seqlen.cuh"
+#include "ptx/bits.cuh"
 
 namespace dlattn {
 
@@ -15,7 +15,6 @@ namespace dlattn {
 // Queries beyond their length need no element test: their rows are discarded in the forward, and
 // carry a log-sum-exp of +infinity in the backward.
 struct Padding {
-  static constexpr bool left = false;
   static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};
   }
@@ -32,9 +31,8 @@ struct Padding {
 
 // A diagonal band: key + band_left > diagonal, key <= diagonal + band_right, where
 // diagonal = query + shift. Bounds are at most 2^30, so no sum overflows.
-template <bool left_, bool right>
+template <bool left, bool right>
 struct Band {
-  static constexpr bool left = left_;
   static constexpr int least_position = -(1 << 30), most_position = 1 << 30;
 
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
@@ -59,7 +57,6 @@ struct Band {
 // Keeps what every mask of the pack keeps.
 template <class... Pack>
 struct Masks {
-  static constexpr bool left = (false | ... | Pack::left);
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
     return (everything() & ... & Pack::keys(queries, length, p));
   }
@@ -78,5 +75,17 @@ struct Masks {
  private:
   static DLATTN_DEVICE Interval everything() { return {0, 0x7fffffff}; }
 };
+
+// A row of an accumulator tile, 128 columns of it: of the 32 elements of a lane, two in each eight
+// columns from first_key on, those that an interval keeps; a bit each. ptxas tests bits seven at a
+// time, where two comparisons an element cost as much as its exponential.
+DLATTN_DEVICE uint32 kept_elements(Interval keys, int first_key) {
+  const auto elements_below = [&](int key) {
+    const int column = least(most(key - first_key, 0), 128);
+    return column / 8 * 2 + least(column % 8, 2);
+  };
+  const int first = elements_below(keys.first), last = elements_below(keys.last);
+  return bit_mask(first, most(last - first, 0));
+}
 
 }  // namespace dlattn

@@ -44,8 +44,8 @@ struct Params {
   TensorRef dV;     // like v
   LengthRef seq_len_q, seq_len_kv;
   const float* attn_scale_device;  // null: attn_scale holds the value
-  const int* schedule;  // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;     // where lengths decide instead: tiles that blocks have asked for so far
+  const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
+  int* items_taken;  // where lengths decide instead: tiles that blocks have asked for so far
   float* dq_accum;   // (batch, heads_q, query tiles, tile), each tile in accumulator order
   float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
   int batch, heads_q, seq_q, seq_kv;

@@ -69,7 +69,7 @@ struct OnlineSoftmax {
         float part = -infinity();  // or all columns would wait for each other
 #pragma unroll
         for (int g = n; g < least(n + 4, n_tiles); ++g) {
-          const float(&s)[4] = score.at[r / 2][g];
+          const float (&s)[4] = score.at[r / 2][g];
           part = fmaxf(part, fmaxf(s[r % 2 * 2], s[r % 2 * 2 + 1]));
         }
         largest[r] = fmaxf(largest[r], part);
@@ -159,8 +159,8 @@ struct OnlineSoftmax {
   DLATTN_DEVICE float log_sum_exp(int r, float factor) const {
     if (row_sum[r] == 0.f) return -infinity();
     const float rounded_off = fmaf(-log2_factor, ln_2, factor) - log2_factor * ln_2_low;
-    return fmaf(reference[r], ln_2, fmaf(reference[r], rounded_off / log2_factor + ln_2_low,
-                                         logf(row_sum[r])));
+    return fmaf(reference[r], ln_2,
+                fmaf(reference[r], rounded_off / log2_factor + ln_2_low, logf(row_sum[r])));
   }
 };
 

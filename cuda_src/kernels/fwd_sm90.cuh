@@ -1,9 +1,11 @@
 // Attention forward for Hopper: wgmma, TMA, warp specialisation (FlashAttention-3, section 3).
 //
-// A block has one producer warpgroup, of which a warp each drives the copy engine for q, k and v and
-// one hands out query tiles, and two or three consumer warpgroups, each with 64 rows of a tile. Key tiles are walked from the last to the
-// first. In the steady loop a consumer starts the scores of one tile, then the output of the tile
-// before it, and does the softmax of the first while the tensor cores work on the second.
+// A block has one producer warpgroup: a scheduler warp hands out query tiles, and a warp each drives
+// the copy engine for q, k and v. Two or three consumer warpgroups have 64 rows of a tile each. Key
+// tiles are walked from the last to the first. In the steady loop a consumer starts the scores of one
+// tile, then the output of the tile before it, and turns the first into exponentials while the tensor
+// cores work on the second. Exponentials are relative to a maximum of the tiles before: the scores of
+// a tile are searched for a new one only where they are masked, or where a sum shows that it is due.
 #pragma once
 
 #include "attn/epilogue.cuh"
@@ -12,7 +14,6 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
-#include "ptx/bits.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -72,7 +73,7 @@ struct FwdSm90 {
     KTile k[stages];
     VTile v[stages];
     OSlab o[consumers][o_slabs];
-    int4 items[item_stages];  // a row of the schedule each
+    int4 items[item_stages];  // tile, head, batch
     Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
@@ -111,10 +112,7 @@ struct FwdSm90 {
   const int warpgroup;  // among the consumers
 
   DLATTN_DEVICE FwdSm90(const MappedParams& params, SharedMemory& shared_memory)
-      : m(params),
-        p(params.p),
-        shared(shared_memory),
-        warpgroup(warp_index() / 4 - 1) {}
+      : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
   // Of this warp, in the tile.
   static DLATTN_DEVICE int first_row() { return 16 * (warp_index() - 4); }
@@ -206,20 +204,11 @@ struct FwdSm90 {
     return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
   }
 
-  // Zeros, and no log-sum-exp, for queries that attend to nothing; by some threads side by side.
+  // By some threads side by side.
   DLATTN_DEVICE void store_nothing(WorkItem at, int thread, int threads) {
-    constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
-    const int first = at.tile * tile_q, rows = least(tile_q, p.seq_q - first);
-    for (int unit = thread; unit < rows * units; unit += threads) {
-      T* row = p.o.rows<T>(at.batch, at.head, first + unit / units);
-      reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
-    }
-    if constexpr (Problem::stats) {
-      using Stats = typename Problem::Stats;
-      for (int row = thread; row < rows; row += threads) {
-        *p.stats.rows<Stats>(at.batch, at.head, first + row) = from_float<Stats>(-infinity());
-      }
-    }
+    const int first = at.tile * tile_q;
+    store_empty_rows<Problem>(p, at.batch, at.head, first, least(tile_q, p.seq_q - first), thread,
+                              threads);
   }
 
   // ---- Loaders: a warp each for q, k and v, of which one lane gives the orders ----
@@ -256,7 +245,7 @@ struct FwdSm90 {
 
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                                  int heads_per_key) {
+                               int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
@@ -268,10 +257,14 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void produce() {
     switch (warp_index()) {
-      case 0: return load_queries();
-      case 1: return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
-      case 2: return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
-      case 3: return schedule();
+      case 0:
+        return load_queries();
+      case 1:
+        return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
+      case 2:
+        return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+      case 3:
+        return schedule();
     }
   }
 
@@ -289,7 +282,7 @@ struct FwdSm90 {
 
   // Starts scores = Q K^T.
   DLATTN_DEVICE void start_scores(Scores& scores, int q_stage, int stage) {
-    auto& d = reinterpret_cast<float(&)[tile_k / 2]>(scores.at);
+    auto& d = reinterpret_cast<float (&)[tile_k / 2]>(scores.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < dim_qk / 16; ++k) {
@@ -302,7 +295,7 @@ struct FwdSm90 {
 
   // Starts output += P V.
   DLATTN_DEVICE void start_output(Output& output, const Probabilities& probabilities, int stage) {
-    auto& d = reinterpret_cast<float(&)[dim_v / 2]>(output.at);
+    auto& d = reinterpret_cast<float (&)[dim_v / 2]>(output.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < tile_k / 16; ++k) {
@@ -347,22 +340,14 @@ struct FwdSm90 {
       const int query = first_query + Scores::row(0, i);
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
 #pragma unroll
-      for (int n = 0; n < tile_k / 8; n += 16) {  // 32 elements of the row, a bit each
-        const int below_first = elements_below(keys.first - first_key - 8 * n);
-        const int below_last = elements_below(keys.last - first_key - 8 * n);
-        const uint32 kept = bit_mask(below_first, most(below_last - below_first, 0));
+      for (int n = 0; n < tile_k / 8; n += 16) {
+        const uint32 kept = kept_elements(keys, first_key + 8 * n);
 #pragma unroll
         for (int e = 0; e < least(32, tile_k / 4 - 2 * n); ++e) {
           if ((kept >> e & 1) == 0) scores.at[0][n + e / 2][i + e % 2] = -infinity();
         }
       }
     }
-  }
-
-  // Of this lane's elements of a row, those in columns below a column that is relative to its first.
-  static DLATTN_DEVICE int elements_below(int column) {
-    const int clamped = least(most(column, 0), 128);
-    return clamped / 8 * 2 + least(clamped % 8, 2);
   }
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
@@ -404,8 +389,8 @@ struct FwdSm90 {
     start_output(state.output, state.probabilities, state.v.stage);
   }
 
-  // Scores that have arrived become exponentials, relative to the maxima of the tiles before, unless
-  // they must be looked at anyway. True if the output must be rescaled.
+  // Scores that have arrived become exponentials, and enter the maxima if they are the first or have
+  // gaps. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
@@ -429,21 +414,22 @@ struct FwdSm90 {
 #pragma unroll 1
     for (int k = 0; k < dim_qk / 16; ++k) {
       uint32 a[4];
-      ldmatrix_x4<false>(a, shared.q[q_stage].unit_address(first_row() + lane % 16,
-                                                           2 * k + lane / 16));
-      const uint32 keys = shared.k[k_stage].unit_address(lane % 8 + lane / 16 * 8,
-                                                         2 * k + lane / 8 % 2);
+      ldmatrix_x4<false>(
+          a, shared.q[q_stage].unit_address(first_row() + lane % 16, 2 * k + lane / 16));
+      const uint32 keys =
+          shared.k[k_stage].unit_address(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2);
 #pragma unroll
       for (int n = 0; n < tile_k / 8; n += 2) {
         uint32 b[4];
-        ldmatrix_x4<false>(b, keys + 8 * n * 128);  // rows of 128 bytes; the swizzle repeats every 8
+        ldmatrix_x4<false>(b,
+                           keys + 8 * n * 128);  // rows of 128 bytes; the swizzle repeats every 8
         mma_m16n8k16<T>(scores.at[0][n], a, b[0], b[1]);
         mma_m16n8k16<T>(scores.at[0][n + 1], a, b[2], b[3]);
       }
     }
   }
 
-  // Some score is far above the maxima of the tiles before: seldom, after the first tiles.
+  // Some score was far above the maxima of the tiles before, which is rare after the first tiles.
   DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
                                    const ScoreValues& values, Softmax& softmax) {
     repeat_scores(state.scores, state.q.stage, state.k.stage);
@@ -476,9 +462,9 @@ struct FwdSm90 {
     pass_turn();
     wgmma_wait<1>();
     bool grew = take_scores(state, sums, work, tile, first, values, softmax);
-    // Before the wait for the output: as it depends on all exponentials, and ptxas keeps memory
-    // accesses in order with waits, it keeps ptxas from moving the exponentials behind that wait.
     const bool retake = !first && softmax.overflown(sums);
+    // ptxas moves arithmetic below waits for wgmma, but keeps memory accesses in order with them. This
+    // one depends on all exponentials: they stand before the wait if it does.
     if (Tiling::exponentials_first && !retake) end_scores(state, work, tile);
     end_output(state);
     if (!Tiling::exponentials_first && !retake) end_scores(state, work, tile);
@@ -576,8 +562,8 @@ struct FwdSm90 {
       for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
         const RegisterLeft<T, 1, 1> packed(
             reinterpret_cast<Accumulator<1, 2>&>(output.at[0][8 * slab + n]));
-        stmatrix_x4(staged.unit_address(row, n + lane / 16), packed.at[0][0][0],
-                    packed.at[0][0][1], packed.at[0][0][2], packed.at[0][0][3]);
+        stmatrix_x4(staged.unit_address(row, n + lane / 16), packed.at[0][0][0], packed.at[0][0][1],
+                    packed.at[0][0][2], packed.at[0][0][3]);
       }
       fence_proxy_async();
       named_barrier_sync(rows_staged + warpgroup, 128);

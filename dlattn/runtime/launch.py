@@ -129,8 +129,8 @@ def clear(address: int, nbytes: int, stream: int) -> None:
     if status:
         raise DlattnError(
             f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
-            f"{_error_name(status)} (stream {stream:#x}). The workspace must be device memory of at "
-            "least the size that the graph asks for."
+            f"{_error_name(status)} (stream {stream:#x}). The workspace must be device memory of "
+            "at least the size that the graph asks for."
         )
 
 
