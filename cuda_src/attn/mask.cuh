@@ -1,7 +1,7 @@
 // Masks: which keys a query attends to. Each mask answers for ranges and for one element:
 //   keys(queries)       the keys that any of these queries may attend to (others are never visited);
 //                       of a single query, exactly those that it attends to
-//   queries(keys)       the queries that may attend to any of these keys (likewise)
+//   queries(keys)       the queries that may attend to any of these keys; of a single key, exactly
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
 #pragma once
@@ -18,8 +18,8 @@ struct Padding {
   static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};
   }
-  static DLATTN_DEVICE Interval queries(Interval, const Lengths& length, const Params&) {
-    return {0, length.q};
+  static DLATTN_DEVICE Interval queries(Interval keys, const Lengths& length, const Params&) {
+    return {0, keys.first < length.kv ? length.q : 0};
   }
   static DLATTN_DEVICE Interval full_keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};

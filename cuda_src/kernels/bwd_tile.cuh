@@ -1,5 +1,5 @@
-// What the kernels of the portable backward share: the tiling, and the scratch layouts that one
-// kernel writes and another reads.
+// What the kernels of a backward share: the tiling, and the scratch layouts that one kernel writes and
+// another reads.
 #pragma once
 
 #include "attn/params.cuh"
@@ -18,6 +18,18 @@ struct BwdTiling {
   static constexpr int warps_kv = warps_kv_;  // along keys in dK and dV
   static constexpr int warps_dq = warps_dq_;  // along queries in dQ
   static constexpr int stages_q = stages_q_, stages_do = stages_do_;
+  // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
+  // warps can hold.
+  static constexpr int columns = 32;
+};
+
+// Of the Hopper backward.
+template <int stages_>
+struct Sm90BwdTiling {
+  static constexpr int tile_q = 64, tile_k = 128;
+  static constexpr int stages = stages_;  // query tiles, and dO tiles, in shared memory
+  // The two consumers, as 4 warps by 2.
+  static constexpr int warps = 8, warps_dq = 4, columns = 64;
 };
 
 // How a block's warps divide a (rows x columns) product, rows first.
@@ -38,9 +50,8 @@ struct BwdShapes {
   using T = typename Problem::Element;
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
-  // 32 columns are what the narrowest division of dK, dV and dQ among warps can hold.
-  static constexpr int dim_qk = round_up(Problem::head_dim_qk, 32);
-  static constexpr int dim_v = round_up(Problem::head_dim_v, 32);
+  static constexpr int dim_qk = round_up(Problem::head_dim_qk, Tiling::columns);
+  static constexpr int dim_v = round_up(Problem::head_dim_v, Tiling::columns);
 
   using DQGrid = WarpGrid<tile_q, dim_qk, Tiling::warps, Tiling::warps_dq>;
 
@@ -60,8 +71,11 @@ struct BwdShapes {
   // accumulators, so that every reduction of a warp covers contiguous memory.
   static constexpr int dq_stride = wide_reductions ? 1 : 32;
   static DLATTN_DEVICE int dq_offset(int m, int n, int i) {
+    return dq_offset(m, n, i, warp_index());
+  }
+  static DLATTN_DEVICE int dq_offset(int m, int n, int i, int warp) {
     const int lane = threadIdx.x % 32;
-    const int group = (warp_index() * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
+    const int group = (warp * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
     return group * 128 + lane * (wide_reductions ? 4 : 1) + i * dq_stride;
   }
 };

@@ -38,7 +38,7 @@ struct Sm90FwdTiling {
 };
 
 // Params, and what the copy engine needs beside them.
-struct alignas(64) MappedParams {
+struct alignas(64) MappedFwdParams {
   TensorMap q, k, v, o;  // boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns
   Params p;
 };
@@ -106,12 +106,12 @@ struct FwdSm90 {
     }
   };
 
-  const MappedParams& m;
+  const MappedFwdParams& m;
   const Params& p;
   SharedMemory& shared;
   const int warpgroup;  // among the consumers
 
-  DLATTN_DEVICE FwdSm90(const MappedParams& params, SharedMemory& shared_memory)
+  DLATTN_DEVICE FwdSm90(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
   // Of this warp, in the tile.
@@ -577,7 +577,7 @@ struct FwdSm90 {
 };
 
 template <class Problem, class Tiling>
-DLATTN_DEVICE void fwd_sm90(const MappedParams& params) {
+DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
   using Kernel = FwdSm90<Problem, Tiling>;
   extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);

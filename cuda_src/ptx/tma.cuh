@@ -21,6 +21,15 @@ DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barr
       : "memory");
 }
 
+// 9.7.9.25.4.1 (cp.async.bulk): contiguous bytes, a multiple of 16, both addresses 16-byte aligned.
+DLATTN_DEVICE void bulk_load(uint32 shared, const void* global, uint32 bytes, uint64& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // 9.7.9.27.1.2: a box from shared memory; what leaves the tensor is not written.
 DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int c1, int c2,
                                 int c3) {

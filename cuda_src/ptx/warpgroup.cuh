@@ -25,7 +25,16 @@ DLATTN_DEVICE void named_barrier_arrive(int barrier, int threads) {
 
 // 9.7.14.5.16 (stmatrix): lane 8 j + r gives the address of row r of matrix j.
 DLATTN_DEVICE void stmatrix_x4(uint32 shared_address, uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
+// The same; each matrix is stored transposed.
+DLATTN_DEVICE void stmatrix_x4_transposed(uint32 shared_address, uint32 r0, uint32 r1, uint32 r2,
+                                          uint32 r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");

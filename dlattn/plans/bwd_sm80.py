@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import lcm
+from dataclasses import dataclass
+from typing import ClassVar
 
-from dlattn.plans.cuda import (
-    MOST_BLOCKS,
-    WAVE_BYTES,
-    CudaPlan,
-    KernelLaunch,
-    refusal,
-    round_up,
-    tile_bytes,
-)
+from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans.cuda import KernelLaunch, round_up, tile_bytes
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Padding, Problem
+from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
 
@@ -43,6 +35,9 @@ class BwdTiling:
     stages_q: int
     stages_do: int
     min_blocks: int = 1
+
+    #: What head dimensions are rounded up to.
+    columns: ClassVar[int] = 32
 
     @property
     def threads(self) -> int:
@@ -109,7 +104,7 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 
-class BwdSm80(CudaPlan):
+class BwdSm80(BackwardPlan):
     """FlashAttention-2's backward with mma.sync, cp.async and ldmatrix.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
@@ -126,62 +121,13 @@ class BwdSm80(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, target)
-        self._params.heads_per_block = self._heads_per_block
-        bytes_per_query = 6 * problem.head_dim_qk + 2 * problem.head_dim_v
-        bytes_per_block = bytes_per_query * geometry.seq_q * self._heads_per_block
-        pairs = geometry.batch * geometry.heads_q // self._heads_per_block
-        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_block))
+        self.set_waves()
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = refusal(problem, geometry, target, Direction.BACKWARD, cls.name)
-        blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
-        if reason is None and blocks > MOST_BLOCKS:
-            return "batch x heads x (keys / 32) must be below 2**31."
-        return reason
+        return backward_refusal(problem, geometry, target, cls.name)
 
-    @property
-    def _heads_per_block(self) -> int:
-        geometry = self.geometry
-        return lcm(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
-
-    @property
-    def _query_tiles(self) -> int:
-        return -(-self.geometry.seq_q // self.tiling.tile_q)
-
-    @cached_property
-    def _dq_accum_bytes(self) -> int:
-        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
-        return 4 * tiles * self.tiling.tile_q * padded_dims(self.problem)[0]
-
-    @cached_property
-    def workspace_size(self) -> int:
-        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
-        return round_up(self._dq_accum_bytes + 4 * tiles * 2 * self.tiling.tile_q, 256)
-
-    def place_workspace(self, workspace: int) -> None:
-        self._params.dq_accum = workspace
-        self._params.row_stats = workspace + self._dq_accum_bytes
-
-    def kernels(self) -> list[KernelLaunch]:
-        tiling, geometry, threads = self.tiling, self.geometry, self.tiling.threads
-        key_tiles = -(-geometry.seq_kv // tiling.tile_k)
-        blocks = geometry.batch * geometry.heads_q // self._heads_per_block * key_tiles
-        per_query_tile = (self._query_tiles, geometry.heads_q, geometry.batch)
-        main_shared = tiling.shared_memory(self.problem)
-        dq_shared = tile_bytes(tiling.tile_q, padded_dims(self.problem)[0])
-
-        # The kernels before and after the main one read no mask, so problems share them.
-        unmasked = replace(self.problem, masks=(Padding(),))
-
-        def launch(
-            kernel: str, problem: Problem, grid: tuple[int, int, int], shared: int
-        ) -> KernelLaunch:
-            source = kernel_source(kernel, problem, tiling, shared)
-            return KernelLaunch(source, grid, threads, shared)
-
-        return [
-            launch("bwd_delta", unmasked, per_query_tile, 0),
-            launch(self.name, self.problem, (blocks, 1, 1), main_shared),
-            launch("bwd_dq", unmasked, per_query_tile, dq_shared),
-        ]
+    def main_kernel(self, blocks: int) -> KernelLaunch:
+        shared = self.tiling.shared_memory(self.problem)
+        source = kernel_source(self.name, self.problem, self.tiling, shared)
+        return KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared)

@@ -36,12 +36,14 @@ class KernelLaunch:
         grid: blocks along x, y, z.
         block: threads per block.
         shared: bytes of dynamic shared memory.
+        plain: it takes ``Params`` where the plan's argument has more.
     """
 
     source: jit.KernelSource
     grid: tuple[int, int, int]
     block: int
     shared: int
+    plain: bool = False
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -139,7 +141,7 @@ class CudaPlan(Plan):
                     kernel.grid,
                     kernel.block,
                     kernel.shared,
-                    ctypes.addressof(self._argument),
+                    ctypes.addressof(self._params if kernel.plain else self._argument),
                     name=kernel.source.name,
                 )
             )

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
-    CudaPlan,
     KernelLaunch,
     pairs_per_wave,
     query_tiles,
     refusal,
     round_up,
 )
-from dlattn.plans.params import MappedParams, Params, params_for
+from dlattn.plans.mapped import MappedPlan
+from dlattn.plans.params import MappedFwdParams
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
-from dlattn.runtime import tensormap
 from dlattn.runtime.frameworks import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
-
-#: Roles that the copy engine moves.
-MAPPED = ("q", "k", "v", "o")
-_addresses = itemgetter(*MAPPED)
 
 #: What one wave of blocks may re-read from L2, of 50 MB.
 WAVE_BYTES = 32 * 2**20
@@ -134,10 +127,11 @@ def choose_tiling(problem: Problem, geometry: Geometry) -> Sm90FwdTiling:
     return min((first, *others), key=cost) if others else first
 
 
-class FwdSm90(CudaPlan):
+class FwdSm90(MappedPlan):
     """FlashAttention-3's forward with wgmma, TMA and warp specialisation."""
 
     name = "fwd_sm90"
+    argument_type = MappedFwdParams
 
     def __init__(
         self,
@@ -148,13 +142,7 @@ class FwdSm90(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, geometry)
-        #: Where each map is, and the address in it.
-        self._maps = {
-            role: ctypes.addressof(self._argument) + getattr(MappedParams, role).offset
-            for role in MAPPED
-        }
         self._schedule: Any = None
-        self._mapped_addresses: tuple[int, ...] = ()
         self._slots = [(role, slot) for role, slot in self._slots if role not in ("q", "k", "v")]
 
     @classmethod
@@ -162,28 +150,13 @@ class FwdSm90(CudaPlan):
         reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
         if reason is not None:
             return reason
-        if target.capability != (9, 0):
-            major, minor = target.capability
-            return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
-        if problem.access_bytes != 16:
-            return "the copy engine needs 16-byte aligned tensors and strides."
-        for role in MAPPED:
-            spec = geometry.tensors[role]
-            if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
-                return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
         if query_tiles(geometry, 128) > MOST_BLOCKS:
             return "batch x heads x (queries / 128) must be below 2**31."
-        return None
+        return cls.mapping_refusal(problem, geometry, target)
 
-    def make_argument(self) -> ctypes.Structure:
-        argument = MappedParams.aligned()
-        argument.p = params_for(self.geometry)
-        return argument
-
-    @staticmethod
-    def params_in(argument: ctypes.Structure) -> Params:
-        params: Params = argument.p
-        return params
+    def box_rows(self) -> Mapping[str, int]:
+        tiling = self.tiling
+        return {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
@@ -219,25 +192,10 @@ class FwdSm90(CudaPlan):
     def build(self) -> None:
         if self._launches is not None:
             return
-        tiling = self.tiling
-        rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
-        for role in MAPPED:
-            spec = self.geometry.tensors[role]
-            tensormap.encode(
-                self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows[role], 64)
-            )
         if not self._has_lengths:
             self._schedule = to_device(self.schedule(), self.target.index)
             self._params.schedule = self._schedule.data.ptr
         super().build()  # last: from then on another thread may execute
-
-    def place_tensors(self, pointers: Mapping[str, int]) -> None:
-        super().place_tensors(pointers)
-        addresses = _addresses(pointers)
-        if addresses != self._mapped_addresses:
-            for role, address in zip(MAPPED, addresses, strict=True):
-                tensormap.set_address(self._maps[role], address)
-            self._mapped_addresses = addresses
 
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
@@ -254,6 +212,6 @@ class FwdSm90(CudaPlan):
             self.problem,
             tiling,
             tiling.shared_memory(self.problem),
-            argument=MappedParams,
+            argument=MappedFwdParams,
             constants={"value_columns": value_columns(self.problem)},
         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
 from dlattn.problem import Geometry, TensorSpec
+
+if TYPE_CHECKING:
+    from typing import Self
 
 #: Roles that are (batch, head, row, column) tensors, in the order of the struct.
 TENSOR_ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
@@ -63,17 +67,36 @@ class Params(ctypes.Structure):
 class MappedParams(ctypes.Structure):
     """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned."""
 
-    _fields_ = [
-        *((role, ctypes.c_uint8 * 128) for role in ("q", "k", "v", "o")),
+    roles: ClassVar[tuple[str, ...]]
+    p: Params
+
+    @classmethod
+    def aligned(cls) -> Self:
+        """A zeroed instance at an address that the driver accepts for tensor maps."""
+        memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 63)
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+
+
+def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
+    return [
+        *((role, ctypes.c_uint8 * 128) for role in roles),
         ("p", Params),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
     ]
 
-    @classmethod
-    def aligned(cls) -> MappedParams:
-        """A zeroed instance at an address that the driver accepts for tensor maps."""
-        memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 63)
-        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+
+class MappedFwdParams(MappedParams):
+    """Of the Hopper forward."""
+
+    roles = ("q", "k", "v", "o")
+    _fields_ = _mapped_fields(roles)
+
+
+class MappedBwdParams(MappedParams):
+    """Of the Hopper backward."""
+
+    roles = ("q", "k", "v", "dO", "dK", "dV")
+    _fields_ = _mapped_fields(roles)
 
 
 def params_for(geometry: Geometry) -> Params:

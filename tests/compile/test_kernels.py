@@ -20,6 +20,7 @@ from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
@@ -41,6 +42,7 @@ FAMILIES: dict[type[CudaPlan], tuple[str, ...]] = {
     FwdSm80: tuple(KNOWN),
     BwdSm80: tuple(KNOWN),
     FwdSm90: ("sm_90a",),
+    BwdSm90: ("sm_90a",),
 }
 #: One pair of head dimensions (q and k, v) for each row of the tiling tables, the ends of each
 #: row's range, and unequal pairs.
@@ -85,6 +87,8 @@ def plan_for(
         "v": spec("v", 2, problem.head_dim_v),
         "o": spec("o", 4, problem.head_dim_v),
     }
+    if problem.direction is Direction.BACKWARD:
+        tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
     geometry = Geometry(tensors, 0.125, band_left=None if seq > 300 else 64, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
@@ -98,12 +102,14 @@ def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask; the other choices cycle, so that each pair meets."""
     direction = direction_of(family)
-    widths = (16,) if family is FwdSm90 else (16, 16, 16, 16, 2)
+    hopper = family in (FwdSm90, BwdSm90)
+    widths = (16,) if hopper else (16, 16, 16, 16, 2)
     stats: list[data_type | None] = [data_type.FLOAT, None]
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
     found = []
-    for i, (head_dims, mask) in enumerate(product(HEAD_DIMS, MASKS.values())):
+    dims = [pair for pair in HEAD_DIMS if family is not BwdSm90 or max(pair) <= 128]
+    for i, (head_dims, mask) in enumerate(product(dims, MASKS.values())):
         dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
         found.append(
             Problem(
@@ -143,7 +149,7 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
 def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
     """Whatever the head dimensions, every kernel fits the smallest device of its family."""
     smallest = min(archs, key=lambda arch: KNOWN[arch].shared_memory)
-    for head_dims in product(range(8, 257, 8), repeat=2):
+    for head_dims in product(range(8, 129 if BwdSm90 is family else 257, 8), repeat=2):
         problem = Problem(
             direction_of(family), data_type.HALF, *head_dims, (Scale(),), (Padding(),),
             data_type.FLOAT,

@@ -1,0 +1,120 @@
+"""What the backward plans share: three kernels in a row, and the scratch between them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from math import lcm
+from typing import Protocol
+
+from dlattn.plans.cuda import (
+    MOST_BLOCKS,
+    WAVE_BYTES,
+    CudaPlan,
+    KernelLaunch,
+    refusal,
+    round_up,
+    tile_bytes,
+)
+from dlattn.plans.source import Tiling, kernel_source
+from dlattn.problem import Direction, Geometry, Padding, Problem
+from dlattn.runtime.target import Target
+
+
+class BackwardTiling(Tiling, Protocol):
+    """What the kernels before and after the main one need of its tiling (``bwd_tile.cuh``)."""
+
+    @property
+    def tile_q(self) -> int: ...
+
+    @property
+    def tile_k(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    def shared_memory(self, problem: Problem) -> int: ...
+
+
+class BackwardPlan(CudaPlan):
+    """Delta, main and dQ kernels.
+
+    The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
+    """
+
+    tiling: BackwardTiling
+
+    @abstractmethod
+    def main_kernel(self, blocks: int) -> KernelLaunch:
+        """The kernel that computes dK, dV and the sums of dQ."""
+
+    def set_waves(self) -> None:
+        """Decides how many query heads a block walks, and how many pairs share L2."""
+        problem, geometry = self.problem, self.geometry
+        self._params.heads_per_block = self._heads_per_block
+        bytes_per_query = 6 * problem.head_dim_qk + 2 * problem.head_dim_v
+        bytes_per_block = bytes_per_query * geometry.seq_q * self._heads_per_block
+        pairs = geometry.batch * geometry.heads_q // self._heads_per_block
+        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_block))
+
+    @property
+    def _heads_per_block(self) -> int:
+        geometry = self.geometry
+        return lcm(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
+
+    @property
+    def _query_tiles(self) -> int:
+        return -(-self.geometry.seq_q // self.tiling.tile_q)
+
+    @property
+    def _dq_columns(self) -> int:
+        return round_up(self.problem.head_dim_qk, self.tiling.columns)
+
+    @cached_property
+    def _dq_accum_bytes(self) -> int:
+        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return 4 * tiles * self.tiling.tile_q * self._dq_columns
+
+    @cached_property
+    def workspace_size(self) -> int:
+        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return round_up(self._dq_accum_bytes + 4 * tiles * 2 * self.tiling.tile_q, 256)
+
+    def place_workspace(self, workspace: int) -> None:
+        self._params.dq_accum = workspace
+        self._params.row_stats = workspace + self._dq_accum_bytes
+
+    def kernels(self) -> list[KernelLaunch]:
+        geometry = self.geometry
+        key_tiles = -(-geometry.seq_kv // self.tiling.tile_k)
+        blocks = geometry.batch * geometry.heads_q // self._heads_per_block * key_tiles
+        dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
+        return [
+            self._row_kernel("bwd_delta", 0),
+            self.main_kernel(blocks),
+            self._row_kernel("bwd_dq", dq_shared),
+        ]
+
+    def _row_kernel(self, kernel: str, shared: int) -> KernelLaunch:
+        """A kernel with a block for each query tile. It reads no mask, so problems share it."""
+        unmasked = replace(self.problem, masks=(Padding(),))
+        grid = (self._query_tiles, self.geometry.heads_q, self.geometry.batch)
+        source = kernel_source(kernel, unmasked, self.row_tiling, shared)
+        return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
+
+    @property
+    def row_tiling(self) -> Tiling:
+        """The tiling as the kernels before and after the main one see it."""
+        return self.tiling
+
+
+def backward_refusal(
+    problem: Problem, geometry: Geometry, target: Target, kernel: str
+) -> str | None:
+    """Why no backward kernel can run a problem, or ``None``."""
+    reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel)
+    blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
+    if reason is None and blocks > MOST_BLOCKS:
+        return "batch x heads x (keys / 32) must be below 2**31."
+    return reason

@@ -1,0 +1,76 @@
+"""What the Hopper plans share: tensors that the copy engine moves, by maps beside ``Params``."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import abstractmethod
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import ClassVar
+
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.params import MappedParams, Params, params_for
+from dlattn.problem import Geometry, Problem
+from dlattn.runtime import tensormap
+from dlattn.runtime.target import Target
+
+
+class MappedPlan(CudaPlan):
+    """A plan whose main kernel takes a :class:`MappedParams`."""
+
+    #: The argument of the main kernel, with a map for each role that it names before ``p``.
+    argument_type: ClassVar[type[MappedParams]]
+
+    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
+        super().__init__(problem, geometry, target)
+        #: Where each map is, and the address in it.
+        self._maps = {
+            role: ctypes.addressof(self._argument) + getattr(self.argument_type, role).offset
+            for role in self.argument_type.roles
+        }
+        self._addresses = itemgetter(*self.argument_type.roles)
+        self._mapped_addresses: tuple[int, ...] = ()
+
+    @abstractmethod
+    def box_rows(self) -> Mapping[str, int]:
+        """Rows that one copy moves, by role; it moves 64 columns."""
+
+    def make_argument(self) -> ctypes.Structure:
+        argument = self.argument_type.aligned()
+        argument.p = params_for(self.geometry)
+        return argument
+
+    @staticmethod
+    def params_in(argument: ctypes.Structure) -> Params:
+        params: Params = argument.p
+        return params
+
+    def build(self) -> None:
+        if self._launches is not None:
+            return
+        for role, rows in self.box_rows().items():
+            spec = self.geometry.tensors[role]
+            tensormap.encode(self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows, 64))
+        super().build()
+
+    def place_tensors(self, pointers: Mapping[str, int]) -> None:
+        super().place_tensors(pointers)
+        addresses = self._addresses(pointers)
+        if addresses != self._mapped_addresses:
+            for role, address in zip(self._maps, addresses, strict=True):
+                tensormap.set_address(self._maps[role], address)
+            self._mapped_addresses = addresses
+
+    @classmethod
+    def mapping_refusal(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        """Why the copy engine cannot move the tensors, or ``None``."""
+        if target.capability != (9, 0):
+            major, minor = target.capability
+            return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
+        if problem.access_bytes != 16:
+            return "the copy engine needs 16-byte aligned tensors and strides."
+        for role in cls.argument_type.roles:
+            spec = geometry.tensors[role]
+            if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
+                return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
+        return None
