@@ -38,7 +38,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   using Shapes::dim_v;
   using Shapes::tile_k;
   using Shapes::tile_q;
-  static constexpr int consumers = 2, stages = Tiling::stages;
+  static constexpr int consumers = 2, stages = Tiling::stages, ds_stages = Tiling::ds_stages;
   static constexpr int producer_registers = 24, consumer_registers = 240;
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
@@ -57,16 +57,16 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     VTile v;
     QTile q[stages];
     DOTile dO[stages];
-    DSTile dS[2];
+    DSTile dS[ds_stages];
     float row_stats[stages][2 * tile_q];  // log-sum-exps in log2 units, deltas; they come with q
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
+    Ring<ds_stages> ds_ring;  // filled and read by the consumers
   };
 
   // Named barriers, by event.
   enum Barrier {
-    ds_stored = 1,
-    keys_read,
+    keys_read = 1,
     rows_cleared,                    // + warpgroup
     rows_staged = rows_cleared + 2,  // + warpgroup
   };
@@ -95,6 +95,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
       shared.v_ring.init(4 * consumers);
       shared.q_ring.init(4 * consumers);
       shared.do_ring.init(4 * consumers);
+      shared.ds_ring.init(4 * consumers, 4 * consumers);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -194,8 +195,10 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     DK dK;
     DV dV;
     Place<1> k, v;
-    Place<stages> tile;  // of q and of dO
-    int ds_stage = 0;
+    Place<stages> tile;             // of q and of dO
+    Place<ds_stages> stored, read;  // of dS
+    int head, tile_of_dq;           // of the dS to be read
+    bool pending = false;           // there is one
   };
 
   template <int n_tiles>
@@ -342,23 +345,55 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
           raw.at[0][n][i], position(head, tile, n, i), values);
     });
     const Rounded rounded_p(probability), rounded_ds(dP);
-    store_ds(rounded_ds, state.ds_stage);
+    mbarrier_wait(shared.ds_ring.empty[state.stored.stage], state.stored.parity ^ 1);
+    store_ds(rounded_ds, state.stored.stage);
+    release(shared.ds_ring.full[state.stored.stage]);
+    state.stored.advance();
     start_gradient(state.dV, rounded_p, s_do);
-    named_barrier_sync(ds_stored, 128 * consumers);
+    if (!Tiling::late_dq) expect_dq(state, head, tile);
     DQ dQ;
-    start_dq(dQ, state.ds_stage);
-    wgmma_wait<1>();
+    const bool late = Tiling::late_dq && state.pending;
+    // Without a tile before, of whatever is there, which nobody looks at: a branch around the products
+    // costs registers.
+    if (!Tiling::late_dq || late) await_ds(state);
+    start_dq(dQ, state.read.stage);
+    start_gradient(state.dK, rounded_ds, s_q);
+    wgmma_wait<2>();
     tie(state.dV);
     release(shared.do_ring.empty[stage]);
-    start_gradient(state.dK, rounded_ds, s_q);
     wgmma_wait<1>();
     tie(dQ);
-    add_dq(dQ, head, tile);
+    if (!Tiling::late_dq || late) end_dq(state, dQ);
+    if (Tiling::late_dq) expect_dq(state, head, tile);
     wgmma_wait<0>();
     tie(state.dK);
     release(shared.q_ring.empty[stage]);
     state.tile.advance();
-    state.ds_stage ^= 1;
+  }
+
+  DLATTN_DEVICE void expect_dq(State& state, int head, int tile) {
+    state.head = head;
+    state.tile_of_dq = tile;
+    state.pending = true;
+  }
+  DLATTN_DEVICE void await_ds(State& state) {
+    mbarrier_wait(shared.ds_ring.full[state.read.stage], state.read.parity);
+  }
+  DLATTN_DEVICE void end_dq(State& state, const DQ& dQ) {
+    release(shared.ds_ring.empty[state.read.stage]);
+    state.read.advance();
+    add_dq(dQ, state.head, state.tile_of_dq);
+  }
+  // The last one, which no step follows.
+  DLATTN_DEVICE void finish_dq(State& state) {
+    if (!Tiling::late_dq || !state.pending) return;
+    DQ dQ;
+    await_ds(state);
+    start_dq(dQ, state.read.stage);
+    wgmma_wait<0>();
+    tie(dQ);
+    end_dq(state, dQ);
+    state.pending = false;
   }
 
   // Through the tile that held the keys or values, which nobody needs any more.
@@ -412,6 +447,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
       }
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.last; ++tile) step(state, head, tile, values);
+      if ((i + 1) % p.heads_per_k == 0) finish_dq(state);  // reads k for the last time
       if ((i + 1) % p.heads_per_k == 0) {
         store(state.dK, shared.k, m.dK, head / p.heads_per_k,
               Problem::Score::gradient_factor(values));

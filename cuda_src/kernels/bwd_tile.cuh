@@ -24,10 +24,12 @@ struct BwdTiling {
 };
 
 // Of the Hopper backward.
-template <int stages_>
+template <int stages_, int ds_stages_, bool late_dq_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = 64, tile_k = 128;
-  static constexpr int stages = stages_;  // query tiles, and dO tiles, in shared memory
+  static constexpr int stages = stages_;        // query tiles, and dO tiles, in shared memory
+  static constexpr int ds_stages = ds_stages_;  // tiles of dS there
+  static constexpr bool late_dq = late_dq_;     // dQ of a query tile in the step of the next one
   // The two consumers, as 4 warps by 2.
   static constexpr int warps = 8, warps_dq = 4, columns = 64;
 };

@@ -15,8 +15,8 @@ HEADER = """\
 // operands. PTX ISA 9.7.15.5.2 (wgmma.mma_async).
 //
 // shared_shared reads both operands from shared memory, register_shared takes the left one from
-// registers, in the layout of mma.m16n8k16. Shared operands are K-major; the right one is transposed
-// if asked.
+// registers, in the layout of mma.m16n8k16. Shared operands are K-major; the right one can be
+// transposed.
 // accumulate = 0 overwrites the accumulators. Warp w has rows 16 w .. 16 w + 15, as mma has them.
 #pragma once
 

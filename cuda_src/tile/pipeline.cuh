@@ -1,4 +1,4 @@
-// A ring of buffers between one producer and many consumers, and a place in it.
+// A ring of buffers between producers and consumers, and a place in it.
 #pragma once
 
 #include "base/types.cuh"
@@ -10,13 +10,13 @@ namespace dlattn {
 template <int stages_>
 struct Ring {
   static constexpr int stages = stages_;
-  uint64 full[stages];   // the copy engine has filled it
+  uint64 full[stages];   // every producer has filled it, or the copy engine
   uint64 empty[stages];  // every consumer has read it
 
-  DLATTN_DEVICE void init(int consumers) {
+  DLATTN_DEVICE void init(int consumers, int producers = 1) {
 #pragma unroll
     for (int stage = 0; stage < stages; ++stage) {
-      mbarrier_init(full[stage], 1);
+      mbarrier_init(full[stage], producers);
       mbarrier_init(empty[stage], consumers);
     }
   }

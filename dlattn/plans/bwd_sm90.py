@@ -22,9 +22,14 @@ class Sm90BwdTiling:
 
     Attributes:
         stages: query tiles, and dO tiles, in shared memory.
+        ds_stages: tiles of dS in shared memory.
+        late_dq: dQ of a query tile is computed in the step of the next one, so that no consumer
+            waits for the other's half of dS.
     """
 
-    stages: int
+    stages: int = 2
+    ds_stages: int = 2
+    late_dq: bool = False
 
     tile_q: ClassVar[int] = 64
     tile_k: ClassVar[int] = 128
@@ -34,15 +39,15 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        return f"Sm90BwdTiling<{self.stages}>"
+        return f"Sm90BwdTiling<{self.stages}, {self.ds_stages}, {str(self.late_dq).lower()}>"
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
         q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims) + 4 * 2 * self.tile_q
-        ds = 2 * slab_bytes(self.tile_q, self.tile_k)
-        barriers = 2 * 8 * (2 + 2 * self.stages)
+        ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
+        barriers = 2 * 8 * (2 + 2 * self.stages + self.ds_stages)
         return round_up(k_and_v + self.stages * q_and_do + ds + barriers, 1024)
 
 
@@ -69,7 +74,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or Sm90BwdTiling(stages=2)
+        self.tiling = tiling or Sm90BwdTiling()
         self.set_waves()
 
     @classmethod

@@ -20,7 +20,7 @@ from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90 import BwdSm90, Sm90BwdTiling
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
@@ -156,6 +156,16 @@ def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> N
         )  # fmt: skip
         plan = plan_for(family, problem, smallest)
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN[smallest].shared_memory
+
+
+def test_late_dq() -> None:
+    """The Hopper backward compiles cleanly with dQ one step late, too."""
+    for problem in problems(BwdSm90)[:8]:
+        plan = plan_for(BwdSm90, problem, "sm_90a")
+        assert isinstance(plan, BwdSm90)
+        plan.tiling = Sm90BwdTiling(2, 3, late_dq=True)
+        main = jit.compile_kernel(plan.kernels()[1].source, "sm_90a")
+        assert (main.spill_stores, main.spill_loads, main.warnings) == (0, 0, ())
 
 
 def test_masks_share_what_reads_no_mask() -> None:
