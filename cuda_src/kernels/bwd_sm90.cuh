@@ -347,6 +347,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     const Rounded rounded_p(probability), rounded_ds(dP);
     mbarrier_wait(shared.ds_ring.empty[state.stored.stage], state.stored.parity ^ 1);
     store_ds(rounded_ds, state.stored.stage);
+    __syncwarp();  // an arrival speaks for the writes of its own lane
     release(shared.ds_ring.full[state.stored.stage]);
     state.stored.advance();
     start_gradient(state.dV, rounded_p, s_do);
@@ -429,7 +430,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   DLATTN_DEVICE void consume() {
     const ScoreValues values(p);
     const Range tiles = query_tiles();
-    const int existing = keys.last - keys.first;
+    const int existing = most(keys.last - keys.first, 0);
     State state;
     state.dK.clear();
     state.dV.clear();
