@@ -1,7 +1,8 @@
 // Masks: which keys a query attends to. Each mask answers for ranges and for one element:
 //   keys(queries)       the keys that any of these queries may attend to (others are never visited);
 //                       of a single query, exactly those that it attends to
-//   queries(keys)       the queries that may attend to any of these keys; of a single key, exactly
+//   queries(keys)       the queries that may attend to any of these keys; of a single key,
+//                       exactly those that do
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
 #pragma once

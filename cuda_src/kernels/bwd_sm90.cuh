@@ -21,6 +21,7 @@
 #include "tile/gemm.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/slab_tile.cuh"
+#include "tile/warpgroup_gemm.cuh"
 
 namespace dlattn {
 
@@ -102,10 +103,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   }
 
   // The query tiles that attend to these keys.
-  struct Range {
-    int first, last;
-  };
-  DLATTN_DEVICE Range query_tiles() const {
+  DLATTN_DEVICE Interval query_tiles() const {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
     return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
@@ -113,67 +111,54 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 
-  DLATTN_DEVICE void release(uint64& empty) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-  }
-
   // ---- Loaders: a warp each for k and v, q and dO, of which one lane gives the orders ----
 
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile& tile, Ring<1>& ring, Place<1>& place, const TensorMap& map,
                                int head) {
-    mbarrier_wait(ring.empty[0], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(ring.full[0], Tile::bytes);
-      tile.load(map, ring.full[0], keys.first, head, work.batch);
-    }
-    place.advance();
+    fill(ring, place, Tile::bytes,
+         [&](int, uint64& full) { tile.load(map, full, keys.first, head, work.batch); });
   }
 
   DLATTN_DEVICE void load_keys_and_values() {
     Place<1> k_place, v_place;
     for (int i = 0; i < p.heads_per_block; ++i) {
       const int head = first_head() + i;
-      if (i % p.heads_per_k == 0)
+      if (i % p.heads_per_k == 0) {
         load_keys(shared.k, shared.k_ring, k_place, m.k, head / p.heads_per_k);
-      if (i % p.heads_per_v == 0)
+      }
+      if (i % p.heads_per_v == 0) {
         load_keys(shared.v, shared.v_ring, v_place, m.v, head / p.heads_per_v);
+      }
     }
   }
 
   template <class Visit>
   DLATTN_DEVICE void for_each_tile(Visit visit) {
-    const Range tiles = query_tiles();
+    const Interval tiles = query_tiles();
     for (int head = first_head(); head < first_head() + p.heads_per_block; ++head) {
       for (int tile = tiles.first; tile < tiles.last; ++tile) visit(head, tile);
     }
   }
 
   DLATTN_DEVICE void load_queries() {
+    constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     Place<stages> place;
     for_each_tile([&](int head, int tile) {
-      mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        uint64& full = shared.q_ring.full[place.stage];
-        mbarrier_arrive_expect(full, QTile::bytes + sizeof(shared.row_stats[0]));
-        shared.q[place.stage].load(m.q, full, tile * tile_q, head, work.batch);
-        bulk_load(shared_address(shared.row_stats[place.stage]),
-                  Shapes::row_stats(p, work.batch, head, tile), sizeof(shared.row_stats[0]), full);
-      }
-      place.advance();
+      fill(shared.q_ring, place, QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
+        shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
+        bulk_load(shared_address(shared.row_stats[stage]),
+                  Shapes::row_stats(p, work.batch, head, tile), stats_bytes, full);
+      });
     });
   }
 
   DLATTN_DEVICE void load_gradients() {
     Place<stages> place;
     for_each_tile([&](int head, int tile) {
-      mbarrier_wait(shared.do_ring.empty[place.stage], place.parity ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        uint64& full = shared.do_ring.full[place.stage];
-        mbarrier_arrive_expect(full, DOTile::bytes);
-        shared.dO[place.stage].load(m.dO, full, tile * tile_q, head, work.batch);
-      }
-      place.advance();
+      fill(shared.do_ring, place, DOTile::bytes, [&](int stage, uint64& full) {
+        shared.dO[stage].load(m.dO, full, tile * tile_q, head, work.batch);
+      });
     });
   }
 
@@ -201,44 +186,15 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     bool pending = false;           // there is one
   };
 
-  template <int n_tiles>
-  static DLATTN_DEVICE void tie(Accumulator<1, n_tiles>& c) {
-    c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
-  }
-
-  // Starts scores = (rows of this consumer) (rows of a query tile)^T.
-  template <class Left, class Right>
-  DLATTN_DEVICE void start_scores(Scores& scores, const Left& left, const Right& right) {
-    auto& d = reinterpret_cast<float (&)[tile_q / 2]>(scores.at);
-    const int first_row = 64 * uniform(opaque(warpgroup));  // descriptors are not worth registers
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Left::columns / 16; ++k) {
-      WgmmaShape<tile_q>::template shared_shared<T>(d, left.along_columns(first_row, k),
-                                                    right.along_columns(0, k), k > 0);
-    }
-    wgmma_commit();
-  }
-
-  // Starts gradient += left (rows of a query tile).
-  template <int n_tiles, class Right>
-  DLATTN_DEVICE void start_gradient(Accumulator<1, n_tiles>& gradient, const Rounded& left,
-                                    const Right& right) {
-    auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(gradient.at);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < tile_q / 16; ++k) {
-      WgmmaShape<8 * n_tiles>::template register_shared<T, 1>(d, left.at[0][k], right.along_rows(k),
-                                                              1);
-    }
-    wgmma_commit();
-  }
+  // Of this consumer among the keys. Known to be uniform, and computed where it is needed:
+  // descriptors are not worth registers.
+  DLATTN_DEVICE int first_own_row() const { return 64 * uniform(opaque(warpgroup)); }
 
   // Starts this consumer's columns of dQ = dS K.
   DLATTN_DEVICE void start_dq(DQ& dQ, int ds_stage) {
     constexpr int columns = dim_qk / 2;
     auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ.at);
-    const int first = columns * uniform(opaque(warpgroup));
+    const int first = first_own_row() * columns / 64;
     const int offset = first / 64 * KTile::slab_bytes + first % 64 * 2;
     wgmma_fence();
 #pragma unroll
@@ -255,10 +211,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   template <class Tile>
   DLATTN_DEVICE void clear_rows(Tile& tile, int first) {
     if (first >= Tile::rows) return;
-    constexpr int units = Tile::slabs * 8;
-    for (int i = opaque(threadIdx.x % 128); i < (Tile::rows - first) * units; i += 128) {
-      store_shared_zeros(tile.unit_address(first + i / units, i % units));
-    }
+    tile.clear_rows(first, opaque(threadIdx.x % 128), 128);
     fence_proxy_async();
     named_barrier_sync(rows_cleared + warpgroup, 128);
   }
@@ -329,10 +282,10 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     Scores raw, dP;
     mbarrier_wait(shared.q_ring.full[stage], state.tile.parity);
     clear_rows(s_q, rows);
-    start_scores(raw, shared.k, s_q);
+    start_product(raw, shared.k, first_own_row(), s_q);
     mbarrier_wait(shared.do_ring.full[stage], state.tile.parity);
     clear_rows(s_do, rows);
-    start_scores(dP, shared.v, s_do);
+    start_product(dP, shared.v, first_own_row(), s_do);
     wgmma_wait<1>();
     tie(raw);
     Scores probability;
@@ -350,21 +303,21 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     __syncwarp();  // an arrival speaks for the writes of its own lane
     release(shared.ds_ring.full[state.stored.stage]);
     state.stored.advance();
-    start_gradient(state.dV, rounded_p, s_do);
+    start_accumulation(state.dV, rounded_p, s_do);
     if (!Tiling::late_dq) expect_dq(state, head, tile);
     DQ dQ;
-    const bool late = Tiling::late_dq && state.pending;
+    const bool due = state.pending;
     // Without a tile before, of whatever is there, which nobody looks at: a branch around the products
     // costs registers.
-    if (!Tiling::late_dq || late) await_ds(state);
+    if (due) await_ds(state);
     start_dq(dQ, state.read.stage);
-    start_gradient(state.dK, rounded_ds, s_q);
+    start_accumulation(state.dK, rounded_ds, s_q);
     wgmma_wait<2>();
     tie(state.dV);
     release(shared.do_ring.empty[stage]);
     wgmma_wait<1>();
     tie(dQ);
-    if (!Tiling::late_dq || late) end_dq(state, dQ);
+    if (due) end_dq(state, dQ);
     if (Tiling::late_dq) expect_dq(state, head, tile);
     wgmma_wait<0>();
     tie(state.dK);
@@ -384,17 +337,17 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     release(shared.ds_ring.empty[state.read.stage]);
     state.read.advance();
     add_dq(dQ, state.head, state.tile_of_dq);
+    state.pending = false;
   }
   // The last one, which no step follows.
   DLATTN_DEVICE void finish_dq(State& state) {
-    if (!Tiling::late_dq || !state.pending) return;
+    if (!state.pending) return;
     DQ dQ;
     await_ds(state);
     start_dq(dQ, state.read.stage);
     wgmma_wait<0>();
     tie(dQ);
     end_dq(state, dQ);
-    state.pending = false;
   }
 
   // Through the tile that held the keys or values, which nobody needs any more.
@@ -429,7 +382,7 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   // All query heads of the block; dK and dV are stored when the last head that shares them is done.
   DLATTN_DEVICE void consume() {
     const ScoreValues values(p);
-    const Range tiles = query_tiles();
+    const Interval tiles = query_tiles();
     const int existing = most(keys.last - keys.first, 0);
     State state;
     state.dK.clear();

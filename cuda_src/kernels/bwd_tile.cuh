@@ -72,10 +72,7 @@ struct BwdShapes {
   // Where value i of a lane's accumulator (m, n) lies in a dq_accum tile: in the order of the
   // accumulators, so that every reduction of a warp covers contiguous memory.
   static constexpr int dq_stride = wide_reductions ? 1 : 32;
-  static DLATTN_DEVICE int dq_offset(int m, int n, int i) {
-    return dq_offset(m, n, i, warp_index());
-  }
-  static DLATTN_DEVICE int dq_offset(int m, int n, int i, int warp) {
+  static DLATTN_DEVICE int dq_offset(int m, int n, int i, int warp = warp_index()) {
     const int lane = threadIdx.x % 32;
     const int group = (warp * DQGrid::m_tiles + m) * DQGrid::n_tiles + n;
     return group * 128 + lane * (wide_reductions ? 4 : 1) + i * dq_stride;

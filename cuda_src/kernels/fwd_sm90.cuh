@@ -21,6 +21,7 @@
 #include "tile/gemm.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/slab_tile.cuh"
+#include "tile/warpgroup_gemm.cuh"
 
 namespace dlattn {
 
@@ -132,10 +133,6 @@ struct FwdSm90 {
     __syncthreads();
   }
 
-  DLATTN_DEVICE void release(uint64& empty) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-  }
-
   // The query tile in a buffer of the ring; after the last one, a negative tile. Read anew whenever
   // it is needed, which costs less than its registers do.
   DLATTN_DEVICE WorkItem item(int stage) const {
@@ -223,23 +220,13 @@ struct FwdSm90 {
     }
   }
 
-  // Fills the next buffer of a ring.
-  template <class Tile, int n>
-  DLATTN_DEVICE void load(Tile (&tiles)[n], Ring<n>& ring, Place<n>& place, const TensorMap& map,
-                          int row, int head, int batch) {
-    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(ring.full[place.stage], Tile::bytes);
-      tiles[place.stage].load(map, ring.full[place.stage], row, head, batch);
-    }
-    place.advance();
-  }
-
   DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
-      load(shared.q, shared.q_ring, place, m.q, at.tile * tile_q, at.head, at.batch);
+      fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
+        shared.q[stage].load(m.q, full, at.tile * tile_q, at.head, at.batch);
+      });
     });
   }
 
@@ -250,7 +237,9 @@ struct FwdSm90 {
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
       for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
-        load(tiles, ring, place, map, tile * tile_k, head, work.item.batch);
+        fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
+          tiles[stage].load(map, full, tile * tile_k, head, work.item.batch);
+        });
       }
     });
   }
@@ -278,36 +267,6 @@ struct FwdSm90 {
       const int next = opaque(warpgroup) + 1;
       named_barrier_arrive(turn + (next == consumers ? 0 : next), 256);
     }
-  }
-
-  // Starts scores = Q K^T.
-  DLATTN_DEVICE void start_scores(Scores& scores, int q_stage, int stage) {
-    auto& d = reinterpret_cast<float (&)[tile_k / 2]>(scores.at);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < dim_qk / 16; ++k) {
-      WgmmaShape<tile_k>::template shared_shared<T>(
-          d, shared.q[q_stage].along_columns(64 * warpgroup, k),
-          shared.k[stage].along_columns(0, k), k > 0);
-    }
-    wgmma_commit();
-  }
-
-  // Starts output += P V.
-  DLATTN_DEVICE void start_output(Output& output, const Probabilities& probabilities, int stage) {
-    auto& d = reinterpret_cast<float (&)[dim_v / 2]>(output.at);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < tile_k / 16; ++k) {
-      WgmmaShape<dim_v>::template register_shared<T, 1>(d, probabilities.at[0][k],
-                                                        shared.v[stage].along_rows(k), 1);
-    }
-    wgmma_commit();
-  }
-
-  template <int m_tiles, int n_tiles>
-  static DLATTN_DEVICE void tie(Accumulator<m_tiles, n_tiles>& c) {
-    c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
   }
 
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
@@ -359,10 +318,7 @@ struct FwdSm90 {
     if (first >= tile_k) return;
     const int stage = place.stage;
     mbarrier_wait(shared.v_ring.full[stage], place.parity);
-    for (int unit = threadIdx.x % 128; unit < (tile_k - first) * VTile::slabs * 8; unit += 128) {
-      const int row = first + unit / (VTile::slabs * 8);
-      store_shared_zeros(shared.v[stage].unit_address(row, unit % (VTile::slabs * 8)));
-    }
+    shared.v[stage].clear_rows(first, threadIdx.x % 128, 128);
     fence_proxy_async();
     named_barrier_sync(values_cleared + warpgroup, 128);
   }
@@ -381,12 +337,12 @@ struct FwdSm90 {
   DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
     await_turn();
-    start_scores(state.scores, state.q.stage, state.k.stage);
+    start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
   }
 
   DLATTN_DEVICE void begin_output(State& state) {
     mbarrier_wait(shared.v_ring.full[state.v.stage], state.v.parity);
-    start_output(state.output, state.probabilities, state.v.stage);
+    start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
   // Scores that have arrived become exponentials, and enter the maxima if they are the first or have

@@ -36,4 +36,21 @@ struct Place {
   }
 };
 
+// A warp is done with a buffer.
+DLATTN_DEVICE void release(uint64& empty) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+}
+
+// A warp fills the next buffer: one lane calls start(stage, full), which orders copies of so many bytes.
+template <int stages, class Start>
+DLATTN_DEVICE void fill(Ring<stages>& ring, Place<stages>& place, uint32 bytes, Start start) {
+  mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    uint64& full = ring.full[place.stage];
+    mbarrier_arrive_expect(full, bytes);
+    start(place.stage, full);
+  }
+  place.advance();
+}
+
 }  // namespace dlattn

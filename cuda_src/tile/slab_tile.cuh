@@ -36,6 +36,14 @@ struct SlabTile {
     }
   }
 
+  // Zeros in the rows from `first` on, by some threads side by side.
+  DLATTN_DEVICE void clear_rows(int first, int thread, int threads) {
+    constexpr int units = slabs * 8;
+    for (int unit = thread; unit < (rows - first) * units; unit += threads) {
+      store_shared_zeros(unit_address(first + unit / units, unit % units));
+    }
+  }
+
   // Descriptor of columns [16 k_step, 16 k_step + 16) from first_row on, contiguous along columns.
   DLATTN_DEVICE uint64 along_columns(int first_row, int k_step) const {
     const uint32 offset = k_step / 4 * slab_bytes + first_row * 128 + k_step % 4 * 32;

@@ -70,7 +70,8 @@ HEAD_ROWS_BYTES = 32
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
     """Columns of the kernel's tiles for q and k, and for v (``BwdShapes``)."""
-    return round_up(problem.head_dim_qk, 32), round_up(problem.head_dim_v, 32)
+    columns = BwdTiling.columns
+    return round_up(problem.head_dim_qk, columns), round_up(problem.head_dim_v, columns)
 
 
 #: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
@@ -105,10 +106,7 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
 
 
 class BwdSm80(BackwardPlan):
-    """FlashAttention-2's backward with mma.sync, cp.async and ldmatrix.
-
-    The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
-    """
+    """FlashAttention-2's backward with mma.sync, cp.async and ldmatrix."""
 
     name = "bwd_sm80"
 

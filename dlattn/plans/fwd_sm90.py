@@ -169,7 +169,7 @@ class FwdSm90(MappedPlan):
             self._blocks,
         )
 
-    @property
+    @cached_property
     def _has_lengths(self) -> bool:
         return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
 

@@ -14,7 +14,7 @@ from typing import Any
 from dlattn.errors import DlattnError
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-ERROR_INVALID_CONTEXT = 201  # CUresult
+_ERROR_INVALID_CONTEXT = 201  # CUresult
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -101,9 +101,9 @@ class Launch:
         if self._empty:
             return
         self._config.stream = stream
-        status = self._launch(*self._arguments)
-        if status == ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
-            make_context_current()
+        status = self._launch(*self._arguments)  # as every call pays for it, without a wrapper
+        if status == _ERROR_INVALID_CONTEXT:
+            _make_context_current()
             status = self._launch(*self._arguments)
         if status:
             raise DlattnError(
@@ -120,12 +120,13 @@ def clear(address: int, nbytes: int, stream: int) -> None:
     Raises:
         DlattnError: the driver refused.
     """
-    arguments = (ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
-    handle = ctypes.c_void_p(stream)
-    status = driver().cuMemsetD8Async(*arguments, handle)
-    if status == ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
-        make_context_current()
-        status = driver().cuMemsetD8Async(*arguments, handle)
+    status = call_in_context(
+        driver().cuMemsetD8Async,
+        ctypes.c_uint64(address),
+        ctypes.c_ubyte(0),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_void_p(stream),
+    )
     if status:
         raise DlattnError(
             f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
@@ -177,7 +178,16 @@ def _runtime() -> Any:
     return runtime
 
 
-def make_context_current() -> None:
+def call_in_context(function: Any, *arguments: Any) -> int:
+    """The status of a driver call, which is made again if it was the thread's first CUDA call."""
+    status: int = function(*arguments)
+    if status == _ERROR_INVALID_CONTEXT:
+        _make_context_current()
+        status = function(*arguments)
+    return status
+
+
+def _make_context_current() -> None:
     """Give this thread the context of its current device, as its first CUDA call would."""
     runtime = _runtime()
     runtime.setDevice(runtime.getDevice())

@@ -12,7 +12,7 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import DlattnError
-from dlattn.runtime.launch import ERROR_INVALID_CONTEXT, driver, make_context_current
+from dlattn.runtime.launch import call_in_context, driver
 
 _DATA_TYPES = {data_type.HALF: 6, data_type.BFLOAT16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle
@@ -64,11 +64,7 @@ def encode(
         _L2_PROMOTION_256B,
         0,
     )
-    encode_tiled = driver().cuTensorMapEncodeTiled
-    status = encode_tiled(*arguments)
-    if status == ERROR_INVALID_CONTEXT:
-        make_context_current()
-        status = encode_tiled(*arguments)
+    status = call_in_context(driver().cuTensorMapEncodeTiled, *arguments)
     if status:
         raise DlattnError(
             f"cuTensorMapEncodeTiled failed with CUresult {status} for dim {tuple(dim)}, stride "

@@ -72,7 +72,13 @@ def direction_of(family: type[CudaPlan]) -> Direction:
 
 
 def plan_for(
-    family: type[CudaPlan], problem: Problem, arch: str, *, seq: int = 300, right: int | None = 0
+    family: type[CudaPlan],
+    problem: Problem,
+    arch: str,
+    *,
+    seq: int = 300,
+    left: int | None = 64,
+    right: int | None = 0,
 ) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
@@ -89,7 +95,7 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
-    geometry = Geometry(tensors, 0.125, band_left=None if seq > 300 else 64, band_right=right)
+    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
 
@@ -217,7 +223,8 @@ def test_hopper_forward_resources(head_dims: tuple[int, int], seq: int, mask: st
         Direction.FORWARD, data_type.BFLOAT16, *head_dims, (Scale(positive=True),), MASKS[mask],
         data_type.FLOAT,
     )  # fmt: skip
-    plan = plan_for(FwdSm90, problem, "sm_90a", seq=seq, right=0 if mask == "causal" else None)
+    right = 0 if mask == "causal" else None
+    plan = plan_for(FwdSm90, problem, "sm_90a", seq=seq, left=None, right=right)
     assert isinstance(plan, FwdSm90)
     (kernel,) = plan.kernels()
     registers = jit.compile_kernel(kernel.source, "sm_90a").registers

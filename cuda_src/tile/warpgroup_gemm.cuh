@@ -1,0 +1,46 @@
+// One warpgroup's matrix products: the right operand in shared memory, the left one there or in
+// registers, accumulators in registers. They run on while the warps go on: wait, then tie.
+#pragma once
+
+#include "base/types.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/gemm.cuh"
+
+namespace dlattn {
+
+// Results that have been waited for: they are not read earlier.
+template <int n_tiles>
+DLATTN_DEVICE void tie(Accumulator<1, n_tiles>& c) {
+  c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
+}
+
+// Starts c = (64 rows of left, from first_row on) right^T.
+template <class Left, class Right, int n_tiles>
+DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, int first_row,
+                                 const Right& right) {
+  auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Left::columns / 16; ++k) {
+    WgmmaShape<8 * n_tiles>::template shared_shared<typename Left::Element>(
+        d, left.along_columns(first_row, k), right.along_columns(0, k), k > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts c += left right.
+template <int k_steps, class Right, int n_tiles>
+DLATTN_DEVICE void start_accumulation(Accumulator<1, n_tiles>& c,
+                                      const RegisterLeft<typename Right::Element, 1, k_steps>& left,
+                                      const Right& right) {
+  auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < k_steps; ++k) {
+    WgmmaShape<8 * n_tiles>::template register_shared<typename Right::Element, 1>(
+        d, left.at[0][k], right.along_rows(k), 1);
+  }
+  wgmma_commit();
+}
+
+}  // namespace dlattn
