@@ -47,7 +47,7 @@ struct Params {
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;  // where lengths decide instead: tiles that blocks have asked for so far
   float* dq_accum;   // (batch, heads_q, query tiles, tile), each tile in accumulator order
-  float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then delta
+  float* row_stats;  // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then -delta
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;     // cuDNN's diagonal bounds

@@ -1,5 +1,5 @@
-// Before the backward's main kernel: per query row, delta = rowsum(dO * O) and the log-sum-exp in
-// log2 units; and zeros for the dQ sums. One block per query tile.
+// Before the backward's main kernel: per query row, the log-sum-exp in log2 units and
+// -delta = -rowsum(dO * O); and zeros for the dQ sums. One block per query tile.
 #pragma once
 
 #include "attn/params.cuh"
@@ -40,7 +40,8 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const int lane = threadIdx.x % lanes_per_row;
   const Lengths length(p, batch);
-  float* g_stats = Shapes::row_stats(p, batch, head, tile);
+  const int row_tile = Shapes::row_tile(p, batch, head, tile);
+  float* g_stats = Shapes::row_stats(p, row_tile);
 
 #pragma unroll
   for (int pass = 0; pass < ceil_div(Shapes::tile_q, rows_per_pass); ++pass) {
@@ -65,11 +66,11 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
       g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
-      g_stats[Shapes::tile_q + row] = delta;
+      g_stats[Shapes::tile_q + row] = -delta;  // what the sums of dP begin with
     }
   }
 
-  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, batch, head, tile));
+  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, row_tile));
   for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
     g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
   }

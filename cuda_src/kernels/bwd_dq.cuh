@@ -21,7 +21,7 @@ DLATTN_DEVICE void bwd_dq(const Params& p) {
 
   const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const float factor = Problem::Score::gradient_factor(ScoreValues(p));
-  const float* g_sum = Shapes::dq_accum(p, batch, head, tile);
+  const float* g_sum = Shapes::dq_accum(p, Shapes::row_tile(p, batch, head, tile));
   typename Grid::Block dq;
   dq.for_each([&](float& value, int m, int n, int i) {
     value = g_sum[Shapes::dq_offset(m, n, i)] * factor;

@@ -147,7 +147,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
     QTile& s_q = shared.q[iteration % Tiling::stages_q];
     DOTile& s_do = shared.dO[iteration % Tiling::stages_do];
     const float* s_stats = shared.row_stats[iteration % 2];
-    const float* s_delta = s_stats + tile_q;
+    const float* s_minus_delta = s_stats + tile_q;
 
     Scores raw;
     raw.clear();
@@ -162,7 +162,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
 
     Scores dS;
     dS.for_each([&](float& value, int m, int, int i) {
-      value = -s_delta[SGrid::first_row() + Scores::row(m, i)];
+      value = s_minus_delta[SGrid::first_row() + Scores::row(m, i)];
     });
     gemm<T, dim_v / 16>(dS, SharedLeft<DOTile, false>(s_do, SGrid::first_row()),
                         SharedRight<VTile, false>(shared.v, SGrid::first_column()));
@@ -216,9 +216,10 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
       const int last_tile = ceil_div(queries.last, tile_q);
       int tile = opaque(queries.first / tile_q);
       if (threadIdx.x == 0) {
+        const int first_tile = Shapes::row_tile(p, batch, head, 0);
         shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
-                            Shapes::row_stats(p, batch, head, 0),
-                            Shapes::dq_accum(p, batch, head, 0)};
+                            Shapes::row_stats(p, first_tile),
+                            Shapes::dq_accum(p, first_tile)};
       }
       __syncthreads();
       load_row_stats(tile, 0);

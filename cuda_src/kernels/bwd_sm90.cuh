@@ -1,11 +1,13 @@
-// Attention backward for Hopper: wgmma, TMA, warp specialisation (FlashAttention-3, section 3).
+// Attention backward for Hopper: wgmma, TMA, warp specialisation.
 //
-// A block owns 128 keys, 64 for each of two consumer warpgroups, and walks the query tiles of every
-// query head that shares them, so that dK and dV stay in registers across a whole group. Scores are
-// transposed, keys by queries: probabilities and dS are then left operands in registers of
+// A block owns 128 keys, 64 for each of two warpgroups of key workers, and walks the query tiles of
+// every query head that shares them, so that dK and dV stay in registers across a whole group.
+// Scores are transposed, keys by queries: probabilities and dS are then left operands in registers of
 //   dV += P^T dO, dK += dS^T Q
-// and only dS passes through shared memory, for dQ += dS K, of which each consumer computes half the
-// columns. dQ is summed over key tiles in global memory, in accumulator order (bwd_dq.cuh).
+// and only dS passes through shared memory, to a third warpgroup, which loads all tiles and computes
+//   dQ = dS K
+// summed over key tiles in global memory, in accumulator order (bwd_dq.cuh). A reduction holds its
+// registers until memory has taken it: this warpgroup has nothing else to do.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -27,7 +29,7 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  TensorMap q, k, v, dO, dK, dV;  // boxes: 64, 128, 128, 64, 64 and 64 rows of 64 columns
+  TensorMap q, k, v, dO, dK, dV;  // boxes: tile_q, 128, 128, tile_q, 64 and 64 rows of 64 columns
   Params p;
 };
 
@@ -39,8 +41,10 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   using Shapes::dim_v;
   using Shapes::tile_k;
   using Shapes::tile_q;
-  static constexpr int consumers = 2, stages = Tiling::stages, ds_stages = Tiling::ds_stages;
-  static constexpr int producer_registers = 24, consumer_registers = 240;
+  static constexpr int key_workers = 2, stages = Tiling::stages;
+  static constexpr int query_registers = Tiling::query_registers;
+  static constexpr int key_registers = (504 - query_registers) / 2;  // the block has 3 x 168
+  static_assert(key_registers % 8 == 0 && query_registers % 8 == 0);
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
   using DOTile = SlabTile<T, tile_q, dim_v>;
@@ -51,25 +55,43 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   using Rounded = RegisterLeft<T, 1, tile_q / 16>;
   using DK = Accumulator<1, dim_qk / 8>;
   using DV = Accumulator<1, dim_v / 8>;
-  using DQ = Accumulator<1, dim_qk / 16>;  // half the columns
+  using DQ = Accumulator<1, dim_qk / 8>;  // of 64 queries
+  static constexpr int pieces = tile_q / 64;
+
+  // A query tile of a head, as the walk over heads that share keys and values meets it.
+  struct alignas(16) Step {
+    int head, tile;
+    int row_tile;       // its number among the query tiles of all heads
+    bool last, masked;  // of the walk; some of its scores do not exist
+  };
+
+  // The next step to be loaded, of q or of dO; counted from the first one of the block.
+  struct alignas(16) Loading {
+    int head, tile;
+    int heads_left;  // of the walk
+    uint32 landings;
+  };
 
   struct SharedMemory {
-    KTile k;
-    VTile v;
+    KTile k[1];
+    VTile v[1];
     QTile q[stages];
     DOTile dO[stages];
-    DSTile dS[ds_stages];
-    float row_stats[stages][2 * tile_q];  // log-sum-exps in log2 units, deltas; they come with q
+    DSTile dS[stages];
+    float row_stats[stages][2 * tile_q];  // log-sum-exps in log2 units, -deltas; they come with q
+    Step steps[stages];                   // what is in q
+    Loading loading[2];                   // for want of registers
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
-    Ring<ds_stages> ds_ring;  // filled and read by the consumers
+    Ring<stages> ds_ring;  // from the key workers to the query worker
+    uint64 landed[4];      // what warp i is to clear
   };
 
   // Named barriers, by event.
   enum Barrier {
     keys_read = 1,
-    rows_cleared,                    // + warpgroup
-    rows_staged = rows_cleared + 2,  // + warpgroup
+    values_read,
+    rows_staged,  // + warpgroup
   };
 
   const MappedBwdParams& m;
@@ -77,8 +99,9 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   SharedMemory& shared;
   const WorkItem work;
   const Lengths length;
-  const Interval keys;  // of this tile that exist
-  const int warpgroup;  // among the consumers
+  const Interval keys;   // of this tile that exist
+  const Interval tiles;  // of queries that attend to them
+  const int warpgroup;   // among the key workers
 
   DLATTN_DEVICE BwdSm90(const MappedBwdParams& params, SharedMemory& shared_memory,
                         WorkItem work_item)
@@ -88,159 +111,221 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
         work(work_item),
         length(p, work.batch),
         keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)},
+        tiles(query_tiles()),
         warpgroup(warp_index() / 4 - 1) {}
 
-  DLATTN_DEVICE void init() {
-    if (threadIdx.x == 0) {
-      shared.k_ring.init(4 * consumers);
-      shared.v_ring.init(4 * consumers);
-      shared.q_ring.init(4 * consumers);
-      shared.do_ring.init(4 * consumers);
-      shared.ds_ring.init(4 * consumers, 4 * consumers);
-      fence_mbarrier_init();
-    }
-    __syncthreads();
-  }
-
-  // The query tiles that attend to these keys.
   DLATTN_DEVICE Interval query_tiles() const {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
     return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
   }
 
+  DLATTN_DEVICE void init() {
+    if (threadIdx.x == 0) {
+      shared.k_ring.init(4 * key_workers);
+      shared.v_ring.init(4 * key_workers);
+      shared.q_ring.init(4 * key_workers + 4);  // the query worker reads steps
+      shared.do_ring.init(4 * key_workers);
+      shared.ds_ring.init(4, 4 * key_workers);
+#pragma unroll
+      for (uint64& landed : shared.landed) mbarrier_init(landed, 1);
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 
-  // ---- Loaders: a warp each for k and v, q and dO, of which one lane gives the orders ----
+  // Heads that share their keys and their values.
+  DLATTN_DEVICE int heads_per_walk() const {
+    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  }
 
+  // ---- Query worker: dQ; and all loads, a warp each for q, dO, keys and values ----
+
+  // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
+  // probabilities do not silence NaN, zeros do. A tile with such rows is full once they are cleared.
+  template <int ring_stages, class Tile, class Start>
+  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, Place<ring_stages>& place,
+                               Tile (&tile)[ring_stages], int rows, uint64& landed,
+                               uint32& landings, uint32 bytes, Start start) {
+    if (rows >= Tile::rows) return fill(ring, place, bytes, start);
+    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive_expect(landed, bytes);
+      start(place.stage, landed);
+    }
+    mbarrier_wait(landed, landings);
+    landings ^= 1;
+    tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.full[place.stage]);
+    place.advance();
+  }
+
+  // The keys or values of the head of this number in the block.
   template <class Tile>
-  DLATTN_DEVICE void load_keys(Tile& tile, Ring<1>& ring, Place<1>& place, const TensorMap& map,
-                               int head) {
-    fill(ring, place, Tile::bytes,
-         [&](int, uint64& full) { tile.load(map, full, keys.first, head, work.batch); });
+  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, int number,
+                               const TensorMap& map, int heads_per_key) {
+    Place<1> place{0, uint32(number % 2)};
+    uint32 landings = number % 2;
+    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, landings, Tile::bytes,
+              [&](int, uint64& full) {
+                tile[0].load(map, full, keys.first, first_head() / heads_per_key + number,
+                             work.batch);
+              });
   }
 
-  DLATTN_DEVICE void load_keys_and_values() {
-    Place<1> k_place, v_place;
-    for (int i = 0; i < p.heads_per_block; ++i) {
-      const int head = first_head() + i;
-      if (i % p.heads_per_k == 0) {
-        load_keys(shared.k, shared.k_ring, k_place, m.k, head / p.heads_per_k);
-      }
-      if (i % p.heads_per_v == 0) {
-        load_keys(shared.v, shared.v_ring, v_place, m.v, head / p.heads_per_v);
-      }
-    }
+  DLATTN_DEVICE int existing_rows(int tile) const {
+    return p.seq_len_q.data == nullptr ? tile_q : length.q - tile * tile_q;
   }
 
-  template <class Visit>
-  DLATTN_DEVICE void for_each_tile(Visit visit) {
-    const Interval tiles = query_tiles();
-    for (int head = first_head(); head < first_head() + p.heads_per_block; ++head) {
-      for (int tile = tiles.first; tile < tiles.last; ++tile) visit(head, tile);
-    }
-  }
-
-  DLATTN_DEVICE void load_queries() {
+  DLATTN_DEVICE void load_queries(Loading& at, Place<stages> place, int head, int tile) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    Place<stages> place;
-    for_each_tile([&](int head, int tile) {
-      fill(shared.q_ring, place, QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
-        shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
-        bulk_load(shared_address(shared.row_stats[stage]),
-                  Shapes::row_stats(p, work.batch, head, tile), stats_bytes, full);
-      });
-    });
+    const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
+    const bool full =
+        Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
+    const Step step{head, tile, Shapes::row_tile(p, work.batch, head, tile),
+                    at.heads_left == 1 && tile == tiles.last - 1, !full};
+    mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
+    if (threadIdx.x % 32 == 0) shared.steps[place.stage] = step;
+    fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.landings,
+              QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
+                shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
+                bulk_load(shared_address(shared.row_stats[stage]),
+                          Shapes::row_stats(p, step.row_tile), stats_bytes, full);
+              });
   }
 
-  DLATTN_DEVICE void load_gradients() {
-    Place<stages> place;
-    for_each_tile([&](int head, int tile) {
-      fill(shared.do_ring, place, DOTile::bytes, [&](int stage, uint64& full) {
-        shared.dO[stage].load(m.dO, full, tile * tile_q, head, work.batch);
-      });
-    });
+  DLATTN_DEVICE void load_gradients(Loading& at, Place<stages> place, int head, int tile) {
+    fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[1], at.landings,
+              DOTile::bytes, [&](int stage, uint64& full) {
+                shared.dO[stage].load(m.dO, full, tile * tile_q, head, work.batch);
+              });
   }
 
-  DLATTN_DEVICE void produce() {
-    switch (warp_index()) {
-      case 0:
-        return load_keys_and_values();
-      case 1:
-        return load_queries();
-      case 2:
-        return load_gradients();
+  // Orders the tiles of the next step that has none yet, if there is one.
+  DLATTN_DEVICE void load_step(Place<stages> place) {
+    const int warp = warp_index();
+    if (warp >= 2) return;
+    Loading at = shared.loading[warp];
+    at.head = uniform(at.head);
+    at.tile = uniform(at.tile);
+    if (at.head == p.heads_per_block) return;
+    const int head = first_head() + at.head, tile = tiles.first + at.tile;
+    if (warp == 0) {
+      load_queries(at, place, head, tile);
+    } else {
+      load_gradients(at, place, head, tile);
     }
+    if (++at.tile == tiles.last - tiles.first) {
+      at.tile = 0;
+      ++at.head;
+      if (--at.heads_left == 0) at.heads_left = heads_per_walk();
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared.loading[warp] = at;
+    __syncwarp();
   }
 
-  // ---- Consumer ----
-
-  // What a consumer carries from tile to tile.
-  struct State {
-    DK dK;
-    DV dV;
-    Place<1> k, v;
-    Place<stages> tile;             // of q and of dO
-    Place<ds_stages> stored, read;  // of dS
-    int head, tile_of_dq;           // of the dS to be read
-    bool pending = false;           // there is one
-  };
-
-  // Of this consumer among the keys. Known to be uniform, and computed where it is needed:
-  // descriptors are not worth registers.
-  DLATTN_DEVICE int first_own_row() const { return 64 * uniform(opaque(warpgroup)); }
-
-  // Starts this consumer's columns of dQ = dS K.
-  DLATTN_DEVICE void start_dq(DQ& dQ, int ds_stage) {
-    constexpr int columns = dim_qk / 2;
-    auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ.at);
-    const int first = first_own_row() * columns / 64;
-    const int offset = first / 64 * KTile::slab_bytes + first % 64 * 2;
+  // Starts 64 rows of dQ = dS K.
+  DLATTN_DEVICE void start_dq(DQ& dQ, int first_row, int stage) {
+    auto& d = reinterpret_cast<float (&)[dim_qk / 2]>(dQ.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < tile_k / 16; ++k) {
-      WgmmaShape<columns>::template shared_shared<T, 1>(d, shared.dS[ds_stage].along_columns(0, k),
-                                                        shared.k.along_rows(k) + (offset >> 4),
-                                                        k > 0);
+      WgmmaShape<dim_qk>::template shared_shared<T, 1>(
+          d, shared.dS[stage].along_columns(first_row, k), shared.k[0].along_rows(k), k > 0);
     }
     wgmma_commit();
   }
 
-  // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zeros do. Every consumer clears for itself.
-  template <class Tile>
-  DLATTN_DEVICE void clear_rows(Tile& tile, int first) {
-    if (first >= Tile::rows) return;
-    tile.clear_rows(first, opaque(threadIdx.x % 128), 128);
-    fence_proxy_async();
-    named_barrier_sync(rows_cleared + warpgroup, 128);
+  DLATTN_DEVICE void add_dq(const DQ& dQ, int first_row, int row_tile) {
+    using Grid = typename Shapes::DQGrid;
+    float* g_sum = Shapes::dq_accum(p, row_tile) + Shapes::dq_offset(0, 0, 0, warp_index());
+#pragma unroll
+    for (int n = 0; n < dim_qk / 8; ++n) {
+      const int warp = first_row / 16 + 4 * (n / Grid::n_tiles);
+      reduce_add_x4(g_sum + 128 * (warp * Grid::n_tiles + n % Grid::n_tiles), Shapes::dq_stride,
+                    dQ.at[0][n]);
+    }
   }
+
+  DLATTN_DEVICE void work_on_queries() {
+    Place<stages> place;
+    if (threadIdx.x < 64) shared.loading[threadIdx.x / 32] = {0, 0, heads_per_walk(), 0};
+    __syncwarp();
+    for (int i = 0; i < p.heads_per_block; i += heads_per_walk()) {
+      if (warp_index() == 2 && i % p.heads_per_k == 0) {
+        load_keys(shared.k, shared.k_ring, shared.landed[2], i / p.heads_per_k, m.k, p.heads_per_k);
+      }
+      if (warp_index() == 3 && i % p.heads_per_v == 0) {
+        load_keys(shared.v, shared.v_ring, shared.landed[3], i / p.heads_per_v, m.v, p.heads_per_v);
+      }
+      if (!tiles.empty()) {
+        if (i == 0) {
+#pragma unroll 1
+          for (int stage = 0; stage < stages; ++stage) load_step({stage, 0});
+        }
+        mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+        bool last;
+#pragma unroll 1
+        do {
+          const int stage = place.stage;
+          mbarrier_wait(shared.ds_ring.full[stage], place.parity);
+          last = uniform(shared.steps[stage].last);
+          const int row_tile = uniform(shared.steps[stage].row_tile);
+          release(shared.q_ring.empty[stage]);
+          DQ dQ[pieces];
+#pragma unroll
+          for (int piece = 0; piece < pieces; ++piece) start_dq(dQ[piece], 64 * piece, stage);
+          if constexpr (pieces == 2) {
+            wgmma_wait<1>();
+            tie(dQ[0]);
+            add_dq(dQ[0], 0, row_tile);
+          }
+          wgmma_wait<0>();
+          tie(dQ[pieces - 1]);
+          release(shared.ds_ring.empty[stage]);
+          add_dq(dQ[pieces - 1], 64 * (pieces - 1), row_tile);
+          load_step({stage, place.parity ^ 1});
+          place.advance();
+        } while (!last);
+      }
+      if ((i + heads_per_walk()) % p.heads_per_k == 0) {
+        named_barrier_arrive(keys_read, 128 * (key_workers + 1));
+      }
+    }
+  }
+
+  // ---- Key workers: dK and dV ----
+
+  // Of this warpgroup among the keys. Known to be uniform, and computed where it is needed:
+  // descriptors are not worth registers.
+  DLATTN_DEVICE int first_own_row() const { return 64 * uniform(opaque(warpgroup)); }
 
   DLATTN_DEVICE int first_key() const { return keys.first + 16 * (warp_index() - 4); }
 
-  DLATTN_DEVICE Position position(int head, int tile, int n, int i) const {
-    return {work.batch, head, tile * tile_q + Scores::column(n, i),
-            first_key() + Scores::row(0, i)};
+  // Turns raw scores into probabilities.
+  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage,
+                                  const ScoreValues& values) {
+    const float* s_log_sum_exp = shared.row_stats[stage];
+    const float log2_factor = Problem::Score::factor(values) * log2_e;
+    const Step step = shared.steps[stage];
+    probability.for_each([&](float& value, int, int n, int i) {
+      const float score = Problem::Score::apply(raw.at[0][n][i], position(step, n, i), values);
+      value = exp2_approx(score * log2_factor - s_log_sum_exp[Scores::column(n, i)]);
+    });
+    if (step.masked) mask(probability, step.tile * tile_q);
   }
 
-  // Turns raw scores into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, const float* s_stats,
-                                  int head, int tile, const ScoreValues& values) {
-    const float log2_factor = Problem::Score::factor(values) * log2_e;
-    probability.for_each([&](float& value, int, int n, int i) {
-      const float score =
-          Problem::Score::apply(raw.at[0][n][i], position(head, tile, n, i), values);
-      value = exp2_approx(score * log2_factor - s_stats[Scores::column(n, i)]);
-    });
-    const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
-    if (Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k})) {
-      return;
-    }
+  DLATTN_DEVICE void mask(Scores& probability, int first_query) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int key = first_key() + Scores::row(0, i);
       const uint32 kept = kept_elements(Problem::Mask::queries({key, key + 1}, length, p),
-                                        tile * tile_q + Scores::column(0, 0));
+                                        first_query + Scores::column(0, 0));
 #pragma unroll
       for (int e = 0; e < tile_q / 4; ++e) {
         if ((kept >> e & 1) == 0) probability.at[0][e / 2][i + e % 2] = 0.f;
@@ -248,113 +333,69 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     }
   }
 
+  DLATTN_DEVICE Position position(const Step& step, int n, int i) const {
+    return {work.batch, step.head, step.tile * tile_q + Scores::column(n, i),
+            first_key() + Scores::row(0, i)};
+  }
+
   // Transposed, queries by keys.
-  DLATTN_DEVICE void store_ds(const Rounded& dS, int ds_stage) {
+  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage) {
     const int lane = opaque(threadIdx.x % 32);
     const int unit = 2 * (warp_index() - 4) + lane / 8 % 2;
 #pragma unroll
     for (int k = 0; k < tile_q / 16; ++k) {
       const auto& r = dS.at[0][k];
-      stmatrix_x4_transposed(
-          shared.dS[ds_stage].unit_address(16 * k + lane / 16 * 8 + lane % 8, unit), r[0], r[1],
-          r[2], r[3]);
-    }
-    fence_proxy_async();
-  }
-
-  DLATTN_DEVICE void add_dq(const DQ& dQ, int head, int tile) {
-    float* g_sum = Shapes::dq_accum(p, work.batch, head, tile);
-#pragma unroll
-    for (int n = 0; n < dim_qk / 16; ++n) {
-      reduce_add_x4(g_sum + Shapes::dq_offset(0, n, 0, warp_index() - 4), Shapes::dq_stride,
-                    dQ.at[0][n]);
+      stmatrix_x4_transposed(shared.dS[stage].unit_address(16 * k + lane / 16 * 8 + lane % 8, unit),
+                             r[0], r[1], r[2], r[3]);
     }
   }
 
-  // One query tile of one head.
-  DLATTN_DEVICE void step(State& state, int head, int tile, const ScoreValues& values) {
-    const int stage = state.tile.stage;
-    QTile& s_q = shared.q[stage];
-    DOTile& s_do = shared.dO[stage];
-    const float* s_stats = shared.row_stats[stage];
-    const int rows = p.seq_len_q.data == nullptr ? tile_q : length.q - tile * tile_q;
-
-    Scores raw, dP;
-    mbarrier_wait(shared.q_ring.full[stage], state.tile.parity);
-    clear_rows(s_q, rows);
-    start_product(raw, shared.k, first_own_row(), s_q);
-    mbarrier_wait(shared.do_ring.full[stage], state.tile.parity);
-    clear_rows(s_do, rows);
-    start_product(dP, shared.v, first_own_row(), s_do);
-    wgmma_wait<1>();
+  // One query tile of one head. False after the last of a walk.
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place, const ScoreValues& values) {
+    const int stage = place.stage;
+    const float* s_minus_delta = shared.row_stats[stage] + tile_q;
+    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    Scores raw;
+    start_product(raw, shared.k[0], first_own_row(), shared.q[stage]);
+    wgmma_wait<0>();
     tie(raw);
     Scores probability;
-    exponentiate(probability, raw, s_stats, head, tile, values);
+    exponentiate(probability, raw, stage, values);
+    // dP only now: two products in flight take 16 registers more, which the query worker needs.
+    mbarrier_wait(shared.do_ring.full[stage], place.parity);
+    Scores dP;
+    dP.for_each(
+        [&](float& value, int, int n, int i) { value = s_minus_delta[Scores::column(n, i)]; });
+    start_product<true>(dP, shared.v[0], first_own_row(), shared.dO[stage]);
     wgmma_wait<0>();
     tie(dP);
     dP.for_each([&](float& value, int, int n, int i) {
-      value = Problem::Score::backward(
-          probability.at[0][n][i] * (value - s_stats[tile_q + Scores::column(n, i)]),
-          raw.at[0][n][i], position(head, tile, n, i), values);
+      value = Problem::Score::backward(probability.at[0][n][i] * value, raw.at[0][n][i],
+                                       position(shared.steps[stage], n, i), values);
     });
     const Rounded rounded_p(probability), rounded_ds(dP);
-    mbarrier_wait(shared.ds_ring.empty[state.stored.stage], state.stored.parity ^ 1);
-    store_ds(rounded_ds, state.stored.stage);
+    mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
+    store_ds(rounded_ds, stage);
+    start_accumulation(dV, rounded_p, shared.dO[stage]);
+    fence_proxy_async();
     __syncwarp();  // an arrival speaks for the writes of its own lane
-    release(shared.ds_ring.full[state.stored.stage]);
-    state.stored.advance();
-    start_accumulation(state.dV, rounded_p, s_do);
-    if (!Tiling::late_dq) expect_dq(state, head, tile);
-    DQ dQ;
-    const bool due = state.pending;
-    // Without a tile before, of whatever is there, which nobody looks at: a branch around the products
-    // costs registers.
-    if (due) await_ds(state);
-    start_dq(dQ, state.read.stage);
-    start_accumulation(state.dK, rounded_ds, s_q);
-    wgmma_wait<2>();
-    tie(state.dV);
-    release(shared.do_ring.empty[stage]);
+    release(shared.ds_ring.full[stage]);
+    start_accumulation(dK, rounded_ds, shared.q[stage]);
     wgmma_wait<1>();
-    tie(dQ);
-    if (due) end_dq(state, dQ);
-    if (Tiling::late_dq) expect_dq(state, head, tile);
+    tie(dV);
+    release(shared.do_ring.empty[stage]);
     wgmma_wait<0>();
-    tie(state.dK);
+    tie(dK);
+    const bool more = !shared.steps[stage].last;
+    __syncwarp();
     release(shared.q_ring.empty[stage]);
-    state.tile.advance();
-  }
-
-  DLATTN_DEVICE void expect_dq(State& state, int head, int tile) {
-    state.head = head;
-    state.tile_of_dq = tile;
-    state.pending = true;
-  }
-  DLATTN_DEVICE void await_ds(State& state) {
-    mbarrier_wait(shared.ds_ring.full[state.read.stage], state.read.parity);
-  }
-  DLATTN_DEVICE void end_dq(State& state, const DQ& dQ) {
-    release(shared.ds_ring.empty[state.read.stage]);
-    state.read.advance();
-    add_dq(dQ, state.head, state.tile_of_dq);
-    state.pending = false;
-  }
-  // The last one, which no step follows.
-  DLATTN_DEVICE void finish_dq(State& state) {
-    if (!state.pending) return;
-    DQ dQ;
-    await_ds(state);
-    start_dq(dQ, state.read.stage);
-    wgmma_wait<0>();
-    tie(dQ);
-    end_dq(state, dQ);
+    return more;
   }
 
   // Through the tile that held the keys or values, which nobody needs any more.
   template <int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, const TensorMap& map,
                            int head, float factor) {
-    named_barrier_sync(keys_read, 128 * consumers);
     const int lane = opaque(threadIdx.x % 32);
     const int row = 16 * (warp_index() - 4) + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -380,35 +421,31 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
   }
 
   // All query heads of the block; dK and dV are stored when the last head that shares them is done.
-  DLATTN_DEVICE void consume() {
+  DLATTN_DEVICE void work_on_keys() {
     const ScoreValues values(p);
-    const Interval tiles = query_tiles();
-    const int existing = most(keys.last - keys.first, 0);
-    State state;
-    state.dK.clear();
-    state.dV.clear();
-    for (int i = 0; i < p.heads_per_block; ++i) {
-      const int head = first_head() + i;
-      if (i % p.heads_per_k == 0) {
-        mbarrier_wait(shared.k_ring.full[0], state.k.parity);
-        clear_rows(shared.k, existing);
-        state.k.advance();
-      }
-      if (i % p.heads_per_v == 0) {
-        mbarrier_wait(shared.v_ring.full[0], state.v.parity);
-        clear_rows(shared.v, existing);
-        state.v.advance();
-      }
+    Place<stages> place;
+    DK dK;
+    DV dV;
+    dK.clear();
+    dV.clear();
+    for (int i = 0; i < p.heads_per_block; i += heads_per_walk()) {
+      const int head = first_head() + i, last = i + heads_per_walk();
+      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+      mbarrier_wait(shared.v_ring.full[0], i / p.heads_per_v % 2);
+      bool more = !tiles.empty();
 #pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.last; ++tile) step(state, head, tile, values);
-      if ((i + 1) % p.heads_per_k == 0) finish_dq(state);  // reads k for the last time
-      if ((i + 1) % p.heads_per_k == 0) {
-        store(state.dK, shared.k, m.dK, head / p.heads_per_k,
-              Problem::Score::gradient_factor(values));
+      while (more) {
+        more = step(dK, dV, place, values);
+        place.advance();
+      }
+      if (last % p.heads_per_k == 0) {
+        named_barrier_sync(keys_read, 128 * (key_workers + 1));
+        store(dK, shared.k[0], m.dK, head / p.heads_per_k, Problem::Score::gradient_factor(values));
         release(shared.k_ring.empty[0]);
       }
-      if ((i + 1) % p.heads_per_v == 0) {
-        store(state.dV, shared.v, m.dV, head / p.heads_per_v, 1.f);
+      if (last % p.heads_per_v == 0) {
+        named_barrier_sync(values_read, 128 * key_workers);
+        store(dV, shared.v[0], m.dV, head / p.heads_per_v, 1.f);
         release(shared.v_ring.empty[0]);
       }
     }
@@ -428,11 +465,11 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
                             p.heads_q / p.heads_per_block, p));
   kernel.init();
   if (warp_index() / 4 == 0) {
-    give_registers<Kernel::producer_registers>();
-    kernel.produce();
+    give_registers<Kernel::query_registers>();
+    kernel.work_on_queries();
   } else {
-    take_registers<Kernel::consumer_registers>();
-    kernel.consume();
+    take_registers<Kernel::key_registers>();
+    kernel.work_on_keys();
   }
 }
 

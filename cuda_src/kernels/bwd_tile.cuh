@@ -24,14 +24,13 @@ struct BwdTiling {
 };
 
 // Of the Hopper backward.
-template <int stages_, int ds_stages_, bool late_dq_>
+template <int tile_q_, int stages_, int query_registers_>
 struct Sm90BwdTiling {
-  static constexpr int tile_q = 64, tile_k = 128;
-  static constexpr int stages = stages_;        // query tiles, and dO tiles, in shared memory
-  static constexpr int ds_stages = ds_stages_;  // tiles of dS there
-  static constexpr bool late_dq = late_dq_;     // dQ of a query tile in the step of the next one
-  // The two consumers, as 4 warps by 2.
-  static constexpr int warps = 8, warps_dq = 4, columns = 64;
+  static constexpr int tile_q = tile_q_, tile_k = 128;
+  static constexpr int stages = stages_;  // tiles of q, dO and dS in shared memory
+  static constexpr int query_registers = query_registers_;  // of a thread that computes dQ
+  // What a sum of dQ is divided among, 16 queries each first.
+  static constexpr int warps = 8, warps_dq = tile_q / 16, columns = 64;
 };
 
 // How a block's warps divide a (rows x columns) product, rows first.
@@ -57,16 +56,19 @@ struct BwdShapes {
 
   using DQGrid = WarpGrid<tile_q, dim_qk, Tiling::warps, Tiling::warps_dq>;
 
-  // The statistics of one query tile: tile_q log-sum-exps in log2 units, then tile_q deltas.
-  static DLATTN_DEVICE float* row_stats(const Params& p, int batch, int head, int tile) {
-    const int64 pair = int64(batch) * p.heads_q + head;
-    return p.row_stats + (pair * ceil_div(p.seq_q, tile_q) + tile) * (2 * tile_q);
+  // The number of a query tile among those of all heads.
+  static DLATTN_DEVICE int row_tile(const Params& p, int batch, int head, int tile) {
+    return (batch * p.heads_q + head) * ceil_div(p.seq_q, tile_q) + tile;
+  }
+
+  // The statistics of one query tile: tile_q log-sum-exps in log2 units, then tile_q negative deltas.
+  static DLATTN_DEVICE float* row_stats(const Params& p, int row_tile) {
+    return p.row_stats + int64(row_tile) * (2 * tile_q);
   }
 
   // The fp32 sum of one query tile's dQ.
-  static DLATTN_DEVICE float* dq_accum(const Params& p, int batch, int head, int tile) {
-    const int64 pair = int64(batch) * p.heads_q + head;
-    return p.dq_accum + (pair * ceil_div(p.seq_q, tile_q) + tile) * (tile_q * dim_qk);
+  static DLATTN_DEVICE float* dq_accum(const Params& p, int row_tile) {
+    return p.dq_accum + int64(row_tile) * (tile_q * dim_qk);
   }
 
   // Where value i of a lane's accumulator (m, n) lies in a dq_accum tile: in the order of the

@@ -39,6 +39,7 @@ struct SlabTile {
   // Zeros in the rows from `first` on, by some threads side by side.
   DLATTN_DEVICE void clear_rows(int first, int thread, int threads) {
     constexpr int units = slabs * 8;
+#pragma unroll 1
     for (int unit = thread; unit < (rows - first) * units; unit += threads) {
       store_shared_zeros(unit_address(first + unit / units, unit % units));
     }

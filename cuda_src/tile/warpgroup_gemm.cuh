@@ -14,8 +14,8 @@ DLATTN_DEVICE void tie(Accumulator<1, n_tiles>& c) {
   c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
 }
 
-// Starts c = (64 rows of left, from first_row on) right^T.
-template <class Left, class Right, int n_tiles>
+// Starts c = (64 rows of left, from first_row on) right^T, or c += that.
+template <bool accumulate = false, class Left, class Right, int n_tiles>
 DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, int first_row,
                                  const Right& right) {
   auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
@@ -23,7 +23,7 @@ DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, i
 #pragma unroll
   for (int k = 0; k < Left::columns / 16; ++k) {
     WgmmaShape<8 * n_tiles>::template shared_shared<typename Left::Element>(
-        d, left.along_columns(first_row, k), right.along_columns(0, k), k > 0);
+        d, left.along_columns(first_row, k), right.along_columns(0, k), accumulate || k > 0);
   }
   wgmma_commit();
 }

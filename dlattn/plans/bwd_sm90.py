@@ -21,17 +21,15 @@ class Sm90BwdTiling:
     """How a Hopper backward block divides its work (``Sm90BwdTiling`` in the kernel).
 
     Attributes:
-        stages: query tiles, and dO tiles, in shared memory.
-        ds_stages: tiles of dS in shared memory.
-        late_dq: dQ of a query tile is computed in the step of the next one, so that no consumer
-            waits for the other's half of dS.
+        tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
+        stages: tiles of q, of dO and of dS in shared memory.
+        query_registers: of a thread that computes dQ; those of dK and dV share what is left.
     """
 
-    stages: int = 2
-    ds_stages: int = 2
-    late_dq: bool = False
+    tile_q: int = 64
+    stages: int = 3
+    query_registers: int = 104
 
-    tile_q: ClassVar[int] = 64
     tile_k: ClassVar[int] = 128
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 384
@@ -39,16 +37,24 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        return f"Sm90BwdTiling<{self.stages}, {self.ds_stages}, {str(self.late_dq).lower()}>"
+        return f"Sm90BwdTiling<{self.tile_q}, {self.stages}, {self.query_registers}>"
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
-        q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims) + 4 * 2 * self.tile_q
-        ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
-        barriers = 2 * 8 * (2 + 2 * self.stages + self.ds_stages)
-        return round_up(k_and_v + self.stages * q_and_do + ds + barriers, 1024)
+        tiles = sum(slab_bytes(self.tile_q, dim) for dim in (*dims, self.tile_k))
+        row_stats, step, loading = 4 * 2 * self.tile_q, 16, 16
+        barriers = 8 * (2 * 2 + 3 * 2 * self.stages + 4)
+        stages = self.stages * (tiles + row_stats + step)
+        return round_up(k_and_v + stages + 2 * loading + barriers, 1024)
+
+
+def choose_tiling(problem: Problem) -> Sm90BwdTiling:
+    """128 queries a tile if both head dimensions are at most 64."""
+    if max(problem.head_dim_qk, problem.head_dim_v) <= 64:
+        return Sm90BwdTiling(tile_q=128, stages=2)
+    return Sm90BwdTiling()
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or Sm90BwdTiling()
+        self.tiling = tiling or choose_tiling(problem)
         self.set_waves()
 
     @classmethod
@@ -85,7 +91,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
-        return {"q": 64, "k": 128, "v": 128, "dO": 64, "dK": 64, "dV": 64}
+        queries, keys = self.tiling.tile_q, self.tiling.tile_k
+        # A warpgroup stores its half of the keys.
+        return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
 
     @property
     def row_tiling(self) -> Tiling:
