@@ -1,403 +1,268 @@
 // Attention backward for Hopper: wgmma, TMA, warp specialisation.
 //
-// A block owns 128 keys, 64 for each of two warpgroups of key workers, and walks the query tiles of
-// every query head that shares them, so that dK and dV stay in registers across a whole group.
-// Scores are transposed, keys by queries: probabilities and dS are then left operands in registers of
+// A block owns some keys and walks the query tiles of every query head that shares them, so that dK and
+// dV stay in registers across a whole group. Scores are transposed, keys by queries: probabilities and
+// dS are then left operands in registers of
 //   dV += P^T dO, dK += dS^T Q
-// and only dS passes through shared memory, to a third warpgroup, which loads all tiles and computes
+// of which two warpgroups, the key workers, each take half: 64 of 128 keys, or, where the head
+// dimensions leave no registers for both, one product, of 64 keys. Only dS passes through shared memory
+// to a third warpgroup, the query worker (bwd_sm90_queries.cuh), which computes
 //   dQ = dS K
 // summed over key tiles in global memory, in accumulator order (bwd_dq.cuh). A reduction holds its
-// registers until memory has taken it: this warpgroup has nothing else to do.
+// registers until memory has taken it: the query worker has nothing else to do.
 #pragma once
 
-#include "attn/mask.cuh"
-#include "attn/params.cuh"
-#include "attn/problem.cuh"
-#include "attn/schedule.cuh"
-#include "attn/seqlen.cuh"
 #include "base/math.cuh"
-#include "kernels/bwd_tile.cuh"
+#include "kernels/bwd_sm90_queries.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/warpgroup.cuh"
-#include "tile/gemm.cuh"
-#include "tile/pipeline.cuh"
-#include "tile/slab_tile.cuh"
-#include "tile/warpgroup_gemm.cuh"
 
 namespace dlattn {
 
-// Params, and what the copy engine needs beside them.
-struct alignas(64) MappedBwdParams {
-  TensorMap q, k, v, dO, dK, dV;  // boxes: tile_q, 128, 128, tile_q, 64 and 64 rows of 64 columns
-  Params p;
-};
-
 template <class Problem, class Tiling>
-struct BwdSm90 : BwdShapes<Problem, Tiling> {
-  using Shapes = BwdShapes<Problem, Tiling>;
-  using T = typename Shapes::T;
-  using Shapes::dim_qk;
-  using Shapes::dim_v;
-  using Shapes::tile_k;
-  using Shapes::tile_q;
-  static constexpr int key_workers = 2, stages = Tiling::stages;
-  static constexpr int query_registers = Tiling::query_registers;
-  static constexpr int key_registers = (504 - query_registers) / 2;  // the block has 3 x 168
-  static_assert(key_registers % 8 == 0 && query_registers % 8 == 0);
+struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
+  using Base = BwdSm90Queries<Problem, Tiling>;
+  using T = typename Base::T;
+  using Base::by_product;
+  using Base::dim_qk;
+  using Base::dim_v;
+  using Base::keys;
+  using Base::length;
+  using Base::m;
+  using Base::p;
+  using Base::shared;
+  using Base::stages;
+  using Base::tile_k;
+  using Base::tile_q;
+  using Base::tiles;
+  using Base::work;
+  using typename Base::Step;
 
-  using QTile = SlabTile<T, tile_q, dim_qk>;
-  using DOTile = SlabTile<T, tile_q, dim_v>;
-  using KTile = SlabTile<T, tile_k, dim_qk>;
-  using VTile = SlabTile<T, tile_k, dim_v>;
-  using DSTile = SlabTile<T, tile_q, tile_k>;
-  using Scores = Accumulator<1, tile_q / 8>;  // keys by queries
-  using Rounded = RegisterLeft<T, 1, tile_q / 16>;
+  // Where dK and dV leave few registers, scores are made of half the queries at a time.
+  static constexpr bool few_registers = !by_product && dim_qk + dim_v > 256;
+  static constexpr int parts = few_registers ? 2 : 1, part_q = tile_q / parts;
+  using Scores = Accumulator<1, part_q / 8>;  // keys by queries
+  using Rounded = RegisterLeft<T, 1, part_q / 16>;
   using DK = Accumulator<1, dim_qk / 8>;
   using DV = Accumulator<1, dim_v / 8>;
-  using DQ = Accumulator<1, dim_qk / 8>;  // of 64 queries
-  static constexpr int pieces = tile_q / 64;
 
-  // A query tile of a head, as the walk over heads that share keys and values meets it.
-  struct alignas(16) Step {
-    int head, tile;
-    int row_tile;       // its number among the query tiles of all heads
-    bool last, masked;  // of the walk; some of its scores do not exist
-  };
+  const int warpgroup;  // among the key workers
 
-  // The next step to be loaded, of q or of dO; counted from the first one of the block.
-  struct alignas(16) Loading {
-    int head, tile;
-    int heads_left;  // of the walk
-    uint32 landings;
-  };
-
-  struct SharedMemory {
-    KTile k[1];
-    VTile v[1];
-    QTile q[stages];
-    DOTile dO[stages];
-    DSTile dS[stages];
-    float row_stats[stages][2 * tile_q];  // log-sum-exps in log2 units, -deltas; they come with q
-    Step steps[stages];                   // what is in q
-    Loading loading[2];                   // for want of registers
-    Ring<1> k_ring, v_ring;
-    Ring<stages> q_ring, do_ring;
-    Ring<stages> ds_ring;  // from the key workers to the query worker
-    uint64 landed[4];      // what warp i is to clear
-  };
-
-  // Named barriers, by event.
-  enum Barrier {
-    keys_read = 1,
-    values_read,
-    rows_staged,  // + warpgroup
-  };
-
-  const MappedBwdParams& m;
-  const Params& p;
-  SharedMemory& shared;
-  const WorkItem work;
-  const Lengths length;
-  const Interval keys;   // of this tile that exist
-  const Interval tiles;  // of queries that attend to them
-  const int warpgroup;   // among the key workers
-
-  DLATTN_DEVICE BwdSm90(const MappedBwdParams& params, SharedMemory& shared_memory,
+  DLATTN_DEVICE BwdSm90(const MappedBwdParams& params, typename Base::SharedMemory& shared_memory,
                         WorkItem work_item)
-      : m(params),
-        p(params.p),
-        shared(shared_memory),
-        work(work_item),
-        length(p, work.batch),
-        keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)},
-        tiles(query_tiles()),
-        warpgroup(warp_index() / 4 - 1) {}
-
-  DLATTN_DEVICE Interval query_tiles() const {
-    const Interval queries = Problem::Mask::queries(keys, length, p);
-    if (keys.empty() || queries.empty()) return {0, 0};
-    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
-  }
-
-  DLATTN_DEVICE void init() {
-    if (threadIdx.x == 0) {
-      shared.k_ring.init(4 * key_workers);
-      shared.v_ring.init(4 * key_workers);
-      shared.q_ring.init(4 * key_workers + 4);  // the query worker reads steps
-      shared.do_ring.init(4 * key_workers);
-      shared.ds_ring.init(4, 4 * key_workers);
-#pragma unroll
-      for (uint64& landed : shared.landed) mbarrier_init(landed, 1);
-      fence_mbarrier_init();
-    }
-    __syncthreads();
-  }
-
-  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
-
-  // Heads that share their keys and their values.
-  DLATTN_DEVICE int heads_per_walk() const {
-    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
-  }
-
-  // ---- Query worker: dQ; and all loads, a warp each for q, dO, keys and values ----
-
-  // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zeros do. A tile with such rows is full once they are cleared.
-  template <int ring_stages, class Tile, class Start>
-  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, Place<ring_stages>& place,
-                               Tile (&tile)[ring_stages], int rows, uint64& landed,
-                               uint32& landings, uint32 bytes, Start start) {
-    if (rows >= Tile::rows) return fill(ring, place, bytes, start);
-    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(landed, bytes);
-      start(place.stage, landed);
-    }
-    mbarrier_wait(landed, landings);
-    landings ^= 1;
-    tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
-    fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.full[place.stage]);
-    place.advance();
-  }
-
-  // The keys or values of the head of this number in the block.
-  template <class Tile>
-  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, int number,
-                               const TensorMap& map, int heads_per_key) {
-    Place<1> place{0, uint32(number % 2)};
-    uint32 landings = number % 2;
-    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, landings, Tile::bytes,
-              [&](int, uint64& full) {
-                tile[0].load(map, full, keys.first, first_head() / heads_per_key + number,
-                             work.batch);
-              });
-  }
-
-  DLATTN_DEVICE int existing_rows(int tile) const {
-    return p.seq_len_q.data == nullptr ? tile_q : length.q - tile * tile_q;
-  }
-
-  DLATTN_DEVICE void load_queries(Loading& at, Place<stages> place, int head, int tile) {
-    constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
-    const bool full =
-        Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
-    const Step step{head, tile, Shapes::row_tile(p, work.batch, head, tile),
-                    at.heads_left == 1 && tile == tiles.last - 1, !full};
-    mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) shared.steps[place.stage] = step;
-    fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.landings,
-              QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
-                shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
-                bulk_load(shared_address(shared.row_stats[stage]),
-                          Shapes::row_stats(p, step.row_tile), stats_bytes, full);
-              });
-  }
-
-  DLATTN_DEVICE void load_gradients(Loading& at, Place<stages> place, int head, int tile) {
-    fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[1], at.landings,
-              DOTile::bytes, [&](int stage, uint64& full) {
-                shared.dO[stage].load(m.dO, full, tile * tile_q, head, work.batch);
-              });
-  }
-
-  // Orders the tiles of the next step that has none yet, if there is one.
-  DLATTN_DEVICE void load_step(Place<stages> place) {
-    const int warp = warp_index();
-    if (warp >= 2) return;
-    Loading at = shared.loading[warp];
-    at.head = uniform(at.head);
-    at.tile = uniform(at.tile);
-    if (at.head == p.heads_per_block) return;
-    const int head = first_head() + at.head, tile = tiles.first + at.tile;
-    if (warp == 0) {
-      load_queries(at, place, head, tile);
-    } else {
-      load_gradients(at, place, head, tile);
-    }
-    if (++at.tile == tiles.last - tiles.first) {
-      at.tile = 0;
-      ++at.head;
-      if (--at.heads_left == 0) at.heads_left = heads_per_walk();
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.loading[warp] = at;
-    __syncwarp();
-  }
-
-  // Starts 64 rows of dQ = dS K.
-  DLATTN_DEVICE void start_dq(DQ& dQ, int first_row, int stage) {
-    auto& d = reinterpret_cast<float (&)[dim_qk / 2]>(dQ.at);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < tile_k / 16; ++k) {
-      WgmmaShape<dim_qk>::template shared_shared<T, 1>(
-          d, shared.dS[stage].along_columns(first_row, k), shared.k[0].along_rows(k), k > 0);
-    }
-    wgmma_commit();
-  }
-
-  DLATTN_DEVICE void add_dq(const DQ& dQ, int first_row, int row_tile) {
-    using Grid = typename Shapes::DQGrid;
-    float* g_sum = Shapes::dq_accum(p, row_tile) + Shapes::dq_offset(0, 0, 0, warp_index());
-#pragma unroll
-    for (int n = 0; n < dim_qk / 8; ++n) {
-      const int warp = first_row / 16 + 4 * (n / Grid::n_tiles);
-      reduce_add_x4(g_sum + 128 * (warp * Grid::n_tiles + n % Grid::n_tiles), Shapes::dq_stride,
-                    dQ.at[0][n]);
-    }
-  }
-
-  DLATTN_DEVICE void work_on_queries() {
-    Place<stages> place;
-    if (threadIdx.x < 64) shared.loading[threadIdx.x / 32] = {0, 0, heads_per_walk(), 0};
-    __syncwarp();
-    for (int i = 0; i < p.heads_per_block; i += heads_per_walk()) {
-      if (warp_index() == 2 && i % p.heads_per_k == 0) {
-        load_keys(shared.k, shared.k_ring, shared.landed[2], i / p.heads_per_k, m.k, p.heads_per_k);
-      }
-      if (warp_index() == 3 && i % p.heads_per_v == 0) {
-        load_keys(shared.v, shared.v_ring, shared.landed[3], i / p.heads_per_v, m.v, p.heads_per_v);
-      }
-      if (!tiles.empty()) {
-        if (i == 0) {
-#pragma unroll 1
-          for (int stage = 0; stage < stages; ++stage) load_step({stage, 0});
-        }
-        mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
-        bool last;
-#pragma unroll 1
-        do {
-          const int stage = place.stage;
-          mbarrier_wait(shared.ds_ring.full[stage], place.parity);
-          last = uniform(shared.steps[stage].last);
-          const int row_tile = uniform(shared.steps[stage].row_tile);
-          release(shared.q_ring.empty[stage]);
-          DQ dQ[pieces];
-#pragma unroll
-          for (int piece = 0; piece < pieces; ++piece) start_dq(dQ[piece], 64 * piece, stage);
-          if constexpr (pieces == 2) {
-            wgmma_wait<1>();
-            tie(dQ[0]);
-            add_dq(dQ[0], 0, row_tile);
-          }
-          wgmma_wait<0>();
-          tie(dQ[pieces - 1]);
-          release(shared.ds_ring.empty[stage]);
-          add_dq(dQ[pieces - 1], 64 * (pieces - 1), row_tile);
-          load_step({stage, place.parity ^ 1});
-          place.advance();
-        } while (!last);
-      }
-      if ((i + heads_per_walk()) % p.heads_per_k == 0) {
-        named_barrier_arrive(keys_read, 128 * (key_workers + 1));
-      }
-    }
-  }
-
-  // ---- Key workers: dK and dV ----
+      : Base(params, shared_memory, work_item), warpgroup(warp_index() / 4 - 1) {}
 
   // Of this warpgroup among the keys. Known to be uniform, and computed where it is needed:
   // descriptors are not worth registers.
-  DLATTN_DEVICE int first_own_row() const { return 64 * uniform(opaque(warpgroup)); }
-
-  DLATTN_DEVICE int first_key() const { return keys.first + 16 * (warp_index() - 4); }
+  DLATTN_DEVICE int first_own_row() const {
+    return by_product ? 0 : 64 * uniform(opaque(warpgroup));
+  }
+  // Of this warp.
+  DLATTN_DEVICE int first_row() const {
+    return 16 * (by_product ? warp_index() % 4 : warp_index() - 4);
+  }
 
   // Turns raw scores into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage,
+  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage, int part,
                                   const ScoreValues& values) {
-    const float* s_log_sum_exp = shared.row_stats[stage];
+    const float* s_log_sum_exp = shared.row_stats[stage] + part * part_q;
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
+    const int first_query = step.tile * tile_q + part * part_q;
     probability.for_each([&](float& value, int, int n, int i) {
-      const float score = Problem::Score::apply(raw.at[0][n][i], position(step, n, i), values);
+      const Position at = position(step.head, first_query, n, i);
+      const float score = Problem::Score::apply(raw.at[0][n][i], at, values);
       value = exp2_approx(score * log2_factor - s_log_sum_exp[Scores::column(n, i)]);
     });
-    if (step.masked) mask(probability, step.tile * tile_q);
+    if (step.masked) mask(probability, first_query);
   }
 
   DLATTN_DEVICE void mask(Scores& probability, int first_query) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int key = first_key() + Scores::row(0, i);
+      const int key = keys.first + first_row() + Scores::row(0, i);
       const uint32 kept = kept_elements(Problem::Mask::queries({key, key + 1}, length, p),
                                         first_query + Scores::column(0, 0));
 #pragma unroll
-      for (int e = 0; e < tile_q / 4; ++e) {
+      for (int e = 0; e < part_q / 4; ++e) {
         if ((kept >> e & 1) == 0) probability.at[0][e / 2][i + e % 2] = 0.f;
       }
     }
   }
 
-  DLATTN_DEVICE Position position(const Step& step, int n, int i) const {
-    return {work.batch, step.head, step.tile * tile_q + Scores::column(n, i),
-            first_key() + Scores::row(0, i)};
+  DLATTN_DEVICE Position position(int head, int first_query, int n, int i) const {
+    return {work.batch, head, first_query + Scores::column(n, i),
+            keys.first + first_row() + Scores::row(0, i)};
+  }
+
+  // What dP is multiplied by: probabilities times the derivative of the edits. All edits'
+  // derivatives are linear in the gradient.
+  DLATTN_DEVICE Scores weights(const Scores& probability, const Scores& raw, int stage, int part,
+                               const ScoreValues& values) {
+    const Step& step = shared.steps[stage];
+    Scores weights;
+    weights.for_each([&](float& value, int, int n, int i) {
+      const Position at = position(step.head, step.tile * tile_q + part * part_q, n, i);
+      value = Problem::Score::backward(probability.at[0][n][i], raw.at[0][n][i], at, values);
+    });
+    return weights;
+  }
+
+  static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
+    dP.for_each([&](float& value, int, int n, int i) {
+      const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
+      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+    });
   }
 
   // Transposed, queries by keys.
-  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage) {
+  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage, int part) {
     const int lane = opaque(threadIdx.x % 32);
-    const int unit = 2 * (warp_index() - 4) + lane / 8 % 2;
+    const int unit = first_row() / 8 + lane / 8 % 2;
+    const int row = part * part_q + lane / 16 * 8 + lane % 8;
 #pragma unroll
-    for (int k = 0; k < tile_q / 16; ++k) {
+    for (int k = 0; k < part_q / 16; ++k) {
       const auto& r = dS.at[0][k];
-      stmatrix_x4_transposed(shared.dS[stage].unit_address(16 * k + lane / 16 * 8 + lane % 8, unit),
-                             r[0], r[1], r[2], r[3]);
+      stmatrix_x4_transposed(shared.dS[stage].unit_address(row + 16 * k, unit), r[0], r[1], r[2],
+                             r[3]);
     }
   }
 
-  // One query tile of one head. False after the last of a walk.
-  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place, const ScoreValues& values) {
-    const int stage = place.stage;
-    const float* s_minus_delta = shared.row_stats[stage] + tile_q;
-    mbarrier_wait(shared.q_ring.full[stage], place.parity);
-    Scores raw;
-    start_product(raw, shared.k[0], first_own_row(), shared.q[stage]);
+  // S, exponentiated.
+  DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, int part,
+                                           const ScoreValues& values) {
+    start_product(raw, shared.k[0], first_own_row(), shared.q[stage], part * part_q);
     wgmma_wait<0>();
     tie(raw);
-    Scores probability;
-    exponentiate(probability, raw, stage, values);
-    // dP only now: two products in flight take 16 registers more, which the query worker needs.
-    mbarrier_wait(shared.do_ring.full[stage], place.parity);
-    Scores dP;
+    exponentiate(probability, raw, stage, part, values);
+  }
+
+  // dP - delta.
+  DLATTN_DEVICE void compute_dp(Scores& dP, int stage, int part) {
+    const float* s_minus_delta = shared.row_stats[stage] + tile_q + part * part_q;
     dP.for_each(
         [&](float& value, int, int n, int i) { value = s_minus_delta[Scores::column(n, i)]; });
-    start_product<true>(dP, shared.v[0], first_own_row(), shared.dO[stage]);
+    start_product<true>(dP, shared.v[0], first_own_row(), shared.dO[stage], part * part_q);
     wgmma_wait<0>();
     tie(dP);
-    dP.for_each([&](float& value, int, int n, int i) {
-      value = Problem::Score::backward(probability.at[0][n][i] * value, raw.at[0][n][i],
-                                       position(shared.steps[stage], n, i), values);
-    });
-    const Rounded rounded_p(probability), rounded_ds(dP);
-    mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
-    store_ds(rounded_ds, stage);
-    start_accumulation(dV, rounded_p, shared.dO[stage]);
+  }
+
+  DLATTN_DEVICE void offer_ds(int stage) {
     fence_proxy_async();
     __syncwarp();  // an arrival speaks for the writes of its own lane
     release(shared.ds_ring.full[stage]);
-    start_accumulation(dK, rounded_ds, shared.q[stage]);
-    wgmma_wait<1>();
-    tie(dV);
-    release(shared.do_ring.empty[stage]);
-    wgmma_wait<0>();
-    tie(dK);
-    const bool more = !shared.steps[stage].last;
+  }
+
+  DLATTN_DEVICE bool is_last(int stage) const {
+    const bool last = shared.steps[stage].last;
     __syncwarp();
+    return last;
+  }
+
+  // ---- Each key worker has 64 keys ----
+
+  // One query tile of one head. False after the last of a walk. One of raw scores and dP is in flight
+  // at a time: both take 16 registers more, which the query worker needs.
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place, const ScoreValues& values) {
+    const int stage = place.stage;
+    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      Scores raw, probability, dP;
+      compute_probabilities(raw, probability, stage, part, values);
+      const Scores factors = weights(probability, raw, stage, part, values);
+      if (part == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
+      compute_dp(dP, stage, part);
+      dP.for_each([&](float& value, int, int n, int i) { value *= factors.at[0][n][i]; });
+      const Rounded rounded_p(probability), dS(dP);
+      if (part == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
+      store_ds(dS, stage, part);
+      start_accumulation(dV, rounded_p, shared.dO[stage], part * part_q / 16);
+      if (part == parts - 1) offer_ds(stage);
+      start_accumulation(dK, dS, shared.q[stage], part * part_q / 16);
+      wgmma_wait<1>();
+      tie(dV);
+      if (part == parts - 1) release(shared.do_ring.empty[stage]);
+      wgmma_wait<0>();
+      tie(dK);
+    }
+    const bool more = !is_last(stage);
     release(shared.q_ring.empty[stage]);
     return more;
+  }
+
+  // ---- One key worker has dV, the other dK ----
+
+  DLATTN_DEVICE bool step_on_values(DV& dV, const Place<stages>& place, const ScoreValues& values) {
+    const int stage = place.stage;
+    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    Scores raw, probability;
+    compute_probabilities(raw, probability, stage, 0, values);
+    send(Rounded(weights(probability, raw, stage, 0, values)), place);
+    const bool more = !is_last(stage);
+    release(shared.q_ring.empty[stage]);
+    mbarrier_wait(shared.do_ring.full[stage], place.parity);
+    start_accumulation(dV, Rounded(probability), shared.dO[stage]);
+    wgmma_wait<0>();
+    tie(dV);
+    release(shared.do_ring.empty[stage]);
+    return more;
+  }
+
+  DLATTN_DEVICE bool step_on_keys(DK& dK, const Place<stages>& place) {
+    const int stage = place.stage;
+    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    mbarrier_wait(shared.do_ring.full[stage], place.parity);
+    Scores dP;
+    compute_dp(dP, stage, 0);
+    release(shared.do_ring.empty[stage]);
+    multiply(dP, receive(place));
+    const Rounded dS(dP);
+    mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
+    store_ds(dS, stage, 0);
+    start_accumulation(dK, dS, shared.q[stage]);
+    offer_ds(stage);
+    wgmma_wait<0>();
+    tie(dK);
+    const bool more = !is_last(stage);
+    release(shared.q_ring.empty[stage]);
+    return more;
+  }
+
+  // Threads of the two workers that have the same place hold the same elements.
+  DLATTN_DEVICE void send(const Rounded& weights, const Place<stages>& place) {
+    mbarrier_wait(shared.weights_ring.empty[place.stage], place.parity ^ 1);
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) {
+      const auto& r = weights.at[0][k];
+      shared.weights[place.stage].at[k][threadIdx.x % 128] = uint4{r[0], r[1], r[2], r[3]};
+    }
+    __syncwarp();
+    release(shared.weights_ring.full[place.stage]);
+  }
+  DLATTN_DEVICE Rounded receive(const Place<stages>& place) {
+    mbarrier_wait(shared.weights_ring.full[place.stage], place.parity);
+    Rounded weights;
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) {
+      const uint4 r = shared.weights[place.stage].at[k][threadIdx.x % 128];
+      weights.at[0][k][0] = r.x;
+      weights.at[0][k][1] = r.y;
+      weights.at[0][k][2] = r.z;
+      weights.at[0][k][3] = r.w;
+    }
+    __syncwarp();
+    release(shared.weights_ring.empty[place.stage]);
+    return weights;
   }
 
   // Through the tile that held the keys or values, which nobody needs any more.
   template <int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, const TensorMap& map,
                            int head, float factor) {
-    const int lane = opaque(threadIdx.x % 32);
-    const int row = 16 * (warp_index() - 4) + lane % 16;
+    const int lane = opaque(threadIdx.x % 32), first = first_own_row();
+    const int row = first_row() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
@@ -406,12 +271,12 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
                   packed.at[0][0][2], packed.at[0][0][3]);
     }
     fence_proxy_async();
-    named_barrier_sync(rows_staged + warpgroup, 128);
+    named_barrier_sync(Base::rows_staged + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
-        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + warpgroup * 64 * 128,
-                     slab * 64, keys.first + 64 * warpgroup, head, work.batch);
+        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
+                     keys.first + first, head, work.batch);
       }
       tma_commit();
       tma_wait_read<0>();
@@ -420,33 +285,108 @@ struct BwdSm90 : BwdShapes<Problem, Tiling> {
     gradient.clear();
   }
 
-  // All query heads of the block; dK and dV are stored when the last head that shares them is done.
-  DLATTN_DEVICE void work_on_keys() {
+  // ---- All query heads of the block ----
+
+  // Calls walk(i, last) for the heads from i to last, which share keys and values, once those are there.
+  template <class Walk>
+  DLATTN_DEVICE void for_each_walk(Walk walk) {
+    for (int i = 0; i < p.heads_per_block; i += this->heads_per_walk()) {
+      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+      mbarrier_wait(shared.v_ring.full[0], i / p.heads_per_v % 2);
+      walk(i, i + this->heads_per_walk());
+    }
+  }
+
+  template <class Take>
+  DLATTN_DEVICE void take_steps(Place<stages>& place, Take take) {
+    bool more = !tiles.empty();
+#pragma unroll 1
+    while (more) {
+      more = take();
+      place.advance();
+    }
+  }
+
+  // dK and dV are stored when the last head that shares them is done.
+  DLATTN_DEVICE void store_dk(DK& dK, int head, const ScoreValues& values) {
+    named_barrier_sync(Base::keys_read, 128 * 3);
+    store(dK, shared.k[0], m.dK, head / p.heads_per_k, Problem::Score::gradient_factor(values));
+  }
+  DLATTN_DEVICE void store_dv(DV& dV, int head) {
+    named_barrier_sync(Base::values_read, 128 * 2);
+    store(dV, shared.v[0], m.dV, head / p.heads_per_v, 1.f);
+  }
+
+  DLATTN_DEVICE void work_on_keys_and_values() {
     const ScoreValues values(p);
     Place<stages> place;
     DK dK;
     DV dV;
     dK.clear();
     dV.clear();
-    for (int i = 0; i < p.heads_per_block; i += heads_per_walk()) {
-      const int head = first_head() + i, last = i + heads_per_walk();
-      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
-      mbarrier_wait(shared.v_ring.full[0], i / p.heads_per_v % 2);
-      bool more = !tiles.empty();
-#pragma unroll 1
-      while (more) {
-        more = step(dK, dV, place, values);
-        place.advance();
-      }
+    for_each_walk([&](int i, int last) {
+      take_steps(place, [&] { return step(dK, dV, place, values); });
+      const int head = this->first_head() + i;
       if (last % p.heads_per_k == 0) {
-        named_barrier_sync(keys_read, 128 * (key_workers + 1));
-        store(dK, shared.k[0], m.dK, head / p.heads_per_k, Problem::Score::gradient_factor(values));
+        store_dk(dK, head, values);
         release(shared.k_ring.empty[0]);
       }
       if (last % p.heads_per_v == 0) {
-        named_barrier_sync(values_read, 128 * key_workers);
-        store(dV, shared.v[0], m.dV, head / p.heads_per_v, 1.f);
+        store_dv(dV, head);
         release(shared.v_ring.empty[0]);
+      }
+    });
+  }
+
+  DLATTN_DEVICE void work_on_values() {
+    const ScoreValues values(p);
+    Place<stages> place;
+    DV dV;
+    dV.clear();
+    for_each_walk([&](int i, int last) {
+      take_steps(place, [&] { return step_on_values(dV, place, values); });
+      if (last % p.heads_per_k == 0) {
+        named_barrier_arrive(Base::keys_read, 128 * 3);
+        release(shared.k_ring.empty[0]);
+      }
+      if (last % p.heads_per_v == 0) {
+        store_dv(dV, this->first_head() + i);
+        release(shared.v_ring.empty[0]);
+      }
+    });
+  }
+
+  DLATTN_DEVICE void work_on_keys() {
+    const ScoreValues values(p);
+    Place<stages> place;
+    DK dK;
+    dK.clear();
+    for_each_walk([&](int i, int last) {
+      take_steps(place, [&] { return step_on_keys(dK, place); });
+      if (last % p.heads_per_v == 0) {
+        named_barrier_arrive(Base::values_read, 128 * 2);
+        release(shared.v_ring.empty[0]);
+      }
+      if (last % p.heads_per_k == 0) {
+        store_dk(dK, this->first_head() + i, values);
+        release(shared.k_ring.empty[0]);
+      }
+    });
+  }
+
+  DLATTN_DEVICE void run() {
+    this->init();
+    if (warp_index() / 4 == 0) {
+      give_registers<Base::query_registers>();
+      this->work_on_queries();
+    } else {
+      take_registers<Base::key_registers>();
+      if constexpr (!by_product) {
+        work_on_keys_and_values();
+      } else if (warp_index() / 4 == 1) {
+        work_on_values();
+      } else {
+        work_on_keys();
       }
     }
   }
@@ -460,17 +400,10 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   const Params& p = params.p;
-  Kernel kernel(params, shared,
-                first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
-                            p.heads_q / p.heads_per_block, p));
-  kernel.init();
-  if (warp_index() / 4 == 0) {
-    give_registers<Kernel::query_registers>();
-    kernel.work_on_queries();
-  } else {
-    take_registers<Kernel::key_registers>();
-    kernel.work_on_keys();
-  }
+  Kernel(
+      params, shared,
+      first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k), p.heads_q / p.heads_per_block, p))
+      .run();
 }
 
 }  // namespace dlattn

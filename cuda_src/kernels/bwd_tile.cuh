@@ -24,10 +24,12 @@ struct BwdTiling {
 };
 
 // Of the Hopper backward.
-template <int tile_q_, int stages_, int query_registers_>
+template <int tile_q_, bool by_product_, int stages_, int dq_columns_, int query_registers_>
 struct Sm90BwdTiling {
-  static constexpr int tile_q = tile_q_, tile_k = 128;
-  static constexpr int stages = stages_;  // tiles of q, dO and dS in shared memory
+  static constexpr bool by_product = by_product_;  // the key workers divide products, or keys
+  static constexpr int tile_q = tile_q_, tile_k = by_product ? 64 : 128;
+  static constexpr int stages = stages_;          // tiles of q, dO and dS in shared memory
+  static constexpr int dq_columns = dq_columns_;  // of dQ, computed at a time
   static constexpr int query_registers = query_registers_;  // of a thread that computes dQ
   // What a sum of dQ is divided among, 16 queries each first.
   static constexpr int warps = 8, warps_dq = tile_q / 16, columns = 64;

@@ -14,31 +14,32 @@ DLATTN_DEVICE void tie(Accumulator<1, n_tiles>& c) {
   c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
 }
 
-// Starts c = (64 rows of left, from first_row on) right^T, or c += that.
+// Starts c = (64 rows of left, from first_row on) (as many rows of right as c has columns, from
+// first_column on)^T, or c += that.
 template <bool accumulate = false, class Left, class Right, int n_tiles>
 DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, int first_row,
-                                 const Right& right) {
+                                 const Right& right, int first_column = 0) {
   auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Left::columns / 16; ++k) {
     WgmmaShape<8 * n_tiles>::template shared_shared<typename Left::Element>(
-        d, left.along_columns(first_row, k), right.along_columns(0, k), accumulate || k > 0);
+        d, left.along_columns(first_row, k), right.along_columns(first_column, k), accumulate || k > 0);
   }
   wgmma_commit();
 }
 
-// Starts c += left right.
+// Starts c += left (rows of right from 16 first_step on).
 template <int k_steps, class Right, int n_tiles>
 DLATTN_DEVICE void start_accumulation(Accumulator<1, n_tiles>& c,
                                       const RegisterLeft<typename Right::Element, 1, k_steps>& left,
-                                      const Right& right) {
+                                      const Right& right, int first_step = 0) {
   auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < k_steps; ++k) {
     WgmmaShape<8 * n_tiles>::template register_shared<typename Right::Element, 1>(
-        d, left.at[0][k], right.along_rows(k), 1);
+        d, left.at[0][k], right.along_rows(first_step + k), 1);
   }
   wgmma_commit();
 }

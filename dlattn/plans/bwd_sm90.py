@@ -22,39 +22,68 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
+        by_product: one key worker has dV and the other dK, of 64 keys; else each has both, of 64
+            keys out of 128.
         stages: tiles of q, of dO and of dS in shared memory.
+        dq_columns: columns of dQ that are computed at a time, for each 64 queries.
         query_registers: of a thread that computes dQ; those of dK and dV share what is left.
     """
 
     tile_q: int = 64
-    stages: int = 3
-    query_registers: int = 104
+    by_product: bool = False
+    stages: int = 2
+    dq_columns: int = 64
+    query_registers: int = 72
 
-    tile_k: ClassVar[int] = 128
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 384
     min_blocks: ClassVar[int] = 1
 
     @property
+    def tile_k(self) -> int:
+        """Keys of a block."""
+        return 64 if self.by_product else 128
+
+    @property
     def cpp(self) -> str:
-        return f"Sm90BwdTiling<{self.tile_q}, {self.stages}, {self.query_registers}>"
+        by_product = str(self.by_product).lower()
+        return (
+            f"Sm90BwdTiling<{self.tile_q}, {by_product}, {self.stages}, {self.dq_columns}, "
+            f"{self.query_registers}>"
+        )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
         tiles = sum(slab_bytes(self.tile_q, dim) for dim in (*dims, self.tile_k))
+        weights = 2 * self.tile_q * self.tile_k if self.by_product else 0
         row_stats, step, loading = 4 * 2 * self.tile_q, 16, 16
-        barriers = 8 * (2 * 2 + 3 * 2 * self.stages + 4)
-        stages = self.stages * (tiles + row_stats + step)
+        barriers = 8 * (2 * 2 + 4 * 2 * self.stages + 4)
+        stages = self.stages * (tiles + weights + row_stats + step)
         return round_up(k_and_v + stages + 2 * loading + barriers, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
-    """128 queries a tile if both head dimensions are at most 64."""
-    if max(problem.head_dim_qk, problem.head_dim_v) <= 64:
-        return Sm90BwdTiling(tile_q=128, stages=2)
-    return Sm90BwdTiling()
+    """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
+    dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
+    if max(dim_qk, dim_v) == 64:
+        return Sm90BwdTiling(tile_q=128, query_registers=104)
+    if dim_qk + dim_v > 320:
+        return _with_dq_columns(128 if dim_qk % 128 == 0 else 64, by_product=True)
+    if max(dim_qk, dim_v) > 128:
+        return _with_dq_columns(64)
+    return _with_dq_columns(dim_qk, stages=3)
+
+
+def _with_dq_columns(columns: int, *, by_product: bool = False, stages: int = 2) -> Sm90BwdTiling:
+    """With as few registers for dQ as it can be computed with."""
+    return Sm90BwdTiling(
+        by_product=by_product,
+        stages=stages,
+        dq_columns=columns,
+        query_registers=72 if columns == 64 else 104,
+    )
 
 
 @dataclass(frozen=True)
@@ -86,8 +115,6 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name)
-        if reason is None and max(problem.head_dim_qk, problem.head_dim_v) > 128:
-            reason = "head dimensions above 128 are not built yet."
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:

@@ -114,8 +114,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
     found = []
-    dims = [pair for pair in HEAD_DIMS if family is not BwdSm90 or max(pair) <= 128]
-    for i, (head_dims, mask) in enumerate(product(dims, MASKS.values())):
+    for i, (head_dims, mask) in enumerate(product(HEAD_DIMS, MASKS.values())):
         dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
         found.append(
             Problem(
@@ -155,7 +154,7 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
 def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
     """Whatever the head dimensions, every kernel fits the smallest device of its family."""
     smallest = min(archs, key=lambda arch: KNOWN[arch].shared_memory)
-    for head_dims in product(range(8, 129 if BwdSm90 is family else 257, 8), repeat=2):
+    for head_dims in product(range(8, 257, 8), repeat=2):
         problem = Problem(
             direction_of(family), data_type.HALF, *head_dims, (Scale(),), (Padding(),),
             data_type.FLOAT,
@@ -228,6 +227,9 @@ HOPPER_BACKWARD = {
     (96, 96): (64, 128, 215040, 168),
     (64, 128): (64, 128, 174080, 168),
     (128, 128): (64, 128, 215040, 168),
+    (192, 128): (64, 128, 198656, 168),
+    (192, 192): (64, 64, 182272, 168),
+    (256, 256): (64, 64, 231424, 168),
 }
 
 
