@@ -63,17 +63,25 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return 16 * (by_product ? warp_index() % 4 : warp_index() - 4);
   }
 
+  // Of a lane's columns.
+  struct RowStats {
+    float at[part_q / 4];
+    DLATTN_DEVICE explicit RowStats(const float* s_row_stats) {
+#pragma unroll
+      for (int e = 0; e < part_q / 4; ++e) at[e] = s_row_stats[Scores::column(e / 2, e)];
+    }
+  };
+
   // Turns raw scores into probabilities.
   DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage, int part,
-                                  const ScoreValues& values) {
-    const float* s_log_sum_exp = shared.row_stats[stage] + part * part_q;
+                                  const RowStats& log_sum_exp, const ScoreValues& values) {
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
     const int first_query = step.tile * tile_q + part * part_q;
     probability.for_each([&](float& value, int, int n, int i) {
       const Position at = position(step.head, first_query, n, i);
       const float score = Problem::Score::apply(raw.at[0][n][i], at, values);
-      value = exp2_approx(score * log2_factor - s_log_sum_exp[Scores::column(n, i)]);
+      value = exp2_approx(score * log2_factor - log_sum_exp.at[2 * n + i % 2]);
     });
     if (step.masked) mask(probability, first_query);
   }
@@ -118,14 +126,15 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   // Transposed, queries by keys.
   DLATTN_DEVICE void store_ds(const Rounded& dS, int stage, int part) {
-    const int lane = opaque(threadIdx.x % 32);
-    const int unit = first_row() / 8 + lane / 8 % 2;
-    const int row = part * part_q + lane / 16 * 8 + lane % 8;
+    // Computed anew: a register costs more. Of unsigned numbers, whose quotients are shifts.
+    const uint32 thread = opaque(threadIdx.x), lane = thread % 32;
+    const uint32 warp = by_product ? thread / 32 % 4 : thread / 32 - 4;
+    const uint32 row = part * part_q + lane / 16 * 8 + lane % 8, unit = 2 * warp + lane / 8 % 2;
+    const uint32 first = shared.dS[stage].unit_address(row, unit);
 #pragma unroll
     for (int k = 0; k < part_q / 16; ++k) {
       const auto& r = dS.at[0][k];
-      stmatrix_x4_transposed(shared.dS[stage].unit_address(row + 16 * k, unit), r[0], r[1], r[2],
-                             r[3]);
+      stmatrix_x4_transposed(first + k * 16 * 128, r[0], r[1], r[2], r[3]);
     }
   }
 
@@ -133,16 +142,18 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, int part,
                                            const ScoreValues& values) {
     start_product(raw, shared.k[0], first_own_row(), shared.q[stage], part * part_q);
+    const RowStats log_sum_exp(shared.row_stats[stage] + part * part_q);
     wgmma_wait<0>();
     tie(raw);
-    exponentiate(probability, raw, stage, part, values);
+    exponentiate(probability, raw, stage, part, log_sum_exp, values);
   }
 
-  // dP - delta.
-  DLATTN_DEVICE void compute_dp(Scores& dP, int stage, int part) {
-    const float* s_minus_delta = shared.row_stats[stage] + tile_q + part * part_q;
-    dP.for_each(
-        [&](float& value, int, int n, int i) { value = s_minus_delta[Scores::column(n, i)]; });
+  // dP - delta, once dO is there.
+  DLATTN_DEVICE void compute_dp(Scores& dP, const Place<stages>& place, int part) {
+    const int stage = place.stage;
+    const RowStats minus_delta(shared.row_stats[stage] + tile_q + part * part_q);
+    dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
+    mbarrier_wait(shared.do_ring.full[stage], place.parity);
     start_product<true>(dP, shared.v[0], first_own_row(), shared.dO[stage], part * part_q);
     wgmma_wait<0>();
     tie(dP);
@@ -172,8 +183,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       Scores raw, probability, dP;
       compute_probabilities(raw, probability, stage, part, values);
       const Scores factors = weights(probability, raw, stage, part, values);
-      if (part == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
-      compute_dp(dP, stage, part);
+      compute_dp(dP, place, part);
       dP.for_each([&](float& value, int, int n, int i) { value *= factors.at[0][n][i]; });
       const Rounded rounded_p(probability), dS(dP);
       if (part == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
@@ -213,9 +223,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE bool step_on_keys(DK& dK, const Place<stages>& place) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
-    mbarrier_wait(shared.do_ring.full[stage], place.parity);
     Scores dP;
-    compute_dp(dP, stage, 0);
+    compute_dp(dP, place, 0);
     release(shared.do_ring.empty[stage]);
     multiply(dP, receive(place));
     const Rounded dS(dP);

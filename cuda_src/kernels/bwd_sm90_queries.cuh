@@ -74,9 +74,10 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
     DOTile dO[stages];
     DSTile dS[stages];
     Either<by_product, Weights, Nothing> weights[stages];
-    float row_stats[stages][2 * tile_q];  // log-sum-exps in log2 units, -deltas; they come with q
-    Step steps[stages];                   // what is in q
-    Loading loading[2];                   // for want of registers
+    // Log-sum-exps in log2 units, then negative deltas; they come with q.
+    alignas(16) float row_stats[stages][2 * tile_q];
+    Step steps[stages];  // what is in q
+    Loading loading[2];  // for want of registers
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
     Ring<stages> ds_ring;       // from the key workers to the query worker
@@ -253,23 +254,20 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
     }
   }
 
-  // The dQ of a step. Where there are two pieces of rows, both are multiplied at a time.
+  // The dQ of a step, piece by piece.
   DLATTN_DEVICE void step_of_dq(int stage, int row_tile) {
-    constexpr int rows = tile_q / 64;
 #pragma unroll
-    for (int column = 0; column < dim_qk; column += dq_columns) {
-      DQ dQ[rows];
+    for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
-      for (int i = 0; i < rows; ++i) start_dq(dQ[i], 64 * i, column, stage);
-      if constexpr (rows == 2) {
-        wgmma_wait<1>();
-        tie(dQ[0]);
-        add_dq(dQ[0], 0, column, row_tile);
+      for (int column = 0; column < dim_qk; column += dq_columns) {
+        DQ dQ;
+        start_dq(dQ, row, column, stage);
+        wgmma_wait<0>();
+        tie(dQ);
+        const bool last = row + 64 == tile_q && column + dq_columns == dim_qk;
+        if (last) release(shared.ds_ring.empty[stage]);
+        add_dq(dQ, row, column, row_tile);
       }
-      wgmma_wait<0>();
-      tie(dQ[rows - 1]);
-      if (column + dq_columns == dim_qk) release(shared.ds_ring.empty[stage]);
-      add_dq(dQ[rows - 1], 64 * (rows - 1), column, row_tile);
     }
   }
 

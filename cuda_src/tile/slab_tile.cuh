@@ -24,7 +24,7 @@ struct SlabTile {
   DLATTN_DEVICE uint32 address() const { return shared_address(data); }
 
   // Address of the 16-byte unit that holds columns [8 unit, 8 unit + 8).
-  DLATTN_DEVICE uint32 unit_address(int row, int unit) const {
+  DLATTN_DEVICE uint32 unit_address(uint32 row, uint32 unit) const {
     return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
   }
 

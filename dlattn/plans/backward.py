@@ -53,10 +53,10 @@ class BackwardPlan(CudaPlan):
         """Decides how many query heads a block walks, and how many pairs share L2."""
         problem, geometry = self.problem, self.geometry
         self._params.heads_per_block = self._heads_per_block
-        bytes_per_query = 6 * problem.head_dim_qk + 2 * problem.head_dim_v
-        bytes_per_block = bytes_per_query * geometry.seq_q * self._heads_per_block
+        # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
+        bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
         pairs = geometry.batch * geometry.heads_q // self._heads_per_block
-        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_block))
+        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_pair))
 
     @property
     def _heads_per_block(self) -> int:

@@ -68,7 +68,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
     if max(dim_qk, dim_v) == 64:
-        return Sm90BwdTiling(tile_q=128, query_registers=104)
+        return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 320:
         return _with_dq_columns(128 if dim_qk % 128 == 0 else 64, by_product=True)
     if max(dim_qk, dim_v) > 128:
