@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -127,15 +128,16 @@ def right_calls(
     plan: type[CudaPlan],
     shape: Shape,
     tensors: dict[str, torch.Tensor],
-    tilings: Sequence[FwdTiling | BwdTiling],
+    tilings: Sequence[Any],
     expected: Sequence[torch.Tensor],
 ) -> dict[str, Callable[[], object]]:
     """The tilings that compile, fit and agree with the peer's results, ready to be called.
 
-    They are named by their C++ type and by the blocks that must fit on a multiprocessor.
+    They are named by their C++ type and, if that is more than one, by the blocks that must fit on a
+    multiprocessor.
     """
 
-    def attempt(tiling: FwdTiling | BwdTiling) -> Callable[[], None] | None:
+    def attempt(tiling: Any) -> Callable[[], None] | None:
         try:
             return prepare(plan, shape, tensors, tiling)
         except Exception as error:  # a tiling that does not fit is a row of the table, not an end
@@ -144,7 +146,7 @@ def right_calls(
 
     with ThreadPoolExecutor(16) as pool:
         calls = list(pool.map(attempt, tilings))
-    outputs = ("o",) if plan is FwdSm80 else ("dQ", "dK", "dV")
+    outputs = ("o",) if plan.name.startswith("fwd") else ("dQ", "dK", "dV")
     kept: dict[str, Callable[[], object]] = {}
     for tiling, call in zip(tilings, calls, strict=True):
         if call is None:
@@ -154,7 +156,7 @@ def right_calls(
         call()
         results = zip(outputs, expected, strict=False)
         wrong = [role for role, theirs in results if not agree(tensors[role], theirs)]
-        name = f"{tiling.cpp} x{tiling.min_blocks}"
+        name = tiling.cpp + (f" x{tiling.min_blocks}" if tiling.min_blocks > 1 else "")
         if wrong:
             print(f"WRONG {shape} {name}: {wrong}", flush=True)
         else:

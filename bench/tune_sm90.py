@@ -1,6 +1,7 @@
-"""Sweeps the tilings of the Hopper forward: ``python -m bench.tune_sm90 [64 128 256]``.
+"""Sweeps the tilings of the Hopper kernels: ``python -m bench.tune_sm90 forward 64 128 256``, or
+``backward``.
 
-Prints, per shape and tiling, TFLOP/s and the ratio of the best peer's time to ours, and per head
+Prints, per shape and tiling, TFLOP/s and the ratio of FlashAttention-3's time to ours, and per head
 dimension and mask the geometric mean of each tiling. Every tiling is checked first.
 """
 
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.sm80_cases import Shape, make_tensors, prepare, shapes
+from bench.sm80_cases import Shape, make_tensors, shapes
 from bench.timing import geometric_mean, interleaved
-from bench.tune_sm80 import agree, flash2
+from bench.tune_sm80 import flash2, right_calls
+from dlattn.plans.bwd_sm90 import BwdSm90, Sm90BwdTiling
+from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm90 import FwdSm90, Sm90FwdTiling
 from dlattn.problem import Direction
 
@@ -37,7 +39,7 @@ BASES = {
     ],
     256: [(2, 64, 2, 1, 1), (2, 64, 2, 1, 2)],
 }
-TILINGS = {
+FORWARD = {
     head_dim: [
         Sm90FwdTiling(*base, ping_pong, exponentials_first)
         for base in bases
@@ -46,45 +48,69 @@ TILINGS = {
     ]
     for head_dim, bases in BASES.items()
 }
+#: tile_q, by_product, stages, dq_columns, query_registers.
+BACKWARD = {
+    64: [
+        Sm90BwdTiling(128, False, 2, 64, 72),
+        Sm90BwdTiling(64, False, 2, 64, 72),
+        Sm90BwdTiling(64, False, 4, 64, 72),
+    ],
+    128: [
+        Sm90BwdTiling(64, False, 3, 128, 104),
+        Sm90BwdTiling(64, False, 2, 128, 104),
+        Sm90BwdTiling(64, False, 3, 64, 72),
+        Sm90BwdTiling(64, False, 2, 64, 72),
+        Sm90BwdTiling(64, True, 3, 128, 104),
+    ],
+    256: [
+        Sm90BwdTiling(64, True, 2, 128, 104),
+        Sm90BwdTiling(64, True, 2, 64, 72),
+        Sm90BwdTiling(64, True, 1, 128, 104),
+    ],
+}
+PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {
+    Direction.FORWARD: (FwdSm90, FORWARD),
+    Direction.BACKWARD: (BwdSm90, BACKWARD),
+}
 
 
-def flash3(shape: Shape, tensors: dict[str, torch.Tensor]) -> Callable[[], object] | None:
-    """FlashAttention-3's forward, if the folder ``PEERS`` has its binary."""
+def flash3(
+    shape: Shape, tensors: dict[str, torch.Tensor], direction: Direction = Direction.FORWARD
+) -> Callable[[], object] | None:
+    """FlashAttention-3, if the folder ``PEERS`` has its binary."""
     folder = os.environ.get("PEERS")
     if not folder:
         return None
     if not hasattr(torch.ops.flash_attn_3, "fwd"):
         torch.ops.load_library(f"{folder}/fa3/_C.so")
-    q, k, v = (tensors[role].transpose(1, 2) for role in ("q", "k", "v"))
-    return lambda: torch.ops.flash_attn_3.fwd(
-        q, k, v, softmax_scale=shape.head_dim**-0.5, is_causal=shape.causal
-    )
+    q, k, v, o, dO = (tensors[role].transpose(1, 2) for role in ("q", "k", "v", "o", "dO"))
+    options = {"softmax_scale": shape.head_dim**-0.5, "is_causal": shape.causal}
+    if direction is Direction.FORWARD:
+        return lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)
+    stats = tensors["stats"].squeeze(-1)
+    return lambda: torch.ops.flash_attn_3.bwd(dO, q, k, v, o, stats, **options)
 
 
-def sweep(head_dim: int) -> None:
+def sweep(direction: Direction, head_dim: int) -> None:
+    """Time every tiling of one pass and head dimension on every shape."""
+    plan, table = PLANS[direction]
     ratios: dict[tuple[bool, str], list[float]] = {}
     for shape in shapes((head_dim,)):
         tensors = make_tensors(shape)
-        want = flash2(shape, tensors)["forward"]()[0]  # type: ignore[index]
+        peers = flash2(shape, tensors)
+        o, lse = peers["forward"]()[:2]  # what the backward reads
+        tensors["o"].copy_(o)
+        tensors["stats"].copy_(lse.unsqueeze(-1))
         contenders: dict[str, Callable[[], object]] = {}
-        third = flash3(shape, tensors)
+        third = flash3(shape, tensors, direction)
         if third is not None:
             contenders["FA3"] = third
-        tilings = TILINGS[head_dim]
-        with ThreadPoolExecutor(16) as pool:
-            calls = list(pool.map(lambda t: prepare(FwdSm90, shape, tensors, t), tilings))  # noqa: B023
-        for tiling, call in zip(tilings, calls, strict=True):
-            name = tiling.cpp
-            tensors["o"].fill_(float("nan"))
-            call()
-            if agree(tensors["o"], want):
-                contenders[name] = call
-            else:
-                print(f"WRONG {shape} {name}", flush=True)
+        expected = peers[direction.value]()
+        contenders |= right_calls(plan, shape, tensors, table[head_dim], expected)
         times = interleaved(contenders, rounds=3, seconds=0.01)
-        flops = shape.flops(Direction.FORWARD) * 1e-9
+        flops = shape.flops(direction) * 1e-9
         base = times.pop("FA3", 1.0)
-        print(f"{shape}: FA3 {flops / base:.0f} TFLOP/s")
+        print(f"{shape} {direction.value}: FA3 {flops / base:.0f} TFLOP/s")
         for name, ms in times.items():
             ratios.setdefault((shape.causal, name), []).append(base / ms)
             print(f"  {name:52} {flops / ms:5.0f}  x{base / ms:.3f}", flush=True)
@@ -95,5 +121,5 @@ def sweep(head_dim: int) -> None:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:] or ["64", "128", "256"]:
-        sweep(int(argument))
+    for argument in sys.argv[2:] or ["64", "128", "256"]:
+        sweep(Direction(sys.argv[1]), int(argument))
