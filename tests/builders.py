@@ -163,6 +163,8 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         data = library.normal(dim, 4 * case.seed + nth)
         if role in "qk":
             data = data * _score_factor(case)
+            if case.offset and case.scale_value:
+                data[..., 0] = 1.0 if role == "q" else case.offset / case.scale_value
         for entry, length in enumerate(rows.get(role, case.lengths_kv())):
             data[entry, :, length:] = _TAILS[case.tails]
         shifted = case.layout(role) == "odd"

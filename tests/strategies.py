@@ -35,6 +35,7 @@ class Case:
         stats: type of the stats that the forward writes and the backward reads; with ``None``
             there is no backward.
         logits: about the standard deviation of the scaled scores.
+        offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
         seed: of the data.
     """
@@ -60,6 +61,7 @@ class Case:
     wild_strides: bool = False
     stats: str | None = "float32"
     logits: float = 1.0
+    offset: float = 0.0
     tails: str = "nan"
     seed: int = 0
 
@@ -182,7 +184,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
     # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
-    logits = (1.0, 1.0, 1.0, 0.01, 10.0, 10.0, *([100.0, 1000.0] * (kind.stats != "bfloat16")))
+    exact_stats = kind.stats != "bfloat16"
+    logits = (1.0, 1.0, 1.0, 0.01, 10.0, 10.0, *([100.0, 1000.0] * exact_stats))
+    offsets = (0.0, 0.0, 0.0, *([-120.0, 120.0] * exact_stats))
     len_dtype = st.sampled_from(("int32", "int32", "int64"))
     return replace(
         kind,
@@ -203,6 +207,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         ),
         wild_strides=draw(st.booleans()),
         logits=draw(st.sampled_from(logits)),
+        offset=draw(st.sampled_from(offsets)),
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -39,6 +39,18 @@ CASES = {
         dtype="float16", heads_q=2, heads_k=1, heads_v=1, seq_q=200, seq_kv=600, head_dim_qk=64,
         head_dim_v=64, scale=0.125, logits=1000.0,
     ),
+    "scores far below zero, half of the last key tile beyond the end": Case(
+        heads_q=2, heads_k=1, heads_v=1, seq_q=129, seq_kv=192, head_dim_qk=64, head_dim_v=64,
+        scale=0.125, offset=-120.0,
+    ),
+    "one query, log-sum-exp far below zero": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, offset=-120.0,
+    ),
+    "wide heads in a window": Case(
+        heads_q=2, heads_k=1, heads_v=1, seq_q=190, seq_kv=190, left=30, right=0, head_dim_qk=256,
+        head_dim_v=256, scale=0.0625,
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,
