@@ -218,8 +218,7 @@ struct BwdSm80 : BwdShapes<Problem, Tiling> {
       if (threadIdx.x == 0) {
         const int first_tile = Shapes::row_tile(p, batch, head, 0);
         shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
-                            Shapes::row_stats(p, first_tile),
-                            Shapes::dq_accum(p, first_tile)};
+                            Shapes::row_stats(p, first_tile), Shapes::dq_accum(p, first_tile)};
       }
       __syncthreads();
       load_row_stats(tile, 0);

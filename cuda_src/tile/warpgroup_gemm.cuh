@@ -24,7 +24,8 @@ DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, i
 #pragma unroll
   for (int k = 0; k < Left::columns / 16; ++k) {
     WgmmaShape<8 * n_tiles>::template shared_shared<typename Left::Element>(
-        d, left.along_columns(first_row, k), right.along_columns(first_column, k), accumulate || k > 0);
+        d, left.along_columns(first_row, k), right.along_columns(first_column, k),
+        accumulate || k > 0);
   }
   wgmma_commit();
 }
