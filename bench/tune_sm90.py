@@ -48,24 +48,25 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, by_product, stages, dq_columns, query_registers.
+#: tile_q, tile_k, by_product, stages, dq_columns, query_registers.
 BACKWARD = {
     64: [
-        Sm90BwdTiling(128, False, 2, 64, 72),
-        Sm90BwdTiling(64, False, 2, 64, 72),
-        Sm90BwdTiling(64, False, 4, 64, 72),
+        Sm90BwdTiling(128, 128, False, 2, 64, 72),
+        Sm90BwdTiling(64, 128, False, 4, 64, 72),
+        Sm90BwdTiling(64, 128, True, 3, 64, 72),
+        Sm90BwdTiling(128, 128, True, 2, 64, 72),
     ],
     128: [
-        Sm90BwdTiling(64, False, 3, 128, 104),
-        Sm90BwdTiling(64, False, 2, 128, 104),
-        Sm90BwdTiling(64, False, 3, 64, 72),
-        Sm90BwdTiling(64, False, 2, 64, 72),
-        Sm90BwdTiling(64, True, 3, 128, 104),
+        Sm90BwdTiling(64, 128, False, 3, 128, 104),
+        Sm90BwdTiling(64, 128, False, 2, 128, 104),
+        Sm90BwdTiling(64, 128, False, 3, 64, 72),
+        Sm90BwdTiling(64, 128, False, 2, 64, 72),
+        Sm90BwdTiling(64, 128, True, 2, 64, 72),
     ],
     256: [
-        Sm90BwdTiling(64, True, 2, 128, 104),
-        Sm90BwdTiling(64, True, 2, 64, 72),
-        Sm90BwdTiling(64, True, 1, 128, 104),
+        Sm90BwdTiling(64, 64, True, 2, 128, 104),
+        Sm90BwdTiling(64, 64, True, 2, 64, 72),
+        Sm90BwdTiling(64, 64, True, 1, 128, 104),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {

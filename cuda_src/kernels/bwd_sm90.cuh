@@ -44,7 +44,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   static constexpr int parts = few_registers ? 2 : 1, part_q = tile_q / parts;
   using Scores = Accumulator<1, part_q / 8>;  // keys by queries
   using Rounded = RegisterLeft<T, 1, part_q / 16>;
-  using DK = Accumulator<1, dim_qk / 8>;
+  static constexpr int blocks = tile_k / 64;  // of keys
+  using DK = Accumulator<1, dim_qk / 8>;      // of one block
   using DV = Accumulator<1, dim_v / 8>;
 
   const int warpgroup;  // among the key workers
@@ -53,15 +54,20 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
                         WorkItem work_item)
       : Base(params, shared_memory, work_item), warpgroup(warp_index() / 4 - 1) {}
 
-  // Of this warpgroup among the keys. Known to be uniform, and computed where it is needed:
-  // descriptors are not worth registers.
-  DLATTN_DEVICE int first_own_row() const {
-    return by_product ? 0 : 64 * uniform(opaque(warpgroup));
+  // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
+  struct Piece {
+    int query, key;
+  };
+
+  // Of this warpgroup, where key workers divide the keys. Known to be uniform, and computed where it is
+  // needed: descriptors are not worth registers.
+  DLATTN_DEVICE Piece own_piece(int part) const {
+    return {part * part_q, 64 * uniform(opaque(warpgroup))};
   }
-  // Of this warp.
-  DLATTN_DEVICE int first_row() const {
-    return 16 * (by_product ? warp_index() % 4 : warp_index() - 4);
-  }
+  // Of all warpgroups, where they divide the products.
+  DLATTN_DEVICE Piece shared_piece(int block) const { return {0, 64 * block}; }
+
+  static DLATTN_DEVICE int first_row_of_warp() { return 16 * (warp_index() % 4); }
 
   // Of a lane's columns.
   struct RowStats {
@@ -73,25 +79,25 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   };
 
   // Turns raw scores into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage, int part,
+  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage, Piece piece,
                                   const RowStats& log_sum_exp, const ScoreValues& values) {
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
-    const int first_query = step.tile * tile_q + part * part_q;
     probability.for_each([&](float& value, int, int n, int i) {
-      const Position at = position(step.head, first_query, n, i);
-      const float score = Problem::Score::apply(raw.at[0][n][i], at, values);
+      const float score =
+          Problem::Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
       value = exp2_approx(score * log2_factor - log_sum_exp.at[2 * n + i % 2]);
     });
-    if (step.masked) mask(probability, first_query);
+    if (step.masked) mask(probability, step, piece);
   }
 
-  DLATTN_DEVICE void mask(Scores& probability, int first_query) {
+  DLATTN_DEVICE void mask(Scores& probability, const Step& step, Piece piece) {
+    const Position first = position(step, piece, 0, 0);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int key = keys.first + first_row() + Scores::row(0, i);
-      const uint32 kept = kept_elements(Problem::Mask::queries({key, key + 1}, length, p),
-                                        first_query + Scores::column(0, 0));
+      const int key = first.key + Scores::row(0, i) - Scores::row(0, 0);
+      const uint32 kept =
+          kept_elements(Problem::Mask::queries({key, key + 1}, length, p), first.query);
 #pragma unroll
       for (int e = 0; e < part_q / 4; ++e) {
         if ((kept >> e & 1) == 0) probability.at[0][e / 2][i + e % 2] = 0.f;
@@ -99,37 +105,30 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE Position position(int head, int first_query, int n, int i) const {
-    return {work.batch, head, first_query + Scores::column(n, i),
-            keys.first + first_row() + Scores::row(0, i)};
+  DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
+    return {work.batch, step.head, step.tile * tile_q + piece.query + Scores::column(n, i),
+            keys.first + piece.key + first_row_of_warp() + Scores::row(0, i)};
   }
 
   // What dP is multiplied by: probabilities times the derivative of the edits. All edits'
   // derivatives are linear in the gradient.
-  DLATTN_DEVICE Scores weights(const Scores& probability, const Scores& raw, int stage, int part,
+  DLATTN_DEVICE Scores weights(const Scores& probability, const Scores& raw, int stage, Piece piece,
                                const ScoreValues& values) {
     const Step& step = shared.steps[stage];
     Scores weights;
     weights.for_each([&](float& value, int, int n, int i) {
-      const Position at = position(step.head, step.tile * tile_q + part * part_q, n, i);
-      value = Problem::Score::backward(probability.at[0][n][i], raw.at[0][n][i], at, values);
+      value = Problem::Score::backward(probability.at[0][n][i], raw.at[0][n][i],
+                                       position(step, piece, n, i), values);
     });
     return weights;
   }
 
-  static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
-    dP.for_each([&](float& value, int, int n, int i) {
-      const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
-      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
-    });
-  }
-
   // Transposed, queries by keys.
-  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage, int part) {
+  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage, Piece piece) {
     // Computed anew: a register costs more. Of unsigned numbers, whose quotients are shifts.
-    const uint32 thread = opaque(threadIdx.x), lane = thread % 32;
-    const uint32 warp = by_product ? thread / 32 % 4 : thread / 32 - 4;
-    const uint32 row = part * part_q + lane / 16 * 8 + lane % 8, unit = 2 * warp + lane / 8 % 2;
+    const uint32 thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+    const uint32 row = uint32(piece.query) + lane / 16 * 8 + lane % 8;
+    const uint32 unit = uint32(piece.key) / 8 + 2 * warp + lane / 8 % 2;
     const uint32 first = shared.dS[stage].unit_address(row, unit);
 #pragma unroll
     for (int k = 0; k < part_q / 16; ++k) {
@@ -138,23 +137,23 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
-  // S, exponentiated.
-  DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, int part,
+  // S, exponentiated. Waits for all products.
+  DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, Piece piece,
                                            const ScoreValues& values) {
-    start_product(raw, shared.k[0], first_own_row(), shared.q[stage], part * part_q);
-    const RowStats log_sum_exp(shared.row_stats[stage] + part * part_q);
+    start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    const RowStats log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
     tie(raw);
-    exponentiate(probability, raw, stage, part, log_sum_exp, values);
+    exponentiate(probability, raw, stage, piece, log_sum_exp, values);
   }
 
-  // dP - delta, once dO is there.
-  DLATTN_DEVICE void compute_dp(Scores& dP, const Place<stages>& place, int part) {
+  // dP - delta, once dO is there. Waits for all products.
+  DLATTN_DEVICE void compute_dp(Scores& dP, const Place<stages>& place, Piece piece) {
     const int stage = place.stage;
-    const RowStats minus_delta(shared.row_stats[stage] + tile_q + part * part_q);
+    const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
     dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
     mbarrier_wait(shared.do_ring.full[stage], place.parity);
-    start_product<true>(dP, shared.v[0], first_own_row(), shared.dO[stage], part * part_q);
+    start_product<true>(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
     wgmma_wait<0>();
     tie(dP);
   }
@@ -180,17 +179,18 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
+      const Piece piece = own_piece(part);
       Scores raw, probability, dP;
-      compute_probabilities(raw, probability, stage, part, values);
-      const Scores factors = weights(probability, raw, stage, part, values);
-      compute_dp(dP, place, part);
+      compute_probabilities(raw, probability, stage, piece, values);
+      const Scores factors = weights(probability, raw, stage, piece, values);
+      compute_dp(dP, place, piece);
       dP.for_each([&](float& value, int, int n, int i) { value *= factors.at[0][n][i]; });
       const Rounded rounded_p(probability), dS(dP);
       if (part == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
-      store_ds(dS, stage, part);
-      start_accumulation(dV, rounded_p, shared.dO[stage], part * part_q / 16);
+      store_ds(dS, stage, piece);
+      start_accumulation(dV, rounded_p, shared.dO[stage], piece.query / 16);
       if (part == parts - 1) offer_ds(stage);
-      start_accumulation(dK, dS, shared.q[stage], part * part_q / 16);
+      start_accumulation(dK, dS, shared.q[stage], piece.query / 16);
       wgmma_wait<1>();
       tie(dV);
       if (part == parts - 1) release(shared.do_ring.empty[stage]);
@@ -202,76 +202,100 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return more;
   }
 
-  // ---- One key worker has dV, the other dK ----
+  // ---- One key worker has dV, the other dK, of one or two blocks of 64 keys ----
 
-  DLATTN_DEVICE bool step_on_values(DV& dV, const Place<stages>& place, const ScoreValues& values) {
+  DLATTN_DEVICE bool step_on_values(DV (&dV)[blocks], const Place<stages>& place,
+                                    const ScoreValues& values) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
-    Scores raw, probability;
-    compute_probabilities(raw, probability, stage, 0, values);
-    send(Rounded(weights(probability, raw, stage, 0, values)), place);
-    const bool more = !is_last(stage);
-    release(shared.q_ring.empty[stage]);
-    mbarrier_wait(shared.do_ring.full[stage], place.parity);
-    start_accumulation(dV, Rounded(probability), shared.dO[stage]);
+    bool more = true;
+#pragma unroll
+    for (int block = 0; block < blocks; ++block) {
+      const Piece piece = shared_piece(block);
+      Scores raw, probability;
+      compute_probabilities(raw, probability, stage, piece, values);
+      send(Rounded(weights(probability, raw, stage, piece, values)), block, place);
+      if (block == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
+      if (block == blocks - 1) {
+        more = !is_last(stage);
+        release(shared.q_ring.empty[stage]);
+      }
+      start_accumulation(dV[block], Rounded(probability), shared.dO[stage]);
+    }
     wgmma_wait<0>();
-    tie(dV);
+#pragma unroll
+    for (DV& gradient : dV) tie(gradient);
     release(shared.do_ring.empty[stage]);
     return more;
   }
 
-  DLATTN_DEVICE bool step_on_keys(DK& dK, const Place<stages>& place) {
+  DLATTN_DEVICE bool step_on_keys(DK (&dK)[blocks], const Place<stages>& place) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
-    Scores dP;
-    compute_dp(dP, place, 0);
-    release(shared.do_ring.empty[stage]);
-    multiply(dP, receive(place));
-    const Rounded dS(dP);
-    mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
-    store_ds(dS, stage, 0);
-    start_accumulation(dK, dS, shared.q[stage]);
+#pragma unroll
+    for (int block = 0; block < blocks; ++block) {
+      const Piece piece = shared_piece(block);
+      Scores dP;
+      compute_dp(dP, place, piece);
+      if (block == blocks - 1) release(shared.do_ring.empty[stage]);
+      multiply(dP, receive(block, place));
+      const Rounded dS(dP);
+      if (block == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
+      store_ds(dS, stage, piece);
+      start_accumulation(dK[block], dS, shared.q[stage]);
+    }
     offer_ds(stage);
     wgmma_wait<0>();
-    tie(dK);
+#pragma unroll
+    for (DK& gradient : dK) tie(gradient);
     const bool more = !is_last(stage);
     release(shared.q_ring.empty[stage]);
     return more;
+  }
+
+  static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
+    dP.for_each([&](float& value, int, int n, int i) {
+      const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
+      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+    });
   }
 
   // Threads of the two workers that have the same place hold the same elements.
-  DLATTN_DEVICE void send(const Rounded& weights, const Place<stages>& place) {
-    mbarrier_wait(shared.weights_ring.empty[place.stage], place.parity ^ 1);
+  DLATTN_DEVICE void send(const Rounded& weights, int block, const Place<stages>& place) {
+    auto& ring = shared.weights_ring[block];
+    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
 #pragma unroll
     for (int k = 0; k < tile_q / 16; ++k) {
       const auto& r = weights.at[0][k];
-      shared.weights[place.stage].at[k][threadIdx.x % 128] = uint4{r[0], r[1], r[2], r[3]};
+      shared.weights[place.stage].at[block][k][threadIdx.x % 128] = uint4{r[0], r[1], r[2], r[3]};
     }
     __syncwarp();
-    release(shared.weights_ring.full[place.stage]);
+    release(ring.full[place.stage]);
   }
-  DLATTN_DEVICE Rounded receive(const Place<stages>& place) {
-    mbarrier_wait(shared.weights_ring.full[place.stage], place.parity);
+  DLATTN_DEVICE Rounded receive(int block, const Place<stages>& place) {
+    auto& ring = shared.weights_ring[block];
+    mbarrier_wait(ring.full[place.stage], place.parity);
     Rounded weights;
 #pragma unroll
     for (int k = 0; k < tile_q / 16; ++k) {
-      const uint4 r = shared.weights[place.stage].at[k][threadIdx.x % 128];
+      const uint4 r = shared.weights[place.stage].at[block][k][threadIdx.x % 128];
       weights.at[0][k][0] = r.x;
       weights.at[0][k][1] = r.y;
       weights.at[0][k][2] = r.z;
       weights.at[0][k][3] = r.w;
     }
     __syncwarp();
-    release(shared.weights_ring.empty[place.stage]);
+    release(ring.empty[place.stage]);
     return weights;
   }
 
-  // Through the tile that held the keys or values, which nobody needs any more.
+  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
+  // any more.
   template <int n_tiles, class Tile>
-  DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, const TensorMap& map,
-                           int head, float factor) {
-    const int lane = opaque(threadIdx.x % 32), first = first_own_row();
-    const int row = first_row() + lane % 16;
+  DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
+                           const TensorMap& map, int head, float factor) {
+    const int lane = opaque(threadIdx.x % 32);
+    const int row = first + first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) {
@@ -316,32 +340,41 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
-  // dK and dV are stored when the last head that shares them is done.
-  DLATTN_DEVICE void store_dk(DK& dK, int head, const ScoreValues& values) {
+  // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
+  template <int n>
+  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head, const ScoreValues& values) {
     named_barrier_sync(Base::keys_read, 128 * 3);
-    store(dK, shared.k[0], m.dK, head / p.heads_per_k, Problem::Score::gradient_factor(values));
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
+            Problem::Score::gradient_factor(values));
+    }
   }
-  DLATTN_DEVICE void store_dv(DV& dV, int head) {
+  template <int n>
+  DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int head) {
     named_barrier_sync(Base::values_read, 128 * 2);
-    store(dV, shared.v[0], m.dV, head / p.heads_per_v, 1.f);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, 1.f);
+    }
   }
 
   DLATTN_DEVICE void work_on_keys_and_values() {
     const ScoreValues values(p);
     Place<stages> place;
-    DK dK;
-    DV dV;
-    dK.clear();
-    dV.clear();
+    DK dK[1];
+    DV dV[1];
+    dK[0].clear();
+    dV[0].clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, [&] { return step(dK, dV, place, values); });
-      const int head = this->first_head() + i;
+      take_steps(place, [&] { return step(dK[0], dV[0], place, values); });
+      const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, head, values);
+        store_dk(dK, first, head, values);
         release(shared.k_ring.empty[0]);
       }
       if (last % p.heads_per_v == 0) {
-        store_dv(dV, head);
+        store_dv(dV, first, head);
         release(shared.v_ring.empty[0]);
       }
     });
@@ -350,8 +383,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_values() {
     const ScoreValues values(p);
     Place<stages> place;
-    DV dV;
-    dV.clear();
+    DV dV[blocks];
+#pragma unroll
+    for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last) {
       take_steps(place, [&] { return step_on_values(dV, place, values); });
       if (last % p.heads_per_k == 0) {
@@ -359,7 +393,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         release(shared.k_ring.empty[0]);
       }
       if (last % p.heads_per_v == 0) {
-        store_dv(dV, this->first_head() + i);
+        store_dv(dV, 0, this->first_head() + i);
         release(shared.v_ring.empty[0]);
       }
     });
@@ -368,8 +402,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_keys() {
     const ScoreValues values(p);
     Place<stages> place;
-    DK dK;
-    dK.clear();
+    DK dK[blocks];
+#pragma unroll
+    for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last) {
       take_steps(place, [&] { return step_on_keys(dK, place); });
       if (last % p.heads_per_v == 0) {
@@ -377,7 +412,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         release(shared.v_ring.empty[0]);
       }
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, this->first_head() + i, values);
+        store_dk(dK, 0, this->first_head() + i, values);
         release(shared.k_ring.empty[0]);
       }
     });

@@ -63,7 +63,7 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
 
   // What the worker on values sends to the worker on keys: 16 words a thread, at its own place.
   struct Weights {
-    uint4 at[tile_q / 16][128];
+    uint4 at[tile_k / 64][tile_q / 16][128];
   };
   struct Nothing {};
 
@@ -80,9 +80,9 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
     Loading loading[2];  // for want of registers
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
-    Ring<stages> ds_ring;       // from the key workers to the query worker
-    Ring<stages> weights_ring;  // between the key workers
-    uint64 landed[4];           // what warp i is to clear
+    Ring<stages> ds_ring;                    // from the key workers to the query worker
+    Ring<stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
+    uint64 landed[4];                        // what warp i is to clear
   };
 
   // Named barriers, by event.
@@ -123,7 +123,8 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
       shared.q_ring.init(key_warps + 4);  // the query worker reads steps
       shared.do_ring.init(key_warps);
       shared.ds_ring.init(4, ds_warps);
-      shared.weights_ring.init(4, 4);
+#pragma unroll
+      for (auto& ring : shared.weights_ring) ring.init(4, 4);
 #pragma unroll
       for (uint64& landed : shared.landed) mbarrier_init(landed, 1);
       fence_mbarrier_init();

@@ -24,10 +24,11 @@ struct BwdTiling {
 };
 
 // Of the Hopper backward.
-template <int tile_q_, bool by_product_, int stages_, int dq_columns_, int query_registers_>
+template <int tile_q_, int tile_k_, bool by_product_, int stages_, int dq_columns_,
+          int query_registers_>
 struct Sm90BwdTiling {
   static constexpr bool by_product = by_product_;  // the key workers divide products, or keys
-  static constexpr int tile_q = tile_q_, tile_k = by_product ? 64 : 128;
+  static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int stages = stages_;          // tiles of q, dO and dS in shared memory
   static constexpr int dq_columns = dq_columns_;  // of dQ, computed at a time
   static constexpr int query_registers = query_registers_;  // of a thread that computes dQ

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up
@@ -22,14 +22,15 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
-        by_product: one key worker has dV and the other dK, of 64 keys; else each has both, of 64
-            keys out of 128.
+        tile_k: keys of a block: 128, or 64 by product.
+        by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q, of dO and of dS in shared memory.
         dq_columns: columns of dQ that are computed at a time, for each 64 queries.
         query_registers: of a thread that computes dQ; those of dK and dV share what is left.
     """
 
     tile_q: int = 64
+    tile_k: int = 128
     by_product: bool = False
     stages: int = 2
     dq_columns: int = 64
@@ -40,16 +41,11 @@ class Sm90BwdTiling:
     min_blocks: ClassVar[int] = 1
 
     @property
-    def tile_k(self) -> int:
-        """Keys of a block."""
-        return 64 if self.by_product else 128
-
-    @property
     def cpp(self) -> str:
         by_product = str(self.by_product).lower()
         return (
-            f"Sm90BwdTiling<{self.tile_q}, {by_product}, {self.stages}, {self.dq_columns}, "
-            f"{self.query_registers}>"
+            f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
+            f"{self.dq_columns}, {self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -59,7 +55,8 @@ class Sm90BwdTiling:
         tiles = sum(slab_bytes(self.tile_q, dim) for dim in (*dims, self.tile_k))
         weights = 2 * self.tile_q * self.tile_k if self.by_product else 0
         row_stats, step, loading = 4 * 2 * self.tile_q, 16, 16
-        barriers = 8 * (2 * 2 + 4 * 2 * self.stages + 4)
+        rings = 3 + self.tile_k // 64
+        barriers = 8 * (2 * 2 + rings * 2 * self.stages + 4)
         stages = self.stages * (tiles + weights + row_stats + step)
         return round_up(k_and_v + stages + 2 * loading + barriers, 1024)
 
@@ -70,20 +67,17 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     if max(dim_qk, dim_v) == 64:
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 320:
-        return _with_dq_columns(128 if dim_qk % 128 == 0 else 64, by_product=True)
+        columns = 128 if dim_qk % 128 == 0 else 64
+        return _with_dq_columns(columns, tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return _with_dq_columns(64)
     return _with_dq_columns(dim_qk, stages=3)
 
 
-def _with_dq_columns(columns: int, *, by_product: bool = False, stages: int = 2) -> Sm90BwdTiling:
+def _with_dq_columns(columns: int, **others: Any) -> Sm90BwdTiling:
     """With as few registers for dQ as it can be computed with."""
-    return Sm90BwdTiling(
-        by_product=by_product,
-        stages=stages,
-        dq_columns=columns,
-        query_registers=72 if columns == 64 else 104,
-    )
+    registers = 72 if columns == 64 else 104
+    return Sm90BwdTiling(dq_columns=columns, query_registers=registers, **others)
 
 
 @dataclass(frozen=True)
