@@ -283,12 +283,13 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
       if (warp_index() == 3 && i % p.heads_per_v == 0) {
         load_keys(shared.v, shared.v_ring, shared.landed[3], i / p.heads_per_v, m.v, p.heads_per_v);
       }
-      if (!tiles.empty()) {
-        if (i == 0) {
+      if (i == 0 && !tiles.empty()) {
 #pragma unroll 1
-          for (int stage = 0; stage < stages; ++stage) load_step({stage, 0});
-        }
-        mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+        for (int stage = 0; stage < stages; ++stage) load_step({stage, 0});
+      }
+      // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
+      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+      if (!tiles.empty()) {
         bool last;
 #pragma unroll 1
         do {
