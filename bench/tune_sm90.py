@@ -7,12 +7,12 @@ dimension and mask the geometric mean of each tiling. Every tiling is checked fi
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.peers.flash import load_flash3
 from bench.sm80_cases import Shape, make_tensors, shapes
 from bench.timing import geometric_mean, interleaved
 from bench.tune_sm80 import flash2, right_calls
@@ -48,25 +48,25 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, dq_columns, query_registers.
+#: tile_q, tile_k, by_product, stages, dq_columns.
 BACKWARD = {
     64: [
-        Sm90BwdTiling(128, 128, False, 2, 64, 72),
-        Sm90BwdTiling(64, 128, False, 4, 64, 72),
-        Sm90BwdTiling(64, 128, True, 3, 64, 72),
-        Sm90BwdTiling(128, 128, True, 2, 64, 72),
+        Sm90BwdTiling(128, 128, False, 2, 64),
+        Sm90BwdTiling(64, 128, False, 4, 64),
+        Sm90BwdTiling(64, 128, True, 3, 64),
+        Sm90BwdTiling(128, 128, True, 2, 64),
     ],
     128: [
-        Sm90BwdTiling(64, 128, False, 3, 128, 104),
-        Sm90BwdTiling(64, 128, False, 2, 128, 104),
-        Sm90BwdTiling(64, 128, False, 3, 64, 72),
-        Sm90BwdTiling(64, 128, False, 2, 64, 72),
-        Sm90BwdTiling(64, 128, True, 2, 64, 72),
+        Sm90BwdTiling(64, 128, False, 3, 128),
+        Sm90BwdTiling(64, 128, False, 2, 128),
+        Sm90BwdTiling(64, 128, False, 3, 64),
+        Sm90BwdTiling(64, 128, False, 2, 64),
+        Sm90BwdTiling(64, 128, True, 2, 64),
     ],
     256: [
-        Sm90BwdTiling(64, 64, True, 2, 128, 104),
-        Sm90BwdTiling(64, 64, True, 2, 64, 72),
-        Sm90BwdTiling(64, 64, True, 1, 128, 104),
+        Sm90BwdTiling(64, 64, True, 2, 128),
+        Sm90BwdTiling(64, 64, True, 2, 64),
+        Sm90BwdTiling(64, 64, True, 1, 128),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {
@@ -76,14 +76,13 @@ PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {
 
 
 def flash3(
-    shape: Shape, tensors: dict[str, torch.Tensor], direction: Direction = Direction.FORWARD
+    shape: Shape, tensors: dict[str, torch.Tensor], direction: Direction
 ) -> Callable[[], object] | None:
-    """FlashAttention-3, if the folder ``PEERS`` has its binary."""
-    folder = os.environ.get("PEERS")
-    if not folder:
+    """FlashAttention-3, if it is there."""
+    missing = load_flash3()
+    if missing is not None:
+        print(missing)
         return None
-    if not hasattr(torch.ops.flash_attn_3, "fwd"):
-        torch.ops.load_library(f"{folder}/fa3/_C.so")
     q, k, v, o, dO = (tensors[role].transpose(1, 2) for role in ("q", "k", "v", "o", "dO"))
     options = {"softmax_scale": shape.head_dim**-0.5, "is_causal": shape.causal}
     if direction is Direction.FORWARD:

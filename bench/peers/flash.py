@@ -18,28 +18,7 @@ class Fa3(Peer):
     name = "fa3"
 
     def refuses(self, case: Case, direction: str) -> str | None:
-        return self._load()
-
-    def _load(self) -> str | None:
-        """Makes ``torch.ops.flash_attn_3`` exist, or says why it does not."""
-        import torch
-
-        if hasattr(torch.ops.flash_attn_3, "fwd"):
-            return None
-        binary = Path(os.environ.get("PEERS", ""), "fa3", "_C.so")
-        try:
-            if "PEERS" in os.environ and binary.exists():
-                torch.ops.load_library(str(binary))
-            elif has_module("flash_attn_3._C"):
-                importlib.import_module("flash_attn_3._C")
-            else:
-                return (
-                    "fa3 needs the Python module flash_attn_3, which is not installed, or a folder "
-                    "PEERS with fa3/_C.so."
-                )
-        except (ImportError, OSError) as error:
-            return f"fa3 could not be loaded: {error}"
-        return None
+        return load_flash3()
 
     def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
         import torch
@@ -104,3 +83,25 @@ def flash_window(case: Case) -> tuple[int | None, int | None, bool]:
     if case.window is not None:
         return case.window - 1, 0, False
     return None, None, case.mask == "causal"
+
+
+def load_flash3() -> str | None:
+    """Makes ``torch.ops.flash_attn_3`` exist, or says why it does not."""
+    import torch
+
+    if hasattr(torch.ops.flash_attn_3, "fwd"):
+        return None
+    binary = Path(os.environ.get("PEERS", ""), "fa3", "_C.so")
+    try:
+        if "PEERS" in os.environ and binary.exists():
+            torch.ops.load_library(str(binary))
+        elif has_module("flash_attn_3._C"):
+            importlib.import_module("flash_attn_3._C")
+        else:
+            return (
+                "fa3 needs the Python module flash_attn_3, which is not installed, or a folder "
+                "PEERS with fa3/_C.so."
+            )
+    except (ImportError, OSError) as error:
+        return f"fa3 could not be loaded: {error}"
+    return None

@@ -298,11 +298,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     const int row = first + first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
 #pragma unroll
-    for (int n = 0; n < n_tiles; n += 2) {
-      const RegisterLeft<T, 1, 1> packed(reinterpret_cast<Accumulator<1, 2>&>(gradient.at[0][n]));
-      stmatrix_x4(tile.unit_address(row, n + lane / 16), packed.at[0][0][0], packed.at[0][0][1],
-                  packed.at[0][0][2], packed.at[0][0][3]);
-    }
+    for (int n = 0; n < n_tiles; n += 2) store_columns(tile, row, n, lane, gradient, n);
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + warpgroup, 128);
     if (threadIdx.x % 128 == 0) {

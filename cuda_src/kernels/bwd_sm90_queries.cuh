@@ -148,17 +148,13 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
                                Tile (&tile)[ring_stages], int rows, uint64& landed,
                                uint32& landings, uint32 bytes, Start start) {
     if (rows >= Tile::rows) return fill(ring, place, bytes, start);
-    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(landed, bytes);
-      start(place.stage, landed);
-    }
+    order(ring, place, landed, bytes, start);
     mbarrier_wait(landed, landings);
     landings ^= 1;
     tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.full[place.stage]);
+    release(ring.full[place.stage]);
     place.advance();
   }
 
@@ -186,6 +182,7 @@ struct BwdSm90Queries : BwdShapes<Problem, Tiling> {
         Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
     const Step step{head, tile, Shapes::row_tile(p, work.batch, head, tile),
                     at.heads_left == 1 && tile == tiles.last - 1, !full};
+    // Before the arrival that publishes it, hence not where the copies start.
     mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
     if (threadIdx.x % 32 == 0) shared.steps[place.stage] = step;
     fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.landings,

@@ -516,10 +516,7 @@ struct FwdSm90 {
       named_barrier_sync(rows_free + warpgroup, 128);
 #pragma unroll
       for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
-        const RegisterLeft<T, 1, 1> packed(
-            reinterpret_cast<Accumulator<1, 2>&>(output.at[0][8 * slab + n]));
-        stmatrix_x4(staged.unit_address(row, n + lane / 16), packed.at[0][0][0], packed.at[0][0][1],
-                    packed.at[0][0][2], packed.at[0][0][3]);
+        store_columns(staged, row, n, lane, output, 8 * slab + n);
       }
       fence_proxy_async();
       named_barrier_sync(rows_staged + warpgroup, 128);

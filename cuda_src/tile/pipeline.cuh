@@ -36,20 +36,26 @@ struct Place {
   }
 };
 
-// A warp is done with a buffer.
-DLATTN_DEVICE void release(uint64& empty) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
+// A warp is done with a buffer: has read it, or has filled it.
+DLATTN_DEVICE void release(uint64& event) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(event);
 }
 
-// A warp fills the next buffer: one lane calls start(stage, full), which orders copies of so many bytes.
+// Once the buffer is empty, one lane calls start(stage, landed), which orders copies of so many bytes.
 template <int stages, class Start>
-DLATTN_DEVICE void fill(Ring<stages>& ring, Place<stages>& place, uint32 bytes, Start start) {
+DLATTN_DEVICE void order(Ring<stages>& ring, const Place<stages>& place, uint64& landed,
+                         uint32 bytes, Start start) {
   mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
   if (threadIdx.x % 32 == 0) {
-    uint64& full = ring.full[place.stage];
-    mbarrier_arrive_expect(full, bytes);
-    start(place.stage, full);
+    mbarrier_arrive_expect(landed, bytes);
+    start(place.stage, landed);
   }
+}
+
+// A warp fills the next buffer, which is full when the copies have landed.
+template <int stages, class Start>
+DLATTN_DEVICE void fill(Ring<stages>& ring, Place<stages>& place, uint32 bytes, Start start) {
+  order(ring, place, ring.full[place.stage], bytes, start);
   place.advance();
 }
 

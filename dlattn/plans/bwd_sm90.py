@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up
-from dlattn.plans.fwd_sm90 import slab_bytes
-from dlattn.plans.mapped import MappedPlan
+from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
@@ -26,7 +25,6 @@ class Sm90BwdTiling:
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q, of dO and of dS in shared memory.
         dq_columns: columns of dQ that are computed at a time, for each 64 queries.
-        query_registers: of a thread that computes dQ; those of dK and dV share what is left.
     """
 
     tile_q: int = 64
@@ -34,11 +32,15 @@ class Sm90BwdTiling:
     by_product: bool = False
     stages: int = 2
     dq_columns: int = 64
-    query_registers: int = 72
 
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 384
     min_blocks: ClassVar[int] = 1
+
+    @property
+    def query_registers(self) -> int:
+        """Of a thread that computes dQ, as few as it can do with; the others share what is left."""
+        return 72 if self.dq_columns == 64 else 104
 
     @property
     def cpp(self) -> str:
@@ -68,16 +70,10 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 320:
         columns = 128 if dim_qk % 128 == 0 else 64
-        return _with_dq_columns(columns, tile_k=64, by_product=True)
+        return Sm90BwdTiling(tile_k=64, by_product=True, dq_columns=columns)
     if max(dim_qk, dim_v) > 128:
-        return _with_dq_columns(64)
-    return _with_dq_columns(dim_qk, stages=3)
-
-
-def _with_dq_columns(columns: int, **others: Any) -> Sm90BwdTiling:
-    """With as few registers for dQ as it can be computed with."""
-    registers = 72 if columns == 64 else 104
-    return Sm90BwdTiling(dq_columns=columns, query_registers=registers, **others)
+        return Sm90BwdTiling()
+    return Sm90BwdTiling(stages=3, dq_columns=dim_qk)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class RowTiling:
 
 
 class BwdSm90(MappedPlan, BackwardPlan):
-    """FlashAttention-3's backward with wgmma, TMA and warp specialisation."""
+    """wgmma, TMA and specialised warpgroups: two compute dK and dV, the third one dQ."""
 
     name = "bwd_sm90"
     argument_type = MappedBwdParams

@@ -15,7 +15,7 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan
+from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedFwdParams
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
@@ -82,11 +82,6 @@ class Sm90FwdTiling:
         barriers = 2 * 8 * (self.q_stages + 2 * self.stages)
         tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v
         return round_up(tiles + items + barriers, 1024)
-
-
-def slab_bytes(rows: int, columns: int) -> int:
-    """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
-    return -(-columns // 64) * rows * 128
 
 
 def value_columns(problem: Problem) -> int:

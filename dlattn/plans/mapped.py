@@ -15,6 +15,11 @@ from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
 
+def slab_bytes(rows: int, columns: int) -> int:
+    """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
+    return -(-columns // 64) * rows * 128
+
+
 class MappedPlan(CudaPlan):
     """A plan whose main kernel takes a :class:`MappedParams`."""
 
