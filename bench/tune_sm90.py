@@ -48,25 +48,21 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, dq_columns.
+#: tile_q, tile_k, by_product, stages, ds_stages, dq_columns, dq_slots, share_in_slot.
 BACKWARD = {
     64: [
-        Sm90BwdTiling(128, 128, False, 2, 64),
-        Sm90BwdTiling(64, 128, False, 4, 64),
-        Sm90BwdTiling(64, 128, True, 3, 64),
-        Sm90BwdTiling(128, 128, True, 2, 64),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1),
     ],
     128: [
-        Sm90BwdTiling(64, 128, False, 3, 128),
-        Sm90BwdTiling(64, 128, False, 2, 128),
-        Sm90BwdTiling(64, 128, False, 3, 64),
-        Sm90BwdTiling(64, 128, False, 2, 64),
-        Sm90BwdTiling(64, 128, True, 2, 64),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 1),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1),
+        Sm90BwdTiling(64, 128, True, 2, 2, 64, 1, True),
     ],
     256: [
-        Sm90BwdTiling(64, 64, True, 2, 128),
-        Sm90BwdTiling(64, 64, True, 2, 64),
-        Sm90BwdTiling(64, 64, True, 1, 128),
+        Sm90BwdTiling(64, 64, True, 2, 1, 64, 1, True),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {

@@ -5,6 +5,7 @@
 //                       exactly those that do
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
+//   bounded_right       a query attends to no keys beyond a bound that moves with it
 #pragma once
 
 #include "attn/seqlen.cuh"
@@ -16,6 +17,7 @@ namespace dlattn {
 // Queries beyond their length need no element test: their rows are discarded in the forward, and
 // carry a log-sum-exp of +infinity in the backward.
 struct Padding {
+  static constexpr bool bounded_right = false;
   static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};
   }
@@ -34,6 +36,7 @@ struct Padding {
 // diagonal = query + shift. Bounds are at most 2^30, so no sum overflows.
 template <bool left, bool right>
 struct Band {
+  static constexpr bool bounded_right = right;
   static constexpr int least_position = -(1 << 30), most_position = 1 << 30;
 
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
@@ -58,6 +61,7 @@ struct Band {
 // Keeps what every mask of the pack keeps.
 template <class... Pack>
 struct Masks {
+  static constexpr bool bounded_right = (false | ... | Pack::bounded_right);
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
     return (everything() & ... & Pack::keys(queries, length, p));
   }

@@ -66,5 +66,8 @@ struct Interval {
     return {most(first, other.first), least(last, other.last)};
   }
 };
+DLATTN_DEVICE Interval uniform(Interval value) {
+  return {uniform(value.first), uniform(value.last)};
+}
 
 }  // namespace dlattn

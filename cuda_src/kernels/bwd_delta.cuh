@@ -70,7 +70,16 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     }
   }
 
-  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, row_tile));
+  if (p.blocks_begun != nullptr && row_tile == 0 && threadIdx.x < 2)
+    p.blocks_begun[threadIdx.x] = 0;
+  const int pair = batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+  if (pair >= p.dq_places) return;
+  const int sum_tile = Shapes::sum_tile(p, batch, head, tile);
+  if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {
+    p.dq_arrivals[sum_tile] = 0;
+    p.dq_stored[pair] = 0;
+  }
+  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
   for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
     g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
   }

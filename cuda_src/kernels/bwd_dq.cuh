@@ -11,7 +11,7 @@ namespace dlattn {
 
 template <class Problem, class Tiling>
 DLATTN_DEVICE void bwd_dq(const Params& p) {
-  using Shapes = BwdShapes<Problem, Tiling>;
+  using Shapes = PortableBwdShapes<Problem, Tiling>;
   using T = typename Problem::Element;
   using Grid = typename Shapes::DQGrid;
   using Tile = SharedTile<T, Shapes::tile_q, Shapes::dim_qk>;

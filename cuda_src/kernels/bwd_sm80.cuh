@@ -22,8 +22,8 @@
 namespace dlattn {
 
 template <class Problem, class Tiling>
-struct BwdSm80 : BwdShapes<Problem, Tiling> {
-  using Shapes = BwdShapes<Problem, Tiling>;
+struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
+  using Shapes = PortableBwdShapes<Problem, Tiling>;
   using T = typename Shapes::T;
   using Shapes::dim_qk;
   using Shapes::dim_v;

@@ -27,6 +27,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Base::by_product;
   using Base::dim_qk;
   using Base::dim_v;
+  using Base::ds_stages;
   using Base::keys;
   using Base::length;
   using Base::m;
@@ -48,11 +49,14 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using DK = Accumulator<1, dim_qk / 8>;      // of one block
   using DV = Accumulator<1, dim_v / 8>;
 
+  static constexpr int most_columns = 192;  // of a product
+
   const int warpgroup;  // among the key workers
 
   DLATTN_DEVICE BwdSm90(const MappedBwdParams& params, typename Base::SharedMemory& shared_memory,
-                        WorkItem work_item)
-      : Base(params, shared_memory, work_item), warpgroup(warp_index() / 4 - 1) {}
+                        int block)
+      : Base(params, shared_memory, Base::work_item(block, params.p)),
+        warpgroup(warp_index() / 4 - 2) {}
 
   // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
   struct Piece {
@@ -67,7 +71,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   // Of all warpgroups, where they divide the products.
   DLATTN_DEVICE Piece shared_piece(int block) const { return {0, 64 * block}; }
 
-  static DLATTN_DEVICE int first_row_of_warp() { return 16 * (warp_index() % 4); }
+  static DLATTN_DEVICE int first_row_of_warp() { return 16 * Base::warp_of_group(); }
 
   // Of a lane's columns.
   struct RowStats {
@@ -141,21 +145,20 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, Piece piece,
                                            const ScoreValues& values) {
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
     const RowStats log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
     tie(raw);
     exponentiate(probability, raw, stage, piece, log_sum_exp, values);
   }
 
-  // dP - delta, once dO is there. Waits for all products.
-  DLATTN_DEVICE void compute_dp(Scores& dP, const Place<stages>& place, Piece piece) {
+  // Starts dP - delta, once dO is there.
+  DLATTN_DEVICE void start_dp(Scores& dP, const Place<stages>& place, Piece piece) {
     const int stage = place.stage;
     const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
     dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
     mbarrier_wait(shared.do_ring.full[stage], place.parity);
     start_product<true>(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
-    wgmma_wait<0>();
-    tie(dP);
   }
 
   DLATTN_DEVICE void offer_ds(int stage) {
@@ -173,31 +176,67 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   // ---- Each key worker has 64 keys ----
 
   // One query tile of one head. False after the last of a walk. One of raw scores and dP is in flight
-  // at a time: both take 16 registers more, which the query worker needs.
-  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place, const ScoreValues& values) {
+  // at a time: both take more registers than the query worker leaves.
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place,
+                          const Place<ds_stages>& ds_place, const ScoreValues& values) {
+    const int stage = place.stage;
+    const Piece piece = own_piece(0);
+    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    Scores raw, probability, dP;
+    compute_probabilities(raw, probability, stage, piece, values);
+    const Rounded rounded_p(probability);
+    const Rounded factors(weights(probability, raw, stage, piece, values));
+    start_dp(dP, place, piece);
+    start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage]);
+    wgmma_wait<1>();
+    tie(dP);
+    multiply(dP, factors);
+    const Rounded dS(dP);
+    mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
+    store_ds(dS, ds_place.stage, piece);
+    start_accumulation<most_columns>(dK, dS, shared.q[stage]);
+    offer_ds(ds_place.stage);
+    return finish_step(dK, dV, stage);
+  }
+
+  // The same in parts of the queries. While dP is there, no other product has registers.
+  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const Place<stages>& place,
+                                   const Place<ds_stages>& ds_place, const ScoreValues& values) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       const Piece piece = own_piece(part);
       Scores raw, probability, dP;
       compute_probabilities(raw, probability, stage, piece, values);
       const Scores factors = weights(probability, raw, stage, piece, values);
-      compute_dp(dP, place, piece);
+      start_dp(dP, place, piece);
+      wgmma_wait<0>();
+      tie(dP);
       dP.for_each([&](float& value, int, int n, int i) { value *= factors.at[0][n][i]; });
       const Rounded rounded_p(probability), dS(dP);
-      if (part == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
-      store_ds(dS, stage, piece);
-      start_accumulation(dV, rounded_p, shared.dO[stage], piece.query / 16);
-      if (part == parts - 1) offer_ds(stage);
-      start_accumulation(dK, dS, shared.q[stage], piece.query / 16);
-      wgmma_wait<1>();
-      tie(dV);
-      if (part == parts - 1) release(shared.do_ring.empty[stage]);
-      wgmma_wait<0>();
-      tie(dK);
+      store_ds(dS, ds_place.stage, piece);
+      start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage], piece.query / 16);
+      start_accumulation<most_columns>(dK, dS, shared.q[stage], piece.query / 16);
+      if (part < parts - 1) {
+        wgmma_wait<0>();
+        tie(dV);
+        tie(dK);
+      }
     }
+    offer_ds(ds_place.stage);
+    return finish_step(dK, dV, stage);
+  }
+
+  // Once dV and dK are there, in this order. False after the last step of a walk.
+  DLATTN_DEVICE bool finish_step(DK& dK, DV& dV, int stage) {
+    wgmma_wait<1>();
+    tie(dV);
+    release(shared.do_ring.empty[stage]);
     const bool more = !is_last(stage);
+    wgmma_wait<0>();
+    tie(dK);
     release(shared.q_ring.empty[stage]);
     return more;
   }
@@ -205,7 +244,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   // ---- One key worker has dV, the other dK, of one or two blocks of 64 keys ----
 
   DLATTN_DEVICE bool step_on_values(DV (&dV)[blocks], const Place<stages>& place,
-                                    const ScoreValues& values) {
+                                    const Place<ds_stages>& ds_place, const ScoreValues& values) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
     bool more = true;
@@ -214,13 +253,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       const Piece piece = shared_piece(block);
       Scores raw, probability;
       compute_probabilities(raw, probability, stage, piece, values);
-      send(Rounded(weights(probability, raw, stage, piece, values)), block, place);
+      send(Rounded(weights(probability, raw, stage, piece, values)), block, ds_place);
       if (block == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
       if (block == blocks - 1) {
         more = !is_last(stage);
         release(shared.q_ring.empty[stage]);
       }
-      start_accumulation(dV[block], Rounded(probability), shared.dO[stage]);
+      start_accumulation<most_columns>(dV[block], Rounded(probability), shared.dO[stage]);
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -229,22 +268,25 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return more;
   }
 
-  DLATTN_DEVICE bool step_on_keys(DK (&dK)[blocks], const Place<stages>& place) {
+  DLATTN_DEVICE bool step_on_keys(DK (&dK)[blocks], const Place<stages>& place,
+                                  const Place<ds_stages>& ds_place) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
 #pragma unroll
     for (int block = 0; block < blocks; ++block) {
       const Piece piece = shared_piece(block);
       Scores dP;
-      compute_dp(dP, place, piece);
+      start_dp(dP, place, piece);
+      wgmma_wait<0>();
+      tie(dP);
       if (block == blocks - 1) release(shared.do_ring.empty[stage]);
-      multiply(dP, receive(block, place));
+      multiply(dP, receive(block, ds_place));
       const Rounded dS(dP);
-      if (block == 0) mbarrier_wait(shared.ds_ring.empty[stage], place.parity ^ 1);
-      store_ds(dS, stage, piece);
-      start_accumulation(dK[block], dS, shared.q[stage]);
+      if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
+      store_ds(dS, ds_place.stage, piece);
+      start_accumulation<most_columns>(dK[block], dS, shared.q[stage]);
     }
-    offer_ds(stage);
+    offer_ds(ds_place.stage);
     wgmma_wait<0>();
 #pragma unroll
     for (DK& gradient : dK) tie(gradient);
@@ -261,7 +303,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   // Threads of the two workers that have the same place hold the same elements.
-  DLATTN_DEVICE void send(const Rounded& weights, int block, const Place<stages>& place) {
+  DLATTN_DEVICE void send(const Rounded& weights, int block, const Place<ds_stages>& place) {
     auto& ring = shared.weights_ring[block];
     mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
 #pragma unroll
@@ -272,7 +314,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     __syncwarp();
     release(ring.full[place.stage]);
   }
-  DLATTN_DEVICE Rounded receive(int block, const Place<stages>& place) {
+  DLATTN_DEVICE Rounded receive(int block, const Place<ds_stages>& place) {
     auto& ring = shared.weights_ring[block];
     mbarrier_wait(ring.full[place.stage], place.parity);
     Rounded weights;
@@ -327,12 +369,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   template <class Take>
-  DLATTN_DEVICE void take_steps(Place<stages>& place, Take take) {
+  DLATTN_DEVICE void take_steps(Place<stages>& place, Place<ds_stages>& ds_place, Take take) {
     bool more = !tiles.empty();
 #pragma unroll 1
     while (more) {
       more = take();
       place.advance();
+      ds_place.advance();
     }
   }
 
@@ -358,12 +401,16 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_keys_and_values() {
     const ScoreValues values(p);
     Place<stages> place;
+    Place<ds_stages> ds_place;
     DK dK[1];
     DV dV[1];
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, [&] { return step(dK[0], dV[0], place, values); });
+      take_steps(place, ds_place, [&] {
+        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], place, ds_place, values);
+        return step(dK[0], dV[0], place, ds_place, values);
+      });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_k == 0) {
         store_dk(dK, first, head, values);
@@ -379,11 +426,12 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_values() {
     const ScoreValues values(p);
     Place<stages> place;
+    Place<ds_stages> ds_place;
     DV dV[blocks];
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, [&] { return step_on_values(dV, place, values); });
+      take_steps(place, ds_place, [&] { return step_on_values(dV, place, ds_place, values); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -398,11 +446,12 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_keys() {
     const ScoreValues values(p);
     Place<stages> place;
+    Place<ds_stages> ds_place;
     DK dK[blocks];
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, [&] { return step_on_keys(dK, place); });
+      take_steps(place, ds_place, [&] { return step_on_keys(dK, place, ds_place); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -414,20 +463,28 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     });
   }
 
-  DLATTN_DEVICE void run() {
-    this->init();
-    if (warp_index() / 4 == 0) {
-      give_registers<Base::query_registers>();
-      this->work_on_queries();
+  // ---- Who does what ----
+
+  DLATTN_DEVICE void load_and_add() {
+    switch (warp_index()) {
+      case 0:
+        return this->load_keys_and_queries();
+      case 1:
+        return this->load_values_and_gradients();
+      case 2:
+        return this->add_pieces();
+      case 3:
+        return this->count_additions();
+    }
+  }
+
+  DLATTN_DEVICE void work_on_keys_or_values() {
+    if constexpr (!by_product) {
+      work_on_keys_and_values();
+    } else if (warpgroup == 0) {
+      work_on_values();
     } else {
-      take_registers<Base::key_registers>();
-      if constexpr (!by_product) {
-        work_on_keys_and_values();
-      } else if (warp_index() / 4 == 1) {
-        work_on_values();
-      } else {
-        work_on_keys();
-      }
+      work_on_keys();
     }
   }
 };
@@ -439,11 +496,23 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
-  const Params& p = params.p;
-  Kernel(
-      params, shared,
-      first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k), p.heads_q / p.heads_per_block, p))
-      .run();
+  Kernel::init(shared);
+  // Each finds out anew what there is to do: else the first one's few registers are full of it.
+  const auto kernel = [&] { return Kernel(params, shared, uniform(opaque(blockIdx.x))); };
+  if (Kernel::warpgroup_index() == 0) {
+    give_registers<24>();
+    kernel().load_and_add();
+  } else if (Kernel::warpgroup_index() == 1) {
+    give_registers<Tiling::query_registers>();
+    Kernel worker = kernel();
+    worker.work_on_queries();
+    worker.store_rest();
+  } else {
+    take_registers<(512 - 24 - Tiling::query_registers) / 2>();
+    Kernel worker = kernel();
+    worker.work_on_keys_or_values();
+    worker.store_rest();
+  }
 }
 
 }  // namespace dlattn

@@ -23,17 +23,17 @@ struct BwdTiling {
   static constexpr int columns = 32;
 };
 
-// Of the Hopper backward.
-template <int tile_q_, int tile_k_, bool by_product_, int stages_, int dq_columns_,
-          int query_registers_>
+// Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
+template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int dq_columns_,
+          int dq_slots_, bool share_in_slot_, int query_registers_>
 struct Sm90BwdTiling {
-  static constexpr bool by_product = by_product_;  // the key workers divide products, or keys
-  static constexpr int tile_q = tile_q_, tile_k = tile_k_;
-  static constexpr int stages = stages_;          // tiles of q, dO and dS in shared memory
-  static constexpr int dq_columns = dq_columns_;  // of dQ, computed at a time
-  static constexpr int query_registers = query_registers_;  // of a thread that computes dQ
-  // What a sum of dQ is divided among, 16 queries each first.
-  static constexpr int warps = 8, warps_dq = tile_q / 16, columns = 64;
+  static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = 64;
+  static constexpr bool by_product = by_product_;
+  static constexpr int stages = stages_, ds_stages = ds_stages_;
+  static constexpr int dq_columns = dq_columns_, dq_slots = dq_slots_;
+  static constexpr bool share_in_slot = share_in_slot_;
+  static constexpr int query_registers = query_registers_;
+  static constexpr int warps = 8;  // of the kernel before
 };
 
 // How a block's warps divide a (rows x columns) product, rows first.
@@ -57,8 +57,6 @@ struct BwdShapes {
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, Tiling::columns);
   static constexpr int dim_v = round_up(Problem::head_dim_v, Tiling::columns);
 
-  using DQGrid = WarpGrid<tile_q, dim_qk, Tiling::warps, Tiling::warps_dq>;
-
   // The number of a query tile among those of all heads.
   static DLATTN_DEVICE int row_tile(const Params& p, int batch, int head, int tile) {
     return (batch * p.heads_q + head) * ceil_div(p.seq_q, tile_q) + tile;
@@ -69,10 +67,24 @@ struct BwdShapes {
     return p.row_stats + int64(row_tile) * (2 * tile_q);
   }
 
-  // The fp32 sum of one query tile's dQ.
-  static DLATTN_DEVICE float* dq_accum(const Params& p, int row_tile) {
-    return p.dq_accum + int64(row_tile) * (tile_q * dim_qk);
+  // Where the sum of a query tile's dQ is: (batch, group of heads) pairs share dq_places places.
+  static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
+    const int pair = batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+    const int place = pair % p.dq_places * p.heads_per_block + head % p.heads_per_block;
+    return place * ceil_div(p.seq_q, tile_q) + tile;
   }
+
+  // That fp32 sum.
+  static DLATTN_DEVICE float* dq_accum(const Params& p, int sum_tile) {
+    return p.dq_accum + int64(sum_tile) * (tile_q * dim_qk);
+  }
+};
+
+// The same, and how the portable backward's warps divide dQ and lay out its sums.
+template <class Problem, class Tiling>
+struct PortableBwdShapes : BwdShapes<Problem, Tiling> {
+  using DQGrid =
+      WarpGrid<Tiling::tile_q, BwdShapes<Problem, Tiling>::dim_qk, Tiling::warps, Tiling::warps_dq>;
 
   // Where value i of a lane's accumulator (m, n) lies in a dq_accum tile: in the order of the
   // accumulators, so that every reduction of a warp covers contiguous memory.

@@ -48,6 +48,24 @@ DLATTN_DEVICE void reduce_add_x4(float* global, int stride, const float (&values
 #endif
 }
 
+// 9.7.9.8 (ld.relaxed), 9.7.13.4 (fence): what blocks of one launch tell each other.
+DLATTN_DEVICE float4 load_relaxed(const float4* global) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(global)
+               : "memory");
+  return v;
+}
+DLATTN_DEVICE int load_acquire(const int* global) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(global) : "memory");
+  return value;
+}
+DLATTN_DEVICE void add_release(int* global, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+
 // 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
 DLATTN_DEVICE int fetch_add(int* address, int value) {
   int before;

@@ -40,6 +40,14 @@ DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int
       : "memory");
 }
 
+// 9.7.9.25.4.2 (cp.reduce.async.bulk): adds contiguous floats to global memory.
+DLATTN_DEVICE void bulk_reduce_add(void* global, uint32 shared, uint32 bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
 // 9.7.9.25.4.3 (cp.async.bulk.commit_group).
 DLATTN_DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -50,6 +58,13 @@ DLATTN_DEVICE void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
+// 9.7.9.25.4.4 (cp.async.bulk.wait_group): all but this thread's last `pending` groups are done, and
+// their writes visible to it.
+template <int pending>
+DLATTN_DEVICE void tma_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 // 9.7.9.27.2 (prefetch.tensormap).
 DLATTN_DEVICE void tma_prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -58,6 +73,10 @@ DLATTN_DEVICE void tma_prefetch(const TensorMap& map) {
 // 9.7.13.4 (fence.proxy.async): ordinary writes to shared memory are visible to copies and wgmma.
 DLATTN_DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// The same of global memory.
+DLATTN_DEVICE void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 }  // namespace dlattn

@@ -51,9 +51,10 @@ struct SlabTile {
     return wgmma_descriptor(address(), offset, 16, 1024);
   }
 
-  // Descriptor of rows [16 k_step, 16 k_step + 16) with all columns: the transposed right operand.
-  DLATTN_DEVICE uint64 along_rows(int k_step) const {
-    return wgmma_descriptor(address(), k_step * 2048, slab_bytes, 1024);
+  // Descriptor of rows [16 k_step, 16 k_step + 16) with all columns from a slab's on: the transposed
+  // right operand.
+  DLATTN_DEVICE uint64 along_rows(int k_step, int first_slab = 0) const {
+    return wgmma_descriptor(address(), first_slab * slab_bytes + k_step * 2048, slab_bytes, 1024);
   }
 };
 

@@ -31,17 +31,22 @@ DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, i
   wgmma_commit();
 }
 
-// Starts c += left (rows of right from 16 first_step on).
-template <int k_steps, class Right, int n_tiles>
+// Starts c += left (rows of right from 16 first_step on). A product of more columns than most_columns
+// is halved: an instruction's registers must fit what a thread is launched with.
+template <int most_columns = 256, int k_steps, class Right, int n_tiles>
 DLATTN_DEVICE void start_accumulation(Accumulator<1, n_tiles>& c,
                                       const RegisterLeft<typename Right::Element, 1, k_steps>& left,
                                       const Right& right, int first_step = 0) {
-  auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
+  constexpr int columns = 8 * n_tiles <= most_columns ? 8 * n_tiles : 4 * n_tiles;
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < k_steps; ++k) {
-    WgmmaShape<8 * n_tiles>::template register_shared<typename Right::Element, 1>(
-        d, left.at[0][k], right.along_rows(first_step + k), 1);
+  for (int first = 0; first < 8 * n_tiles; first += columns) {
+    auto& d = reinterpret_cast<float (&)[columns / 2]>(c.at[0][first / 8]);
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k) {
+      WgmmaShape<columns>::template register_shared<typename Right::Element, 1>(
+          d, left.at[0][k], right.along_rows(first_step + k, first / 64), 1);
+    }
   }
   wgmma_commit();
 }

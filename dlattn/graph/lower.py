@@ -62,6 +62,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         stats=None if stats is None else stats.get_data_type(),
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
+        deterministic=node.deterministic,
     )
     diagonal = node.diagonal
     geometry = Geometry(

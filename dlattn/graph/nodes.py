@@ -42,7 +42,7 @@ _NOT_SUPPORTED = {
     ),
     "sdpa_backward": (
         *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("dropout", "rng_dump", "use_deterministic_algorithm", "score_mod", "score_mod_bprop"),
+        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ),
 }
@@ -70,6 +70,7 @@ class AttentionNode:
         padding: ``use_padding_mask``.
         diagonal: the band.
         compute_data_type: as given, or ``NOT_SET``.
+        deterministic: ``use_deterministic_algorithm``.
         not_supported: arguments that were given and that no plan understands.
     """
 
@@ -81,6 +82,7 @@ class AttentionNode:
     padding: bool
     diagonal: Diagonal
     compute_data_type: data_type
+    deterministic: bool
     not_supported: tuple[str, ...]
 
     @property
@@ -152,6 +154,9 @@ def _node(
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
         diagonal=_diagonal(given),
         compute_data_type=from_any(given["compute_data_type"]),
+        deterministic=_flag(
+            "use_deterministic_algorithm", given.get("use_deterministic_algorithm")
+        ),
         not_supported=tuple(
             argument
             for argument in _NOT_SUPPORTED[operation]

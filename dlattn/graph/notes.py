@@ -13,10 +13,10 @@ def behavior_notes(plan: Plan) -> set[behavior_note]:
 
 
 def numerical_notes(plan: Plan) -> set[numerical_note]:
-    """CUDA plans use tensor cores, and nothing promises the order of a backward's additions."""
+    """CUDA plans use tensor cores; a backward adds in any order unless asked for a fixed one."""
     if plan.target.kind != "cuda":
         return set()
     notes = {numerical_note.TENSOR_CORE}
-    if plan.problem.direction is Direction.BACKWARD:
+    if plan.problem.direction is Direction.BACKWARD and not plan.problem.deterministic:
         notes.add(numerical_note.NONDETERMINISTIC)
     return notes

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from math import lcm
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
@@ -55,8 +55,40 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_block = self._heads_per_block
         # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        pairs = geometry.batch * geometry.heads_q // self._heads_per_block
-        self._params.heads_per_wave = min(pairs, max(1, WAVE_BYTES // bytes_per_pair))
+        self._params.heads_per_wave = min(self._pairs, max(1, WAVE_BYTES // bytes_per_pair))
+        self._params.dq_lag = self._dq_lag
+        self._params.dq_places = self._dq_places
+
+    #: Whether the main kernel stores dQ, and not one after it.
+    stores_dq: ClassVar[bool] = False
+
+    @property
+    def _wave_blocks(self) -> int:
+        return self._params.heads_per_wave * self._key_tiles
+
+    @property
+    def _dq_lag(self) -> int:
+        """How many blocks later a block stores dQ: those of a wave, and those that run at once."""
+        return self._wave_blocks + self.target.multiprocessors
+
+    @property
+    def _dq_places(self) -> int:
+        """Pairs of batch entry and group of heads that have sums of dQ at a time.
+
+        A pair gets the place of one whose dQ was stored when the wave before its own began.
+        """
+        stored = self._dq_lag + self.target.multiprocessors
+        waves = 1 + -(-stored // self._wave_blocks)
+        most = waves * self._params.heads_per_wave
+        return min(self._pairs, most) if self.stores_dq else self._pairs
+
+    @property
+    def _key_tiles(self) -> int:
+        return -(-self.geometry.seq_kv // self.tiling.tile_k)
+
+    @property
+    def _pairs(self) -> int:
+        return self.geometry.batch * self.geometry.heads_q // self._heads_per_block
 
     @property
     def _heads_per_block(self) -> int:
@@ -68,33 +100,46 @@ class BackwardPlan(CudaPlan):
         return -(-self.geometry.seq_q // self.tiling.tile_q)
 
     @property
+    def _row_tiles(self) -> int:
+        return self.geometry.batch * self.geometry.heads_q * self._query_tiles
+
+    @property
     def _dq_columns(self) -> int:
         return round_up(self.problem.head_dim_qk, self.tiling.columns)
 
+    @property
+    def _sums(self) -> int:
+        return self._dq_places * self._heads_per_block * self._query_tiles
+
     @cached_property
     def _dq_accum_bytes(self) -> int:
-        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
-        return 4 * tiles * self.tiling.tile_q * self._dq_columns
+        return 4 * self._sums * self.tiling.tile_q * self._dq_columns
+
+    @cached_property
+    def _row_stats_bytes(self) -> int:
+        return 4 * self._row_tiles * 2 * self.tiling.tile_q
 
     @cached_property
     def workspace_size(self) -> int:
-        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
-        return round_up(self._dq_accum_bytes + 4 * tiles * 2 * self.tiling.tile_q, 256)
+        counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
+        return round_up(self._dq_accum_bytes + self._row_stats_bytes + counts, 256)
 
     def place_workspace(self, workspace: int) -> None:
-        self._params.dq_accum = workspace
-        self._params.row_stats = workspace + self._dq_accum_bytes
+        params = self._params
+        params.dq_accum = workspace
+        params.row_stats = workspace + self._dq_accum_bytes
+        if self.stores_dq:
+            params.dq_arrivals = params.row_stats + self._row_stats_bytes
+            params.dq_stored = params.dq_arrivals + 4 * self._sums
+            params.blocks_begun = params.dq_stored + 4 * self._dq_places
 
     def kernels(self) -> list[KernelLaunch]:
-        geometry = self.geometry
-        key_tiles = -(-geometry.seq_kv // self.tiling.tile_k)
-        blocks = geometry.batch * geometry.heads_q // self._heads_per_block * key_tiles
-        dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
-        return [
-            self._row_kernel("bwd_delta", 0),
-            self.main_kernel(blocks),
-            self._row_kernel("bwd_dq", dq_shared),
-        ]
+        blocks = self._pairs * self._key_tiles
+        kernels = [self._row_kernel("bwd_delta", 0), self.main_kernel(blocks)]
+        if not self.stores_dq:
+            dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
+            kernels.append(self._row_kernel("bwd_dq", dq_shared))
+        return kernels
 
     def _row_kernel(self, kernel: str, shared: int) -> KernelLaunch:
         """A kernel with a block for each query tile. It reads no mask, so problems share it."""

@@ -123,6 +123,8 @@ class BwdSm80(BackwardPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        if problem.deterministic:
+            return "use_deterministic_algorithm: its sums of dQ depend on the order of blocks."
         return backward_refusal(problem, geometry, target, cls.name)
 
     def main_kernel(self, blocks: int) -> KernelLaunch:

@@ -23,57 +23,68 @@ class Sm90BwdTiling:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
         tile_k: keys of a block: 128, or 64 by product.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
-        stages: tiles of q, of dO and of dS in shared memory.
-        dq_columns: columns of dQ that are computed at a time, for each 64 queries.
+        stages: tiles of q and of dO in shared memory.
+        ds_stages: tiles of dS.
+        dq_columns: columns of dQ that are computed at a time, for each 64 queries: a piece.
+        dq_slots: pieces on their way to memory.
+        share_in_slot: shared memory has no room for pieces of earlier blocks but in the slots,
+            before those are needed.
     """
 
     tile_q: int = 64
     tile_k: int = 128
     by_product: bool = False
     stages: int = 2
+    ds_stages: int = 2
     dq_columns: int = 64
+    dq_slots: int = 1
+    share_in_slot: bool = False
 
     columns: ClassVar[int] = 64
-    threads: ClassVar[int] = 384
+    threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
-
-    @property
-    def query_registers(self) -> int:
-        """Of a thread that computes dQ, as few as it can do with; the others share what is left."""
-        return 72 if self.dq_columns == 64 else 104
+    #: Of a thread that computes dQ, as few as it can do with; key workers share what is left.
+    query_registers: ClassVar[int] = 72
 
     @property
     def cpp(self) -> str:
-        by_product = str(self.by_product).lower()
+        by_product, share_in_slot = (
+            str(flag).lower() for flag in (self.by_product, self.share_in_slot)
+        )
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
-            f"{self.dq_columns}, {self.query_registers}>"
+            f"{self.ds_stages}, {self.dq_columns}, {self.dq_slots}, {share_in_slot}, "
+            f"{self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
-        tiles = sum(slab_bytes(self.tile_q, dim) for dim in (*dims, self.tile_k))
-        weights = 2 * self.tile_q * self.tile_k if self.by_product else 0
-        row_stats, step, loading = 4 * 2 * self.tile_q, 16, 16
-        rings = 3 + self.tile_k // 64
-        barriers = 8 * (2 * 2 + rings * 2 * self.stages + 4)
-        stages = self.stages * (tiles + weights + row_stats + step)
-        return round_up(k_and_v + stages + 2 * loading + barriers, 1024)
+        q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
+        row_stats, step = 4 * 2 * self.tile_q, 16
+        ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
+        weights = ds if self.by_product else 16
+        piece = 4 * 64 * self.dq_columns
+        dq = self.dq_slots * piece + (128 if self.share_in_slot else piece)
+        ring_stages = 4 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
+        barriers = 8 * (2 * ring_stages + 4 + 2 + 4)
+        stages = self.stages * (q_and_do + row_stats + step)
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
     if max(dim_qk, dim_v) == 64:
-        return Sm90BwdTiling(tile_q=128)
-    if dim_qk + dim_v > 320:
-        columns = 128 if dim_qk % 128 == 0 else 64
-        return Sm90BwdTiling(tile_k=64, by_product=True, dq_columns=columns)
+        return Sm90BwdTiling(tile_q=128, dq_slots=2)
+    if dim_qk + dim_v > 384:
+        return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_in_slot=True)
+    if dim_qk + dim_v > 320 or max(dim_qk, dim_v) > 192:
+        return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(stages=3, dq_columns=dim_qk)
+    return Sm90BwdTiling(dq_slots=dim_qk // 64)
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     name = "bwd_sm90"
     argument_type = MappedBwdParams
+    stores_dq = True
 
     def __init__(
         self,

@@ -48,6 +48,9 @@ class Params(ctypes.Structure):
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
         ("dq_accum", ctypes.c_uint64),
+        ("dq_arrivals", ctypes.c_uint64),
+        ("dq_stored", ctypes.c_uint64),
+        ("blocks_begun", ctypes.c_uint64),
         ("row_stats", ctypes.c_uint64),
         ("batch", ctypes.c_int32),
         ("heads_q", ctypes.c_int32),
@@ -60,6 +63,8 @@ class Params(ctypes.Structure):
         ("bottom_right", ctypes.c_int32),
         ("heads_per_wave", ctypes.c_int32),
         ("heads_per_block", ctypes.c_int32),
+        ("dq_places", ctypes.c_int32),
+        ("dq_lag", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
     ]
 

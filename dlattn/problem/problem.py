@@ -38,6 +38,7 @@ class Problem:
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
+        deterministic: the same inputs give the same bits in every run; a forward always does.
     """
 
     direction: Direction
@@ -49,6 +50,7 @@ class Problem:
     stats: data_type | None = None
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ NotSupported = cudnn.cudnnGraphNotSupportedError
 
 def given(graph, argument):
     """A value for an argument that no plan understands."""
-    if argument in ("use_alibi_mask", "use_deterministic_algorithm"):
+    if argument == "use_alibi_mask":
         return True
     if argument.startswith(("paged_attention_max", "max_total")):
         return 64
@@ -46,7 +46,7 @@ def test_forward_arguments_without_a_plan(argument):
     "argument",
     [
         *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("dropout", "rng_dump", "use_deterministic_algorithm", "score_mod", "score_mod_bprop"),
+        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ],
 )

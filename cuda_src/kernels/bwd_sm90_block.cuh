@@ -1,0 +1,160 @@
+// What the warpgroups of a Hopper backward block share.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+#include "attn/schedule.cuh"
+#include "attn/seqlen.cuh"
+#include "kernels/bwd_tile.cuh"
+#include "ptx/opaque.cuh"
+#include "tile/gemm.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/slab_tile.cuh"
+
+namespace dlattn {
+
+// Params, and what the copy engine needs beside them.
+struct alignas(64) MappedBwdParams {
+  TensorMap q, k, v, dO, dK, dV;  // boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows
+  Params p;
+};
+
+template <class Problem, class Tiling>
+struct BwdSm90Block : BwdShapes<Problem, Tiling> {
+  using Shapes = BwdShapes<Problem, Tiling>;
+  using T = typename Shapes::T;
+  using Shapes::dim_qk;
+  using Shapes::dim_v;
+  using Shapes::tile_k;
+  using Shapes::tile_q;
+  static constexpr bool by_product = Tiling::by_product;
+  static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
+  static constexpr int dq_slots = Tiling::dq_slots;
+  static constexpr bool share_in_slot = Tiling::share_in_slot;
+  // Warps that work on keys: on dK and dV, and those of them that make dS.
+  static constexpr int key_warps = 8, ds_warps = by_product ? 4 : 8;
+
+  using QTile = SlabTile<T, tile_q, dim_qk>;
+  using DOTile = SlabTile<T, tile_q, dim_v>;
+  using KTile = SlabTile<T, tile_k, dim_qk>;
+  using VTile = SlabTile<T, tile_k, dim_v>;
+  using DSTile = SlabTile<T, tile_q, tile_k>;
+  static constexpr int dq_columns = Tiling::dq_columns;
+  using DQ = Accumulator<1, dq_columns / 8>;  // a piece of 64 queries
+  static_assert(dim_qk % dq_columns == 0);
+  static constexpr int dq_pieces = tile_q / 64 * (dim_qk / dq_columns);
+  static_assert(dq_pieces % dq_slots == 0);
+
+  // A query tile of a head, as the walk over heads that share keys and values meets it.
+  struct alignas(16) Step {
+    int head, tile;
+    bool last, masked;  // of the walk; some of its scores do not exist
+  };
+
+  // What the worker on values sends to the worker on keys: 16 words a thread, at its own place.
+  struct Weights {
+    uint4 at[tile_k / 64][tile_q / 16][128];
+  };
+  struct Nothing {};
+
+  // A warp's 16 rows of a piece of dQ, as its accumulators are; four of them are a piece, and a sum is
+  // made of pieces.
+  struct alignas(128) DQRows {
+    float4 at[dq_columns / 8][32];  // 8 columns, lane
+  };
+  struct DQPiece {
+    DQRows warp[4];
+  };
+
+  struct SharedMemory {
+    KTile k[1];
+    VTile v[1];
+    QTile q[stages];
+    DOTile dO[stages];
+    DSTile dS[ds_stages];
+    DQPiece dQ[dq_slots];
+    Either<share_in_slot, Nothing, DQPiece> share;  // a piece of an earlier block's share of dQ
+    Either<by_product, Weights, Nothing> weights[ds_stages];
+    // Log-sum-exps in log2 units, then negative deltas; they come with q.
+    alignas(16) float row_stats[stages][2 * tile_q];
+    Step steps[stages];  // what is in q
+    Ring<1> k_ring, v_ring;
+    Ring<stages> q_ring, do_ring;
+    Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
+    Ring<dq_slots> dq_ring;                     // from the query worker to the writer
+    Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
+    Ring<2> sums_ring;                    // from the writer to the counter: a step's additions
+    uint64 landed[4];                     // what a loader is to clear: of k, v, q, dO
+    uint64 share_complete, share_stored;  // of the sums of an earlier block's share
+    uint64 share_landed[4];               // of each warp
+    int next_share;                       // of dQ, that is to be stored
+  };
+
+  // Named barriers, by event.
+  enum Barrier {
+    keys_read = 1,
+    values_read,
+    share_told,
+    share_stored,
+    rows_staged,  // + warpgroup
+  };
+
+  const MappedBwdParams& m;
+  const Params& p;
+  SharedMemory& shared;
+  const WorkItem work;
+  const Lengths length;
+  const Interval keys;   // of this tile that exist
+  const Interval tiles;  // of queries that attend to them
+
+  DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
+                             WorkItem work_item)
+      : m(params),
+        p(params.p),
+        shared(shared_memory),
+        work(work_item),
+        length(p, work.batch),
+        keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
+        tiles(uniform(query_tiles())) {}
+
+  DLATTN_DEVICE Interval query_tiles() const {
+    const Interval queries = Problem::Mask::queries(keys, length, p);
+    if (keys.empty() || queries.empty()) return {0, 0};
+    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
+  }
+
+  static DLATTN_DEVICE void init(SharedMemory& shared) {
+    if (threadIdx.x == 0) {
+      shared.k_ring.init(key_warps);
+      shared.v_ring.init(key_warps);
+      shared.q_ring.init(key_warps);
+      shared.do_ring.init(key_warps);
+      shared.ds_ring.init(4, ds_warps);
+      shared.dq_ring.init(1, 4);
+      shared.sums_ring.init(1);
+      mbarrier_init(shared.share_complete, 1);
+      mbarrier_init(shared.share_stored, 4);
+      for (uint64& landed : shared.share_landed) mbarrier_init(landed, 1);
+#pragma unroll
+      for (auto& ring : shared.weights_ring) ring.init(4, 4);
+#pragma unroll
+      for (uint64& landed : shared.landed) mbarrier_init(landed, 1);
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
+
+  // Computed anew where they are needed: a register costs more.
+  static DLATTN_DEVICE int warpgroup_index() { return uniform(opaque(threadIdx.x) / 128); }
+  static DLATTN_DEVICE int warp_of_group() { return uniform(opaque(threadIdx.x) / 32 % 4); }
+
+  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+
+  // Heads that share their keys and their values.
+  DLATTN_DEVICE int heads_per_walk() const {
+    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  }
+};
+
+}  // namespace dlattn

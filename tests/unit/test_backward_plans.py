@@ -1,0 +1,92 @@
+"""Backward plans: whose additions have an order, and when and where Hopper's sums of dQ exist."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dlattn as cudnn
+from dlattn.dtypes import data_type
+from dlattn.graph.notes import numerical_notes
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.target import KNOWN
+
+HOPPER = KNOWN["sm_90a"]
+
+
+def problem(head_dim: int = 128, *, deterministic: bool = False) -> Problem:
+    """A backward with full masks."""
+    return Problem(
+        Direction.BACKWARD, data_type.BFLOAT16, head_dim, head_dim,
+        (Scale(positive=True),), (Padding(),), data_type.FLOAT, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def geometry(
+    batch: int = 2, groups: int = 2, heads: int = 4, seq_q: int = 300, seq_kv: int = 300,
+    head_dim: int = 128,
+) -> Geometry:  # fmt: skip
+    """Contiguous tensors."""
+
+    def spec(role: str, heads: int, seq: int) -> TensorSpec:
+        dim, stride = (batch, heads, seq, head_dim), (heads * seq * head_dim, seq * head_dim)
+        return TensorSpec(role, dim, (*stride, head_dim, 1), data_type.BFLOAT16)
+
+    tensors = {role: spec(role, heads, seq_q) for role in ("q", "o", "dO")}
+    tensors |= {role: spec(role, groups, seq_kv) for role in ("k", "v", "dK", "dV")}
+    return Geometry(tensors, 1.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_who_promises_an_order_of_additions(deterministic: bool) -> None:
+    """The portable plan refuses a fixed order by name; Hopper's has one when asked, and says so."""
+    wanted = problem(deterministic=deterministic)
+    reason = BwdSm80.supports(wanted, geometry(), KNOWN["sm_80"])
+    assert (reason is not None and "use_deterministic_algorithm" in reason) == deterministic
+    assert BwdSm90.supports(wanted, geometry(), HOPPER) is None
+    notes = numerical_notes(BwdSm90(wanted, geometry(), HOPPER))
+    assert (cudnn.numerical_note.NONDETERMINISTIC in notes) != deterministic
+
+
+@given(
+    batch=st.integers(1, 40),
+    groups=st.integers(1, 40),
+    heads_per_group=st.integers(1, 8),
+    seq_q=st.integers(1, 20_000),
+    seq_kv=st.integers(1, 20_000),
+    head_dim=st.sampled_from([64, 128, 192, 256]),
+)
+def test_places_are_free_and_sums_complete(
+    batch: int, groups: int, heads_per_group: int, seq_q: int, seq_kv: int, head_dim: int
+) -> None:
+    """A Hopper block waits for blocks before it only, and hardly for any that run beside it.
+
+    It waits for the sums that it stores as dQ, and for the place of its own sums.
+    """
+    tensors = geometry(batch, groups, groups * heads_per_group, seq_q, seq_kv, head_dim)
+    plan = BwdSm90(problem(head_dim), tensors, HOPPER)
+    params, key_tiles = plan._params, -(-seq_kv // plan.tiling.tile_k)
+    wave, pairs = params.heads_per_wave, batch * groups
+    for pair in {0, pairs // 3, max(0, pairs - 1 - params.dq_places), pairs - 1}:
+        first = pair // wave * wave * key_tiles  # blocks of the pair's wave
+        end = min(first + wave * key_tiles, pairs * key_tiles)
+        # The first block that stores a part of this pair's dQ comes after all that add to it.
+        assert first + params.dq_lag >= end - 1 + HOPPER.multiprocessors
+        follower = pair + params.dq_places
+        if follower < pairs:
+            # Its blocks come after the last one that stores a part of this pair's dQ.
+            first_follower = follower // wave * wave * key_tiles
+            assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
+
+
+@given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))
+def test_the_workspace_is_linear(batch: int, seq: int) -> None:
+    """Sums of dQ exist for some heads at a time: not more than all have, nor much more than L2."""
+    plan = BwdSm90(problem(), geometry(batch, 16, 16, seq, seq), HOPPER)
+    rows = batch * 16 * -(-seq // 64) * 64
+    sums_of_all, row_stats = 4 * 128 * rows, 8 * rows
+    assert plan.workspace_size <= sums_of_all + row_stats + rows + 4096
+    assert plan.workspace_size <= max(2**27, 6 * 4 * 128 * seq) + 2 * row_stats + 2**20
