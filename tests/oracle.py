@@ -158,7 +158,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             "o": o_own,
             "stats": rounding(stats, case.stats or _compute(case))
             + 4 * eps**2
-            + _row_sum(e, p**2 * score),
+            # Scores that share an offset share the errors of summing it: these do not average out.
+            + _row_sum(e, p * score**0.5) ** 2,
             "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
             "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
             "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
