@@ -76,6 +76,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     Place<ds_stages> place;
     Place<dq_slots> slot;
     const WorkItem earlier = this->work_item(most(this->block_of_share(), 0), p);
+    this->count_block();
     ShareWalk share = this->begin_share(earlier);
     if (Base::share_in_slot) finish_share(share, earlier);
 #pragma unroll 1

@@ -81,11 +81,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // others wait for them.
   static constexpr bool counts_late = !Problem::deterministic;
 
-  // The sums' place is free: the pair that had it before has stored its dQ, and left zeros.
-  DLATTN_DEVICE void await_place() const {
-    const int stored = pair(work) / p.dq_places * query_tiles_per_pair();
-    while (load_acquire(p.dq_stored + pair(work) % p.dq_places) < stored) __nanosleep(100);
-    fence_proxy_async_global();
+  // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
+  DLATTN_DEVICE void await_place(WorkItem item) const {
+    const int stored = pair(item) / p.dq_places * query_tiles_per_pair();
+    while (load_acquire(p.dq_stored + pair(item) % p.dq_places) < stored) __nanosleep(100);
   }
 
   DLATTN_DEVICE void add_pieces() {
@@ -97,7 +96,8 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       counted.advance();
     };
     int pieces = 0;
-    await_place();
+    await_place(work);
+    fence_proxy_async_global();
     for_each_sum([&](int at, int tile) {
       if constexpr (Problem::deterministic) {
         while (load_acquire(p.dq_arrivals + at) != turn(tile)) __nanosleep(20);
@@ -147,8 +147,6 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     const int earlier = block_of_share();
     const WorkItem item = work_item(most(earlier, 0), p);
     bool freed = earlier < 0;
-    if (gives_orders()) add_release(p.blocks_begun, 1);
-    __syncwarp();
     if (!freed) {
       await_sums(item);
       release(shared.share_complete);
@@ -189,8 +187,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     return pair(item) % p.dq_places * query_tiles_per_pair() + tile_of_pair;
   }
 
-  // A warp waits until a share can be stored, or tells that it has been.
+  // A warp waits until a share can be stored, or tells that it has been. Before the place is the pair's,
+  // the counts there are another pair's.
   DLATTN_DEVICE void await_sums(WorkItem item) const {
+    await_place(item);
     const Lengths lengths(p, item.batch);
     const Interval tiles = share(item);
     const int* arrivals = p.dq_arrivals + sum_tile_of(item, 0);
@@ -303,6 +303,12 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       __syncwarp();
     }
   }
+  // The query worker: its first thread also asks, at the end, whether all blocks have begun.
+  DLATTN_DEVICE void count_block() const {
+    if (Base::warp_of_group() == 0 && gives_orders()) add_release(p.blocks_begun, 1);
+    __syncwarp();
+  }
+
   // All workers: if no block begins any more, shares that no block will begin for.
   DLATTN_DEVICE void store_rest() {
     const int worker = Base::warpgroup_index() - 1;
