@@ -45,9 +45,8 @@ struct Params {
   LengthRef seq_len_q, seq_len_kv;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;  // where lengths decide instead: tiles that blocks have asked for so far
-  float*
-      dq_accum;  // (pairs with a place, heads_per_block, query tiles, tile), in accumulator order
+  int* items_taken;   // where lengths decide instead: tiles that blocks have asked for so far
+  float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
   int* blocks_begun;  // and shares of dQ taken by those that nobody follows

@@ -72,7 +72,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
 
   if (p.blocks_begun != nullptr && row_tile == 0 && threadIdx.x < 2)
     p.blocks_begun[threadIdx.x] = 0;
-  const int pair = batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+  const int pair = Shapes::pair(p, batch, head);
   if (pair >= p.dq_places) return;
   const int sum_tile = Shapes::sum_tile(p, batch, head, tile);
   if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {

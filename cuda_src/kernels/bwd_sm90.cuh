@@ -8,8 +8,7 @@
 // dimensions leave no registers for both, one product, of 64 keys. Only dS passes through shared memory
 // to a third warpgroup, the query worker (bwd_sm90_queries.cuh), which computes
 //   dQ = dS K
-// summed over key tiles in global memory, in accumulator order (bwd_dq.cuh). A reduction holds its
-// registers until memory has taken it: the query worker has nothing else to do.
+// summed over key tiles in global memory (bwd_sm90_sums.cuh).
 #pragma once
 
 #include "base/math.cuh"
@@ -23,6 +22,7 @@ namespace dlattn {
 template <class Problem, class Tiling>
 struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Base = BwdSm90Queries<Problem, Tiling>;
+  using Base::Base;
   using T = typename Base::T;
   using Base::by_product;
   using Base::dim_qk;
@@ -51,27 +51,17 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   static constexpr int most_columns = 192;  // of a product
 
-  const int warpgroup;  // among the key workers
-
-  DLATTN_DEVICE BwdSm90(const MappedBwdParams& params, typename Base::SharedMemory& shared_memory,
-                        int block)
-      : Base(params, shared_memory, Base::work_item(block, params.p)),
-        warpgroup(warp_index() / 4 - 2) {}
-
   // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
   struct Piece {
     int query, key;
   };
 
-  // Of this warpgroup, where key workers divide the keys. Known to be uniform, and computed where it is
-  // needed: descriptors are not worth registers.
-  DLATTN_DEVICE Piece own_piece(int part) const {
-    return {part * part_q, 64 * uniform(opaque(warpgroup))};
-  }
+  static DLATTN_DEVICE int key_worker() { return Base::warpgroup_index() - 2; }
+
+  // Of this key worker, where they divide the keys.
+  DLATTN_DEVICE Piece own_piece(int part) const { return {part * part_q, 64 * key_worker()}; }
   // Of all warpgroups, where they divide the products.
   DLATTN_DEVICE Piece shared_piece(int block) const { return {0, 64 * block}; }
-
-  static DLATTN_DEVICE int first_row_of_warp() { return 16 * Base::warp_of_group(); }
 
   // Of a lane's columns.
   struct RowStats {
@@ -111,7 +101,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
     return {work.batch, step.head, step.tile * tile_q + piece.query + Scores::column(n, i),
-            keys.first + piece.key + first_row_of_warp() + Scores::row(0, i)};
+            keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, i)};
   }
 
   // What dP is multiplied by: probabilities times the derivative of the edits. All edits'
@@ -337,12 +327,12 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
                            const TensorMap& map, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
-    const int row = first + first_row_of_warp() + lane % 16;
+    const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 2) store_columns(tile, row, n, lane, gradient, n);
     fence_proxy_async();
-    named_barrier_sync(Base::rows_staged + warpgroup, 128);
+    named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
@@ -481,7 +471,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void work_on_keys_or_values() {
     if constexpr (!by_product) {
       work_on_keys_and_values();
-    } else if (warpgroup == 0) {
+    } else if (key_worker() == 0) {
       work_on_values();
     } else {
       work_on_keys();
@@ -498,7 +488,10 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
 
   Kernel::init(shared);
   // Each finds out anew what there is to do: else the first one's few registers are full of it.
-  const auto kernel = [&] { return Kernel(params, shared, uniform(opaque(blockIdx.x))); };
+  const auto kernel = [&] {
+    const int block = uniform(opaque(blockIdx.x));
+    return Kernel(params, shared, Kernel::work_item(block, params.p));
+  };
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
     kernel().load_and_add();

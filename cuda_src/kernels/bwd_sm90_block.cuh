@@ -97,7 +97,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     values_read,
     share_told,
     share_stored,
-    rows_staged,  // + warpgroup
+    rows_staged,  // + key worker
   };
 
   const MappedBwdParams& m;
@@ -148,6 +148,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Computed anew where they are needed: a register costs more.
   static DLATTN_DEVICE int warpgroup_index() { return uniform(opaque(threadIdx.x) / 128); }
   static DLATTN_DEVICE int warp_of_group() { return uniform(opaque(threadIdx.x) / 32 % 4); }
+
+  // Of 64, in an accumulator of the warpgroup.
+  static DLATTN_DEVICE int first_row_of_warp() { return 16 * warp_of_group(); }
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 

@@ -21,7 +21,6 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
-  using typename Base::Step;
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zeros do. A tile with such rows is full once they are cleared.

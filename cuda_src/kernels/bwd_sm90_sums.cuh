@@ -64,7 +64,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // ---- Where the sums are ----
 
   DLATTN_DEVICE int pair(WorkItem item) const {
-    return item.batch * (p.heads_q / p.heads_per_block) + item.head;
+    return Base::pair(p, item.batch, item.head * p.heads_per_block);
   }
   DLATTN_DEVICE int query_tiles_per_pair() const {
     return p.heads_per_block * ceil_div(p.seq_q, tile_q);
@@ -184,7 +184,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   }
 
   DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
-    return pair(item) % p.dq_places * query_tiles_per_pair() + tile_of_pair;
+    return Base::sum_tile(p, item.batch, item.head * p.heads_per_block, 0) + tile_of_pair;
   }
 
   // A warp waits until a share can be stored, or tells that it has been. Before the place is the pair's,
@@ -226,8 +226,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     const int tiles_per_head = ceil_div(p.seq_q, tile_q), tile = tile_of_pair % tiles_per_head;
     const int head = item.head * p.heads_per_block + tile_of_pair / tiles_per_head;
     const int lane = threadIdx.x % 32;
-    const int query =
-        tile * tile_q + piece / per_row * 64 + 16 * (Base::warp_of_group()) + lane / 4;
+    const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     const int column = piece % per_row * dq_columns + lane % 4 * 8;
     T* g_dq = p.dQ.template rows<T>(item.batch, head, query) + column;
     const float factor = Problem::Score::gradient_factor(ScoreValues(p));
@@ -295,7 +294,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       ++walk.ordered;
       const DQRows& g_rows = sum_rows(item, walk.next);
       const uint32 rows = shared_address(&landing());
-      if (threadIdx.x % 32 == 0) {
+      if (gives_orders()) {
         fence_proxy_async_global();
         mbarrier_arrive_expect(landed, sizeof(DQRows));
         bulk_load(rows, &g_rows, sizeof(DQRows), landed);
@@ -303,6 +302,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       __syncwarp();
     }
   }
+
   // The query worker: its first thread also asks, at the end, whether all blocks have begun.
   DLATTN_DEVICE void count_block() const {
     if (Base::warp_of_group() == 0 && gives_orders()) add_release(p.blocks_begun, 1);

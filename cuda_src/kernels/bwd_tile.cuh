@@ -67,10 +67,15 @@ struct BwdShapes {
     return p.row_stats + int64(row_tile) * (2 * tile_q);
   }
 
-  // Where the sum of a query tile's dQ is: (batch, group of heads) pairs share dq_places places.
+  // The number of a (batch, group of heads) pair.
+  static DLATTN_DEVICE int pair(const Params& p, int batch, int head) {
+    return batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+  }
+
+  // Where the sum of a query tile's dQ is: pairs share dq_places places.
   static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
-    const int pair = batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
-    const int place = pair % p.dq_places * p.heads_per_block + head % p.heads_per_block;
+    const int place =
+        pair(p, batch, head) % p.dq_places * p.heads_per_block + head % p.heads_per_block;
     return place * ceil_div(p.seq_q, tile_q) + tile;
   }
 

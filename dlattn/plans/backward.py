@@ -38,10 +38,13 @@ class BackwardTiling(Tiling, Protocol):
 
 
 class BackwardPlan(CudaPlan):
-    """Delta, main and dQ kernels.
+    """Delta and main kernel, and a dQ kernel unless the main one stores dQ.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
     """
+
+    #: Whether the main kernel stores dQ, and not one after it.
+    stores_dq: ClassVar[bool] = False
 
     tiling: BackwardTiling
 
@@ -58,9 +61,6 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_wave = min(self._pairs, max(1, WAVE_BYTES // bytes_per_pair))
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
-
-    #: Whether the main kernel stores dQ, and not one after it.
-    stores_dq: ClassVar[bool] = False
 
     @property
     def _wave_blocks(self) -> int:

@@ -89,7 +89,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
 
 @dataclass(frozen=True)
 class RowTiling:
-    """The same tiling for the kernels before and after, whose blocks have no producer."""
+    """The same tiling for the kernel before, whose blocks have no producer."""
 
     cpp: str
     threads: int = 256
@@ -97,7 +97,7 @@ class RowTiling:
 
 
 class BwdSm90(MappedPlan, BackwardPlan):
-    """wgmma, TMA and specialised warpgroups: two compute dK and dV, the third one dQ."""
+    """wgmma, TMA and specialised warpgroups: two compute dK and dV, one dQ, one loads and adds."""
 
     name = "bwd_sm90"
     argument_type = MappedBwdParams
