@@ -158,8 +158,7 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             "o": o_own,
             "stats": rounding(stats, case.stats or _compute(case))
             + 4 * eps**2
-            # Scores that share an offset share the errors of summing it: these do not average out.
-            + _row_sum(e, p * score**0.5) ** 2,
+            + _stats_variance(case, e, p, score),
             "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
             "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
             "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
@@ -285,6 +284,11 @@ def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
 def _t(x: Any) -> Any:
     """The transpose within each head."""
     return x.swapaxes(-1, -2)
+
+
+def _stats_variance(case: Case, e: _Entry, p: Any, score: Any) -> Any:
+    """Variance that scores give stats. An offset's errors are a row's, and do not average out."""
+    return _row_sum(e, p * score**0.5) ** 2 if case.offset else _row_sum(e, p**2 * score)
 
 
 def _row_sum(e: _Entry, x: Any) -> Any:
