@@ -11,7 +11,18 @@ import numpy as np
 import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
-from dlattn.problem import Band, Direction, Edit, Geometry, Mask, Padding, Problem, Scale, Values
+from dlattn.problem import (
+    Band,
+    Direction,
+    Edit,
+    Geometry,
+    Mask,
+    Padding,
+    Problem,
+    Scale,
+    SoftCap,
+    Values,
+)
 from dlattn.runtime.target import CPU
 from tests import oracle
 from tests.builders import Guarded, Library, check_poison_intact, make_tensors
@@ -107,7 +118,8 @@ def problem_of(case: Case, direction: Direction) -> Problem:
 
 
 def edits_of(case: Case) -> tuple[Edit, ...]:
-    return (Scale(positive=case.scale_as == "value" and case.scale_value > 0),)
+    scale = Scale(positive=case.scale_as == "value" and case.scale_value > 0)
+    return (scale, SoftCap()) if case.softcap else (scale,)
 
 
 def masks_of(case: Case) -> tuple[Mask, ...]:
@@ -119,6 +131,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
     return Geometry(
         tensors={role: t.spec for role, t in tensors.items()},
         attn_scale=case.scale_value,
+        softcap=case.softcap,
         band_left=case.left,
         band_right=case.right,
         bottom_right=case.bottom_right,
@@ -128,6 +141,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
 def values_of(case: Case) -> Values:
     return Values(
         attn_scale=case.scale_value,
+        softcap=case.softcap,
         len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
         len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),
         band_left=case.left,
@@ -163,7 +177,7 @@ def _run_graph_of(
     given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
-    arguments = {**given, **_mask_arguments(case)}
+    arguments = {**given, "softcap": case.softcap, **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if "dO" in inputs:
         made = graph.sdpa_backward(**arguments)

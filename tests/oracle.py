@@ -58,10 +58,10 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
     """
 
     def entry(e: _Entry) -> dict[str, Any]:
-        scores = case.scale_value * (e.q @ _t(e.k))
+        scores, slope = _scores(case, e)
         p, stats = _softmax(e, scores)
         d_p = e.d_o @ _t(e.v)
-        d_s = case.scale_value * p * (d_p - _row_sum(e, p * d_p))
+        d_s = case.scale_value * slope * p * (d_p - _row_sum(e, p * d_p))
         return {
             "o": p @ e.v,
             "stats": stats,
@@ -85,7 +85,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         def store(x: Any, dtype: str | None = None) -> Any:
             return _cast(_cast(x, dtype or case.dtype), compute)
 
-        scores = case.scale_value * (e.q @ _t(e.k))
+        scores, slope = _scores(case, e)
         p, stats = _softmax(e, scores)
         stats = store(stats, case.stats or compute)
         top = _row_max(e, p)
@@ -93,7 +93,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         o = store(store(unnormalised) @ e.v * top)
         d_p = e.d_o @ _t(e.v)
         p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - e.xp.where(e.alive, stats, 0.0))
-        d_s = store(p * (d_p - _row_sum(e, e.d_o * o)))
+        d_s = store(p * slope * (d_p - _row_sum(e, e.d_o * o)))
         return {
             "o": o,
             "stats": stats,
@@ -133,10 +133,14 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         return x_variance @ y**2 + (1 + x.shape[-1] / 36) * (eps * (abs(x) @ abs(y))) ** 2
 
     def entry(e: _Entry) -> dict[str, Any]:
-        p, stats = _softmax(e, case.scale_value * (e.q @ _t(e.k)))
+        scores, slope = _scores(case, e)
+        p, stats = _softmax(e, scores)
         stats = e.xp.where(e.alive, stats, 0.0)
         o, d_p = p @ e.v, e.d_o @ _t(e.v)
-        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q)
+        score = (slope * case.scale_value) ** 2 * product(e.q, _t(e.k), 0 * e.q)
+        if case.softcap:
+            # The quotient's and the tangent's own errors, in units of the score.
+            score = score + (eps * scores) ** 2
         # An error in a score moves o by p times its key's distance from o.
         o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
         o_own = product(p, e.v, rounding(p)) + o_score
@@ -149,18 +153,19 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         # The backward's p is exp(score - stats), with the rounding of stats.
         p_variance = p**2 * (score + rounding(stats, case.stats or _compute(case))) + flushed**2
         centred = d_p - _row_sum(e, p * d_p)
-        d_s = p * centred
-        d_s_variance = (
-            rounding(d_s) + p_variance * centred**2 + p**2 * product(e.d_o, _t(e.v), 0 * e.d_o)
+        d_s = slope * p * centred
+        d_s_variance = rounding(d_s) + slope**2 * (
+            p_variance * centred**2 + p**2 * product(e.d_o, _t(e.v), 0 * e.d_o)
         )
+        d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
         return {
             "o": o_own,
             "stats": rounding(stats, case.stats or _compute(case))
             + 4 * eps**2
             + _stats_variance(case, e, p, score),
-            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
-            "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
+            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
+            "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + (slope * p) ** 2 * delta)),
             "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
         }
 
@@ -269,6 +274,15 @@ def _positions(xp: Any, like: Any, size: int) -> Any:
 def _repeat(x: Any, heads: int) -> Any:
     """Head h of the result is head ``h // (heads / H)`` of x (H, n, D)."""
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
+
+
+def _scores(case: Case, e: _Entry) -> tuple[Any, Any]:
+    """The scores (H, m, n) before the masks, and their derivative by the scaled products."""
+    scores = case.scale_value * (e.q @ _t(e.k))
+    if not case.softcap:
+        return scores, 1.0
+    tanh = e.xp.tanh(scores / case.softcap)
+    return case.softcap * tanh, 1 - tanh**2
 
 
 def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ class Case:
         scale: attn_scale; ``None`` leaves the argument out, which means 1.0.
         scale_as: how the scale is given: ``"value"`` (a Python float), ``"host"`` (an fp32 tensor
             passed by value) or ``"device"`` (an fp32 tensor).
+        softcap: bound of soft-capped scores, or ``None``.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -51,6 +52,7 @@ class Case:
     head_dim_v: int = 8
     scale: float | None = None
     scale_as: str = "value"
+    softcap: float | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -166,6 +168,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         head_dim_v=draw(st.just(head_dim_qk) | st.sampled_from(HEAD_DIMS)),
         scale=draw(st.sampled_from(scales if scale_as != "value" else [None, *scales])),
         scale_as=scale_as,
+        softcap=draw(st.sampled_from((None, None, 1.0))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
@@ -196,6 +199,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         heads_v=draw(divisors),
         seq_q=seq_q,
         seq_kv=seq_kv,
+        softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),

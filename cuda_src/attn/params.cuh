@@ -60,6 +60,7 @@ struct Params {
   int dq_places;        // for how many pairs there are sums of dQ
   int dq_lag;  // a block stores the dQ that it would share in if it were so many blocks earlier
   float attn_scale;
+  float softcap, softcap_inverse;  // what soft-capped scores stay within
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

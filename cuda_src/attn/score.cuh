@@ -1,39 +1,54 @@
 // Score edits: pointwise changes of a score before the softmax.
 //
-// A pack is used through four functions:
+// A pack is used through these, the first of them on all raw products of a tile that a warp has:
+//   prepare(tile)            replaces raw products, in place, by what the other functions take
 //   apply(raw)               the score, except for a factor
 //   factor()                 that factor: score = factor * apply(raw), always > 0
 //   backward(grad, raw)      the gradient for raw from that of the score, except for a factor
+//   constant_derivative      backward() gives grad
 //   gradient_factor()        that factor, applied once to dQ and dK
 // A pack that only multiplies by a positive number has it all in the factors, so that a kernel
 // takes row maxima of raw products and folds the factor into the exponent.
 #pragma once
 
 #include "attn/params.cuh"
+#include "attn/softcap.cuh"
 
 namespace dlattn {
 
 // Run-time values of the edits, read once per block.
 struct ScoreValues {
+  const Params& p;
   float scale;
 
-  DLATTN_DEVICE explicit ScoreValues(const Params& p) : scale(p.scale()) {}
+  DLATTN_DEVICE explicit ScoreValues(const Params& params) : p(params), scale(params.scale()) {}
 };
 
 struct Position {
   int batch, head, query, key;
 };
 
-// score * attn_scale: of any sign, or known to be greater than zero. Always the first edit, which
-// is how a pack treats it.
-struct Scale {};
-struct PositiveScale {};
+// score * attn_scale: of any sign, or known to be greater than zero, and then no tensor. Always the
+// first edit, which is how a pack treats it.
+struct Scale {
+  static DLATTN_DEVICE float of(const ScoreValues& values) { return values.scale; }
+};
+struct PositiveScale {
+  static DLATTN_DEVICE float of(const ScoreValues& values) { return values.p.attn_scale; }
+};
+
+// softcap * tanh(score / softcap). Always right after the scale: a pack prepares tiles of
+// hyperbolic tangents, of which the derivative is made, too.
+struct SoftCap {};
 
 template <class... Pack>
 struct Edits;
 
 template <>
 struct Edits<> {
+  static constexpr bool constant_derivative = true;
+  template <class Tile>
+  static DLATTN_DEVICE void prepare(Tile&, const ScoreValues&) {}
   static DLATTN_DEVICE float apply(float score, Position, const ScoreValues&) { return score; }
   static DLATTN_DEVICE float backward(float grad, float, Position, const ScoreValues&) {
     return grad;
@@ -43,20 +58,51 @@ struct Edits<> {
 };
 
 // A leading scale: its derivative is a factor, applied once. dS, which is rounded, stays large.
-template <class... Rest>
-struct Edits<Scale, Rest...> : Edits<> {
+template <class Scale, class... Rest>
+struct Scaled : Edits<> {
+  static constexpr bool constant_derivative = Edits<Rest...>::constant_derivative;
   static DLATTN_DEVICE float apply(float score, Position at, const ScoreValues& values) {
-    return Edits<Rest...>::apply(score * values.scale, at, values);
+    return Edits<Rest...>::apply(score * Scale::of(values), at, values);
   }
   static DLATTN_DEVICE float backward(float grad, float score, Position at,
                                       const ScoreValues& values) {
-    return Edits<Rest...>::backward(grad, score * values.scale, at, values);
+    return Edits<Rest...>::backward(grad, score * Scale::of(values), at, values);
   }
-  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) { return values.scale; }
+  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) {
+    return Scale::of(values);
+  }
+};
+
+template <class Scale, class... Rest>
+struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
+  static constexpr bool constant_derivative = false;
+  template <class Tile>
+  static DLATTN_DEVICE void prepare(Tile& raw, const ScoreValues& values) {
+    const float factor = Scale::of(values) * values.p.softcap_inverse;
+    raw.for_each([&](float& score, int, int, int) { score *= factor; });
+    replace_by_tanh(raw);
+  }
+  static DLATTN_DEVICE float apply(float tanh, Position at, const ScoreValues& values) {
+    if constexpr (sizeof...(Rest) == 0) return tanh;
+    return Edits<Rest...>::apply(values.p.softcap * tanh, at, values);
+  }
+  static DLATTN_DEVICE float factor(const ScoreValues& values) {
+    return sizeof...(Rest) == 0 ? values.p.softcap : 1.f;
+  }
+  static DLATTN_DEVICE float backward(float grad, float tanh, Position at,
+                                      const ScoreValues& values) {
+    return Edits<Rest...>::backward(grad, values.p.softcap * tanh, at, values) *
+           fmaf(-tanh, tanh, 1.f);
+  }
+  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) {
+    return Scale::of(values);
+  }
 };
 
 template <class... Rest>
-struct Edits<PositiveScale, Rest...> : Edits<Scale, Rest...> {};
+struct Edits<Scale, Rest...> : Scaled<Scale, Rest...> {};
+template <class... Rest>
+struct Edits<PositiveScale, Rest...> : Scaled<PositiveScale, Rest...> {};
 
 template <>
 struct Edits<PositiveScale> : Edits<> {
@@ -66,6 +112,8 @@ struct Edits<PositiveScale> : Edits<> {
 
 template <class First, class... Rest>
 struct Edits<First, Rest...> : Edits<> {
+  static constexpr bool constant_derivative =
+      First::constant_derivative && Edits<Rest...>::constant_derivative;
   static DLATTN_DEVICE float apply(float score, Position at, const ScoreValues& values) {
     return Edits<Rest...>::apply(First::apply(score, at, values), at, values);
   }

@@ -153,6 +153,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     raw.clear();
     gemm<T, dim_qk / 16>(raw, SharedLeft<QTile, false>(s_q, SGrid::first_row()),
                          SharedRight<KTile, false>(shared.k, SGrid::first_column()));
+    Problem::Score::prepare(raw, values);
     Scores probability;
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
     const bool full =

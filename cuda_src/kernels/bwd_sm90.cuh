@@ -72,20 +72,57 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   };
 
-  // Turns raw scores into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int stage, Piece piece,
-                                  const RowStats& log_sum_exp, const ScoreValues& values) {
+  // What dP is multiplied by: probabilities times the derivative of the edits, or where that is a
+  // constant, the probabilities themselves.
+  static constexpr bool constant_derivative = Problem::Score::constant_derivative;
+  using Weights = Either<constant_derivative, Scores, Rounded>;
+
+  // Turns raw scores into probabilities and weights.
+  DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
+                                  int stage, Piece piece, const RowStats& log_sum_exp,
+                                  const ScoreValues& values) {
     const float log2_factor = Problem::Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
-    probability.for_each([&](float& value, int, int n, int i) {
+    const auto exponential = [&](int n, int i) {
       const float score =
           Problem::Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
-      value = exp2_approx(score * log2_factor - log_sum_exp.at[2 * n + i % 2]);
-    });
-    if (step.masked) mask(probability, step, piece);
+      return exp2_approx(score * log2_factor - log_sum_exp.at[2 * n + i % 2]);
+    };
+    if constexpr (constant_derivative) {
+      probability.for_each([&](float& value, int, int n, int i) { value = exponential(n, i); });
+      if (step.masked) mask(step, piece, [&](int e, int i) { zero(probability, e, i); });
+      weights = probability;
+    } else {
+      // Rounded at once: no register holds a raw score longer than its exponential.
+      const auto weight = [&](int n, int i) {
+        float& p = probability.at[0][n][i];
+        p = exponential(n, i);
+        return Problem::Score::backward(p, raw.at[0][n][i], position(step, piece, n, i), values);
+      };
+#pragma unroll
+      for (int n = 0; n < part_q / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          weights.at[0][n / 2][n % 2 * 2 + i / 2] =
+              Convert<T>::pack(weight(n, i), weight(n, i + 1));
+        }
+      if (step.masked) {
+        mask(step, piece, [&](int e, int i) {
+          zero(probability, e, i);
+          zero(weights, e, i);
+        });
+      }
+    }
   }
 
-  DLATTN_DEVICE void mask(Scores& probability, const Step& step, Piece piece) {
+  // Column e of a lane, in the lane's row i / 2.
+  static DLATTN_DEVICE void zero(Scores& x, int e, int i) { x.at[0][e / 2][i + e % 2] = 0.f; }
+  static DLATTN_DEVICE void zero(Rounded& x, int e, int i) {
+    x.at[0][e / 4][e / 2 % 2 * 2 + i / 2] &= e % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+  }
+
+  template <class Zero>
+  DLATTN_DEVICE void mask(const Step& step, Piece piece, Zero zero) {
     const Position first = position(step, piece, 0, 0);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -94,7 +131,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
           kept_elements(Problem::Mask::queries({key, key + 1}, length, p), first.query);
 #pragma unroll
       for (int e = 0; e < part_q / 4; ++e) {
-        if ((kept >> e & 1) == 0) probability.at[0][e / 2][i + e % 2] = 0.f;
+        if ((kept >> e & 1) == 0) zero(e, i);
       }
     }
   }
@@ -102,19 +139,6 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
     return {work.batch, step.head, step.tile * tile_q + piece.query + Scores::column(n, i),
             keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, i)};
-  }
-
-  // What dP is multiplied by: probabilities times the derivative of the edits. All edits'
-  // derivatives are linear in the gradient.
-  DLATTN_DEVICE Scores weights(const Scores& probability, const Scores& raw, int stage, Piece piece,
-                               const ScoreValues& values) {
-    const Step& step = shared.steps[stage];
-    Scores weights;
-    weights.for_each([&](float& value, int, int n, int i) {
-      value = Problem::Score::backward(probability.at[0][n][i], raw.at[0][n][i],
-                                       position(step, piece, n, i), values);
-    });
-    return weights;
   }
 
   // Transposed, queries by keys.
@@ -132,14 +156,20 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   // S, exponentiated. Waits for all products.
-  DLATTN_DEVICE void compute_probabilities(Scores& raw, Scores& probability, int stage, Piece piece,
-                                           const ScoreValues& values) {
+  DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
+                                           Piece piece, const ScoreValues& values) {
+    Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
     if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
+    if constexpr (!constant_derivative) {        // and for what preparing takes
+      wgmma_wait<0>();
+      tie(raw);
+      Problem::Score::prepare(raw, values);
+    }
     const RowStats log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
     tie(raw);
-    exponentiate(probability, raw, stage, piece, log_sum_exp, values);
+    exponentiate(probability, weights, raw, stage, piece, log_sum_exp, values);
   }
 
   // Starts dP - delta, once dO is there.
@@ -172,10 +202,11 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     const int stage = place.stage;
     const Piece piece = own_piece(0);
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
-    Scores raw, probability, dP;
-    compute_probabilities(raw, probability, stage, piece, values);
+    Scores probability, dP;
+    Weights weights;
+    compute_probabilities(probability, weights, stage, piece, values);
     const Rounded rounded_p(probability);
-    const Rounded factors(weights(probability, raw, stage, piece, values));
+    const Rounded factors(weights);
     start_dp(dP, place, piece);
     start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage]);
     wgmma_wait<1>();
@@ -198,13 +229,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       const Piece piece = own_piece(part);
-      Scores raw, probability, dP;
-      compute_probabilities(raw, probability, stage, piece, values);
-      const Scores factors = weights(probability, raw, stage, piece, values);
+      Scores probability, dP;
+      Weights weights;
+      compute_probabilities(probability, weights, stage, piece, values);
       start_dp(dP, place, piece);
       wgmma_wait<0>();
       tie(dP);
-      dP.for_each([&](float& value, int, int n, int i) { value *= factors.at[0][n][i]; });
+      multiply(dP, weights);
       const Rounded rounded_p(probability), dS(dP);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage], piece.query / 16);
@@ -241,9 +272,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (int block = 0; block < blocks; ++block) {
       const Piece piece = shared_piece(block);
-      Scores raw, probability;
-      compute_probabilities(raw, probability, stage, piece, values);
-      send(Rounded(weights(probability, raw, stage, piece, values)), block, ds_place);
+      Scores probability;
+      Weights weights;
+      compute_probabilities(probability, weights, stage, piece, values);
+      send(Rounded(weights), block, ds_place);
       if (block == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
       if (block == blocks - 1) {
         more = !is_last(stage);
@@ -285,6 +317,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return more;
   }
 
+  static DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights) {
+    dP.for_each([&](float& value, int, int n, int i) { value *= weights.at[0][n][i]; });
+  }
   static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
     dP.for_each([&](float& value, int, int n, int i) {
       const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];

@@ -87,6 +87,7 @@ struct FwdSm80 {
   }
 
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
+    Problem::Score::prepare(scores, values);
     scores.for_each([&](float& score, int m, int n, int i) {
       const Position at{item.batch, item.head, queries.first + first_row + Scores::row(m, i),
                         tile * tile_k + Scores::column(n, i)};

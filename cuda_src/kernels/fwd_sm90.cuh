@@ -270,6 +270,7 @@ struct FwdSm90 {
   }
 
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
+    Problem::Score::prepare(scores, values);
     const int first_query = work.queries.first + first_row(), first_key = tile * tile_k;
     scores.for_each([&](float& score, int, int n, int i) {
       const Position at{work.item.batch, work.item.head, first_query + Scores::row(0, i),

@@ -18,6 +18,7 @@ def describe(node: AttentionNode) -> dict[str, Any]:
         "operation": node.operation,
         "name": node.name,
         "attn_scale": node.attn_scale,
+        "softcap": node.softcap,
         "use_padding_mask": node.padding,
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,

@@ -10,7 +10,17 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.tensor import Attributes, tensor
-from dlattn.problem import Band, Geometry, Mask, Padding, Problem, Scale, TensorSpec
+from dlattn.problem import (
+    Band,
+    Edit,
+    Geometry,
+    Mask,
+    Padding,
+    Problem,
+    Scale,
+    SoftCap,
+    TensorSpec,
+)
 from dlattn.runtime.target import Target
 
 #: Roles whose element type is the problem's, and which kernels move in wide accesses.
@@ -57,7 +67,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         dtype=q.dtype,
         head_dim_qk=q.dim[3],
         head_dim_v=v.dim[3],
-        edits=(Scale(positive="attn_scale" not in tensors and node.attn_scale > 0),),
+        edits=_edits(node, tensors),
         masks=_masks(node),
         stats=None if stats is None else stats.get_data_type(),
         access_bytes=_access_bytes(tensors),
@@ -71,6 +81,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_left=_near(diagonal.left),
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
+        softcap=node.softcap,
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
     return Lowered(problem, geometry, tensors, outputs, target)
@@ -89,6 +100,14 @@ def _spec(label: str, it: Attributes) -> TensorSpec:
     return TensorSpec(
         label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, it.is_pass_by_value
     )
+
+
+def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
+    """In cuDNN's order: the scale, what bounds it, what is added."""
+    edits: list[Edit] = [Scale(positive="attn_scale" not in tensors and node.attn_scale > 0)]
+    if node.softcap is not None:
+        edits.append(SoftCap())
+    return tuple(edits)
 
 
 def _masks(node: AttentionNode) -> tuple[Mask, ...]:

@@ -48,6 +48,10 @@ _NOT_SUPPORTED = {
 }
 
 
+#: Soft caps that float32 can divide by.
+_SOFTCAPS = (1e-30, 1e30)
+
+
 @dataclass(frozen=True)
 class Diagonal:
     """A diagonal band: see :class:`dlattn.problem.Geometry` for the meaning of the bounds."""
@@ -67,6 +71,7 @@ class AttentionNode:
         inputs: role -> tensor; roles as in :class:`dlattn.problem.Geometry`.
         outputs: role -> tensor.
         attn_scale: the scale when there is no ``attn_scale`` input.
+        softcap: the bound of soft-capped scores, or None.
         padding: ``use_padding_mask``.
         diagonal: the band.
         compute_data_type: as given, or ``NOT_SET``.
@@ -79,6 +84,7 @@ class AttentionNode:
     inputs: Mapping[str, tensor]
     outputs: Mapping[str, tensor]
     attn_scale: float
+    softcap: float | None
     padding: bool
     diagonal: Diagonal
     compute_data_type: data_type
@@ -151,6 +157,7 @@ def _node(
         inputs=inputs,
         outputs=outputs,
         attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
+        softcap=_softcap(given["softcap"]),
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
         diagonal=_diagonal(given),
         compute_data_type=from_any(given["compute_data_type"]),
@@ -261,6 +268,18 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise InvalidArgumentError(f"{name} must be finite; got {number}.")
     return number
+
+
+def _softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    cap = _number("softcap", value)
+    least, most = _SOFTCAPS
+    if not least <= cap <= most:
+        raise InvalidArgumentError(
+            f"softcap must be from {least} to {most}, or None for no soft cap; got {cap}."
+        )
+    return cap
 
 
 def _check_dropout(dropout: Any, lengths: tuple[int, ...]) -> None:

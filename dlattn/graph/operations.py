@@ -54,10 +54,13 @@ class Operations(ABC):
         score_sum_exp: Any = None,
         sink_token: Any = None,
         unfuse_fma: bool | None = False,
+        *,
+        softcap: float | None = None,
     ) -> list[Any]:
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
-        ``o = softmax(mask(q @ k^T * attn_scale)) @ v``, and the log-sum-exp of the masked scores.
+        ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and the log-sum-exp of the final
+        scores. Edits and masks take part in the order: softcap, padding and band.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -83,6 +86,8 @@ class Operations(ABC):
             generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.
             implementation: accepted; dlattn has one implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
+            softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
+                the scale (FlashAttention's softcap).
 
         The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
         name with :class:`cudnnGraphNotSupportedError`.
@@ -130,6 +135,8 @@ class Operations(ABC):
         score_mod_bprop: Callable[..., Any] | None = None,
         sink_token: Any = None,
         dSink_token: Any = None,
+        *,
+        softcap: float | None = None,
     ) -> list[Any]:
         """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
 

@@ -66,6 +66,8 @@ class Params(ctypes.Structure):
         ("dq_places", ctypes.c_int32),
         ("dq_lag", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("softcap_inverse", ctypes.c_float),
     ]
 
 
@@ -119,6 +121,8 @@ def params_for(geometry: Geometry) -> Params:
         heads_per_wave=1,
         heads_per_block=1,
         attn_scale=geometry.attn_scale,
+        softcap=geometry.softcap or 0.0,
+        softcap_inverse=1 / geometry.softcap if geometry.softcap else 0.0,
     )
     for role in TENSOR_ROLES:
         if role in geometry.tensors:

@@ -88,6 +88,7 @@ class Reference(Plan):
             band_left=geometry.band_left,
             band_right=geometry.band_right,
             bottom_right=geometry.bottom_right,
+            softcap=geometry.softcap,
         )
 
 

@@ -2,7 +2,7 @@
 
 from dlattn.problem.mask import Band, Mask, Padding
 from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
-from dlattn.problem.score import Edit, Scale, Values, Where
+from dlattn.problem.score import Edit, Scale, SoftCap, Values, Where
 
 __all__ = [
     "Band",
@@ -13,6 +13,7 @@ __all__ = [
     "Padding",
     "Problem",
     "Scale",
+    "SoftCap",
     "TensorSpec",
     "Values",
     "Where",

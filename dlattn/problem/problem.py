@@ -52,6 +52,11 @@ class Problem:
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether a backward needs scores beside probabilities, which takes registers."""
+        return not all(edit.constant_derivative for edit in self.edits)
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -80,6 +85,7 @@ class Geometry:
         tensors: role -> spec. Roles: ``q k v o stats dO dQ dK dV attn_scale seq_len_q
             seq_len_kv``; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
+        softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
         band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
         bottom_right: whether the diagonal ends in the bottom right corner:
@@ -91,6 +97,7 @@ class Geometry:
     band_left: int | None = None
     band_right: int | None = None
     bottom_right: bool = False
+    softcap: float | None = None
 
     @property
     def batch(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ class Values:
 
     Attributes:
         attn_scale: the scale.
+        softcap: the bound of soft-capped scores, or None.
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
@@ -43,10 +44,18 @@ class Values:
     band_left: int | None = None
     band_right: int | None = None
     bottom_right: bool = False
+    softcap: float | None = None
 
 
 class Edit(ABC):
-    """A pointwise change of the score."""
+    """A pointwise change of the score.
+
+    Attributes:
+        constant_derivative: whether the derivative is the same for every score: kernels then need
+            not keep scores until they have the gradient.
+    """
+
+    constant_derivative: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -82,3 +91,22 @@ class Scale(Edit):
 
     def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
         return grad * np.asarray(values.attn_scale, grad.dtype)
+
+
+@dataclass(frozen=True)
+class SoftCap(Edit):
+    """``softcap * tanh(score / softcap)``, the first edit after the scale."""
+
+    constant_derivative = False
+
+    @property
+    def cpp(self) -> str:
+        return "SoftCap"
+
+    def apply(self, score: Array, where: Where, values: Values) -> Array:
+        cap = np.asarray(values.softcap, score.dtype)
+        return cap * np.tanh(score / cap)
+
+    def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
+        cap = np.asarray(values.softcap, score.dtype)
+        return grad * (1 - np.tanh(score / cap) ** 2)

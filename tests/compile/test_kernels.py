@@ -27,11 +27,13 @@ from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     Band,
     Direction,
+    Edit,
     Geometry,
     Mask,
     Padding,
     Problem,
     Scale,
+    SoftCap,
     TensorSpec,
 )
 from dlattn.runtime import jit, nvrtc
@@ -51,6 +53,15 @@ HEAD_DIMS = [
     (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
     (64, 32), (32, 64), (64, 96),
 ]  # fmt: skip
+#: Of these, one for each row, and unequal ones: for every edit.
+EDITED_HEAD_DIMS = [
+    (8, 8), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64),
+    (64, 128),
+]  # fmt: skip
+#: What follows the scale.
+EDITS: dict[str, tuple[Edit, ...]] = {
+    "softcap": (SoftCap(),),
+}
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),
     "causal": (Padding(), Band(left=False, right=True)),
@@ -106,7 +117,8 @@ def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask; the other choices cycle, so that each pair meets."""
+    """Every head-dim class with every mask and every edit; the other choices cycle, so that each
+    pair meets."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -114,14 +126,22 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
     found = []
-    for i, (head_dims, mask) in enumerate(product(HEAD_DIMS, MASKS.values())):
+    masks = tuple(MASKS.values())
+    wanted: list[tuple[tuple[int, int], tuple[Edit, ...], tuple[Mask, ...]]] = [
+        *((dims, (), mask) for dims, mask in product(HEAD_DIMS, masks)),
+        *(
+            (dims, edits, masks[i % len(masks)])
+            for i, (edits, dims) in enumerate(product(EDITS.values(), EDITED_HEAD_DIMS))
+        ),
+    ]
+    for i, (head_dims, edits, mask) in enumerate(wanted):
         dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
         found.append(
             Problem(
                 direction,
                 dtype,
                 *head_dims,
-                (Scale(positive=i % 3 != 0),),
+                (Scale(positive=i % 3 != 0), *edits),
                 mask,
                 stats[i % len(stats)],
                 access_bytes=widths[i % len(widths)],

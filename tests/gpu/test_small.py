@@ -51,6 +51,14 @@ CASES = {
         heads_q=2, heads_k=1, heads_v=1, seq_q=190, seq_kv=190, left=30, right=0, head_dim_qk=256,
         head_dim_v=256, scale=0.0625,
     ),
+    "soft cap, below and above what a polynomial takes": Case(
+        heads_q=2, heads_k=1, heads_v=1, seq_q=200, seq_kv=300, right=0, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, softcap=5.0, logits=2.0,
+    ),
+    "soft cap far below the scores, narrow heads": Case(
+        dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=130, seq_kv=190, head_dim_qk=64,
+        head_dim_v=64, scale=0.125, softcap=3.0, logits=100.0,
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

@@ -97,6 +97,17 @@ def test_scale_as_a_tensor(scale_as: str) -> None:
     assert (expected["o"] == got["o"]).all() and (expected["dQ"] == got["dQ"]).all()
 
 
+def test_soft_caps() -> None:
+    """Scores far above a soft cap count as the cap; a cap far above the scores does nothing."""
+    arrays = _run(replace(CASE, softcap=1e6))
+    assert np.allclose(arrays["o"], _run(CASE)["o"], rtol=1e-9)
+    capped = replace(CASE, logits=1e3, softcap=0.01, heads_v=4, heads_k=4)
+    arrays = _run(capped)
+    weights = np.exp(0.01 * np.sign(arrays["q"] @ arrays["k"].swapaxes(2, 3)))
+    expected = weights @ arrays["v"] / weights.sum(-1, keepdims=True)
+    assert np.allclose(arrays["o"], expected, rtol=1e-6)
+
+
 def test_computes_as_told() -> None:
     """A problem that computes in DOUBLE has exact bf16 results, rounded once."""
     case = replace(CASE, dtype="bfloat16", stats=None)

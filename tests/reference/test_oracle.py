@@ -39,8 +39,12 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         ahead = column - row - (n - m if case.bottom_right else 0)
         keep = (ahead <= (n if case.right is None else case.right)) | (case.right is None)
         keep &= (ahead > -(m if case.left is None else case.left)) | (case.left is None)
-        scale2 = np.float32(case.scale_value) * log2e
-        s = np.where(keep, (q @ k.T) * scale2, np.float32(-np.inf))
+        if case.softcap:
+            tanh = _tanh((q @ k.T) * np.float32(case.scale_value / case.softcap))
+            s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
+        else:
+            s, slope = (q @ k.T) * (np.float32(case.scale_value) * log2e), np.float32(1)
+        s = np.where(keep, s, np.float32(-np.inf))
         top = np.full((m, 1), -np.inf, np.float32)
         total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
         for j in range(0, n, tile):
@@ -54,7 +58,7 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         o = store(acc / np.where(alive, total, 1))
         stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
         p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
-        d_s = store(p * (d_o @ v.T - (d_o * o).sum(1, keepdims=True)))
+        d_s = store(p * slope * (d_o @ v.T - (d_o * o).sum(1, keepdims=True)))
         out["o"][b, h, :m] = o
         out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
         for j in range(0, n, tile):
@@ -63,6 +67,16 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         out["dV"][b, hv, :n] += store(p).T @ d_o
     out["dQ"] *= np.float32(case.scale_value)
     return out | {role: given["q"].dtype.type(out[role]) for role in ("dQ", "dK", "dV")}
+
+
+def _tanh(x: Any) -> Any:
+    """As ``cuda_src/attn/softcap.cuh`` computes it."""
+    square, total = x * x, np.float32(0.01799921877682209)
+    for term in (-0.05339105427265167, 0.1333051323890686, -0.3333331048488617):
+        total = total * square + np.float32(term)
+    small = total * (x * square) + x
+    large = 1 - 2 / (1 + np.exp2(np.float32(2 * np.log2(np.e)) * x))
+    return np.where(abs(x) > 0.5, large, small)
 
 
 def _given(case: Case) -> dict[str, Any]:
@@ -107,6 +121,7 @@ _TYPICAL = Case(
         {"len_kv": (55, 41)},
         {"len_q": (40, 32)},
         {"heads_k": 1},
+        {"softcap": 4.0},
     ],
     ids=repr,
 )
@@ -116,6 +131,14 @@ def test_refuses_other_problems(wrong: dict[str, Any], dtype: str) -> None:
     given = _given(case)
     with np.errstate(all="ignore"), pytest.raises(AssertionError):
         oracle.assert_close(case, given, _tiled(replace(case, **wrong), given, 16))
+
+
+def test_refuses_another_soft_cap() -> None:
+    """A cap that is 1 % off fails."""
+    case = replace(_TYPICAL, softcap=2.0)
+    given = _given(case)
+    with pytest.raises(AssertionError):
+        oracle.assert_close(case, given, _tiled(replace(case, softcap=2.02), given, 16))
 
 
 @pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])

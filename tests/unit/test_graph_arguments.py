@@ -24,6 +24,8 @@ BACKWARD = """
     dropout rng_dump use_deterministic_algorithm compute_data_type name score_mod score_mod_bprop
     sink_token dSink_token
 """.split()
+#: Keywords that cuDNN does not have.
+DLATTNS_OWN = {"softcap"}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -56,8 +58,10 @@ def diagonal(graph):
 @pytest.mark.parametrize(("method", "order"), [("sdpa", FORWARD), ("sdpa_backward", BACKWARD)])
 def test_positional_order_is_cudnns(owner, method, order):
     """Programs that pass arguments by position mean cuDNN's positions."""
-    parameters = list(inspect.signature(getattr(owner, method)).parameters)
-    assert parameters == ["self", *order]
+    parameters = inspect.signature(getattr(owner, method)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert positional == ["self", *order]
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN
 
 
 def test_outputs_are_named_after_the_node(graph):
@@ -161,6 +165,7 @@ def test_contradictions_are_runtime_errors_at_the_call(graph, operation, argumen
         ({"diagonal_alignment": "TOP_LEFT"}, "diagonal_alignment must be"),
         ({"attn_scale": "big"}, "attn_scale must be a number"),
         ({"attn_scale": True}, "attn_scale must be a number"),
+        ({"softcap": "big"}, "softcap must be a number"),
         ({"seq_len_q": 5}, "seq_len_q must be a tensor of the graph"),
         ({"bias": np.zeros(3)}, "bias must be a tensor of the graph"),
     ],
@@ -188,3 +193,15 @@ def test_scales_are_numbers(graph, scale, expected):
     """``None`` means 1, and every real number is taken, ints included."""
     sdpa(graph, attn_scale=scale)
     assert graph._nodes[-1].attn_scale == expected
+
+
+@pytest.mark.parametrize(
+    ("softcap", "expected"), [(None, None), (50, 50.0), (np.float32(0.5), 0.5), (30.0, 30.0)]
+)
+def test_soft_caps_are_positive_numbers(graph, softcap, expected):
+    """``None`` means no soft cap; what float32 cannot divide by is refused."""
+    sdpa(graph, softcap=softcap)
+    assert graph._nodes[-1].softcap == expected
+    for wrong in (0, -1.0, 1e-40, 1e39, float("nan")):
+        with pytest.raises(RuntimeError, match="softcap must be"):
+            sdpa(graph, softcap=wrong)

@@ -59,7 +59,7 @@ def test_random_cases(case: Case):
             assert got.stride == canonical_stride(want.dim, want.stride)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
-        for bound in ("band_left", "band_right", "bottom_right"):
+        for bound in ("softcap", "band_left", "band_right", "bottom_right"):
             assert getattr(lowered.geometry, bound) == getattr(expected, bound)
 
 
@@ -71,6 +71,7 @@ def declare(case, tensors, inputs, outputs):
         if role in tensors
     }
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
+    scale["softcap"] = case.softcap
     band = {
         "diagonal_alignment": list(cudnn.diagonal_alignment)[case.bottom_right],
         "diagonal_band_left_bound": case.left,
