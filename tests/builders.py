@@ -6,6 +6,7 @@ the tensor, in the gaps that its strides leave, and, for outputs, in the tensor 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dlattn.dtypes import from_any
+from dlattn.dtypes import data_type, from_any
 from dlattn.problem import TensorSpec
 from tests.strategies import Case
 
@@ -138,8 +139,8 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     """Every tensor that a forward and a backward of the case need, by role.
 
     Inputs hold random data and, past the lengths, what ``case.tails`` says; outputs hold poison.
-    ``stats`` is absent without ``case.stats``; ``attn_scale`` and the lengths where the case gives
-    none as tensors.
+    ``stats`` is absent without ``case.stats``; ``attn_scale``, slopes and lengths where the case
+    gives none as tensors.
     """
     made = dict(_data(case, library))
     dims = case.dims()
@@ -175,6 +176,11 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         spec = _spec(case, "attn_scale", one, "float32", by_value=case.scale_as == "host")
         data = home.values([case.scale_value], "float32").reshape(one)
         yield "attn_scale", _guard(home, spec, "float32", data, False)
+    slopes_dim = case.slopes_dim()
+    if slopes_dim is not None:
+        data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
+        spec = TensorSpec("alibi_slopes", slopes_dim, _packed(slopes_dim), data_type.FLOAT)
+        yield "alibi_slopes", _guard(library, spec, "float32", data, False)
     for role, given, dtype in zip(
         ("seq_len_q", "seq_len_kv"), (case.len_q, case.len_kv), case.len_dtypes, strict=True
     ):
@@ -197,6 +203,10 @@ def _spec(
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
     return TensorSpec(role, dim, stride, from_any(Library().dtype(dtype)), by_value)
+
+
+def _packed(dim: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(dim[axis + 1 :]) for axis in range(len(dim)))
 
 
 def _guard(library: Library, spec: TensorSpec, dtype: str, data: Any, shifted: bool) -> Guarded:

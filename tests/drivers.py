@@ -12,6 +12,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
+    Alibi,
     Band,
     Direction,
     Edit,
@@ -22,6 +23,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     Values,
+    alibi_slopes,
 )
 from dlattn.runtime.target import CPU
 from tests import oracle
@@ -33,7 +35,10 @@ Tensors = Mapping[str, Guarded]
 #: Bytes before and after the workspace.
 _MARGIN = 4096
 
-_FORWARD = ("q", "k", "v", "o", "stats", "attn_scale", "seq_len_q", "seq_len_kv")
+#: Tensors that a case may have, and that forward and backward read.
+OPTIONS = ("attn_scale", "alibi_slopes", "seq_len_q", "seq_len_kv")
+
+_FORWARD = ("q", "k", "v", "o", "stats", *OPTIONS)
 _BACKWARD = (*_FORWARD, "dO", "dQ", "dK", "dV")
 
 
@@ -74,7 +79,7 @@ def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) ->
         *(arrays[role] for role in "qkv"),
         edits=edits_of(case),
         masks=masks_of(case),
-        values=values_of(case),
+        values=values_of(case, arrays),
         compute=compute,
     )
 
@@ -91,7 +96,7 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
         stats,
         edits=edits_of(case),
         masks=masks_of(case),
-        values=values_of(case),
+        values=values_of(case, arrays),
         compute=compute,
     )
 
@@ -119,7 +124,12 @@ def problem_of(case: Case, direction: Direction) -> Problem:
 
 def edits_of(case: Case) -> tuple[Edit, ...]:
     scale = Scale(positive=case.scale_as == "value" and case.scale_value > 0)
-    return (scale, SoftCap()) if case.softcap else (scale,)
+    edits: list[Edit] = [scale]
+    if case.softcap:
+        edits.append(SoftCap())
+    if case.alibi:
+        edits.append(Alibi(symmetric=case.alibi != "cudnn"))
+    return tuple(edits)
 
 
 def masks_of(case: Case) -> tuple[Mask, ...]:
@@ -138,10 +148,13 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
     )
 
 
-def values_of(case: Case) -> Values:
+def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
+    given = case.slopes_dim() is not None
+    slopes = arrays["alibi_slopes"] if given else alibi_slopes(case.heads_q)
     return Values(
         attn_scale=case.scale_value,
         softcap=case.softcap,
+        alibi_slopes=slopes.reshape(-1, case.heads_q, 1, 1),
         len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
         len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),
         band_left=case.left,
@@ -172,12 +185,12 @@ def _run_graph_of(
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
     )
-    options = [role for role in ("attn_scale", "seq_len_q", "seq_len_kv") if role in tensors]
+    options = [role for role in OPTIONS if role in tensors]
     fed = [*inputs, *options]
     given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
-    arguments = {**given, "softcap": case.softcap, **_mask_arguments(case)}
+    arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if "dO" in inputs:
         made = graph.sdpa_backward(**arguments)
@@ -196,6 +209,11 @@ def _run_graph_of(
     graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
+
+
+def edit_arguments(case: Case) -> dict[str, Any]:
+    """The edits that are no tensors, as arguments of ``sdpa``."""
+    return {"softcap": case.softcap, "use_alibi_mask": case.alibi == "cudnn"}
 
 
 def _mask_arguments(case: Case) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class _Entry:
 
     Attributes:
         q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
+        added: (Hq, m, n): what edits add to scores, or ``None``.
         keep: (m, n) booleans.
         alive: (m, 1) booleans: rows that attend to something.
     """
@@ -46,6 +47,7 @@ class _Entry:
     k: Any
     v: Any
     d_o: Any
+    added: Any
     keep: Any
     alive: Any
 
@@ -58,7 +60,7 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
     """
 
     def entry(e: _Entry) -> dict[str, Any]:
-        scores, slope = _scores(case, e)
+        scores, slope, _ = _scores(case, e)
         p, stats = _softmax(e, scores)
         d_p = e.d_o @ _t(e.v)
         d_s = case.scale_value * slope * p * (d_p - _row_sum(e, p * d_p))
@@ -85,7 +87,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         def store(x: Any, dtype: str | None = None) -> Any:
             return _cast(_cast(x, dtype or case.dtype), compute)
 
-        scores, slope = _scores(case, e)
+        scores, slope, _ = _scores(case, e)
         p, stats = _softmax(e, scores)
         stats = store(stats, case.stats or compute)
         top = _row_max(e, p)
@@ -133,14 +135,13 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         return x_variance @ y**2 + (1 + x.shape[-1] / 36) * (eps * (abs(x) @ abs(y))) ** 2
 
     def entry(e: _Entry) -> dict[str, Any]:
-        scores, slope = _scores(case, e)
+        scores, slope, rounded_by_edits = _scores(case, e)
         p, stats = _softmax(e, scores)
         stats = e.xp.where(e.alive, stats, 0.0)
         o, d_p = p @ e.v, e.d_o @ _t(e.v)
         score = (slope * case.scale_value) ** 2 * product(e.q, _t(e.k), 0 * e.q)
-        if case.softcap:
-            # The quotient's and the tangent's own errors, in units of the score.
-            score = score + (eps * scores) ** 2
+        # What edits round: numbers as large as the score, and as what they add to it.
+        score = score + (eps * rounded_by_edits) ** 2
         # An error in a score moves o by p times its key's distance from o.
         o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
         o_own = product(p, e.v, rounding(p)) + o_score
@@ -240,6 +241,7 @@ def _by_entry(
             k=_repeat(k[index, :, :n], case.heads_q),
             v=_repeat(v[index, :, :n], case.heads_q),
             d_o=d_o[index, :, :m],
+            added=_added(case, given, q, index, m, n),
             keep=keep,
             alive=keep.any(-1)[:, None],
         )
@@ -251,6 +253,31 @@ def _by_entry(
             else:
                 full[role][index, :, :m] = x
     return full
+
+
+def _added(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
+    """ALiBi's part of the scores of one batch entry, (Hq, m, n), or ``None``."""
+    if case.alibi is None:
+        return None
+    xp = _module(like)
+    row, column = _positions(xp, like, m)[:, None], _positions(xp, like, n)[None, :]
+    if case.alibi == "cudnn":
+        return xp.stack(
+            [_cudnn_slope(h, case.heads_q) * (column - row) for h in range(case.heads_q)]
+        )
+    slopes = _cast(given["alibi_slopes"], str(like.dtype).removeprefix("torch."))
+    slopes = slopes.reshape(-1, case.heads_q)
+    slopes = slopes[index % slopes.shape[0]][:, None, None]
+    return -slopes * abs(row + (n - m) - column)
+
+
+def _cudnn_slope(head: int, heads: int) -> float:
+    """A slope of the ALiBi paper's recipe, as cuDNN has it: fp32."""
+    n = 1
+    while 2 * n <= heads:
+        n *= 2
+    exponent = -8 * (head + 1) / n if head < n else -4 * (2 * (head - n) + 1) / n
+    return float(np.float32(2.0**exponent))
 
 
 def _keep(case: Case, xp: Any, like: Any, m: int, n: int) -> Any:
@@ -276,13 +303,18 @@ def _repeat(x: Any, heads: int) -> Any:
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
 
 
-def _scores(case: Case, e: _Entry) -> tuple[Any, Any]:
-    """The scores (H, m, n) before the masks, and their derivative by the scaled products."""
-    scores = case.scale_value * (e.q @ _t(e.k))
-    if not case.softcap:
-        return scores, 1.0
-    tanh = e.xp.tanh(scores / case.softcap)
-    return case.softcap * tanh, 1 - tanh**2
+def _scores(case: Case, e: _Entry) -> tuple[Any, Any, Any]:
+    """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
+    largest number that edits round on the way."""
+    scores, slope, largest = case.scale_value * (e.q @ _t(e.k)), 1.0, 0.0
+    if case.softcap:
+        tanh = e.xp.tanh(scores / case.softcap)
+        scores, slope = case.softcap * tanh, 1 - tanh**2
+        largest = abs(scores)
+    if e.added is not None:
+        largest = abs(scores) + abs(e.added)
+        scores = scores + e.added
+    return scores, slope, largest
 
 
 def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
@@ -301,8 +333,10 @@ def _t(x: Any) -> Any:
 
 
 def _stats_variance(case: Case, e: _Entry, p: Any, score: Any) -> Any:
-    """Variance that scores give stats. An offset's errors are a row's, and do not average out."""
-    return _row_sum(e, p * score**0.5) ** 2 if case.offset else _row_sum(e, p**2 * score)
+    """Variance that scores give stats. Errors of an offset, and of what is added to neighbours, are
+    a row's, and do not average out."""
+    common = case.offset or e.added is not None
+    return _row_sum(e, p * score**0.5) ** 2 if common else _row_sum(e, p**2 * score)
 
 
 def _row_sum(e: _Entry, x: Any) -> Any:

@@ -27,6 +27,8 @@ class Case:
         scale_as: how the scale is given: ``"value"`` (a Python float), ``"host"`` (an fp32 tensor
             passed by value) or ``"device"`` (an fp32 tensor).
         softcap: bound of soft-capped scores, or ``None``.
+        alibi: ``"cudnn"`` for cuDNN's slopes, or the shape of a tensor of slopes: ``"H"``, ``"BH"``
+            or ``"BH11"``; ``None`` for none.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -53,6 +55,7 @@ class Case:
     scale: float | None = None
     scale_as: str = "value"
     softcap: float | None = None
+    alibi: str | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -79,6 +82,13 @@ class Case:
         """The scale that the engine reads: as a tensor it is float32."""
         scale = 1.0 if self.scale is None else self.scale
         return scale if self.scale_as == "value" else struct.unpack("f", struct.pack("f", scale))[0]
+
+    def slopes_dim(self) -> tuple[int, ...] | None:
+        """The shape of the slopes, if they are a tensor."""
+        batch, heads = self.batch, self.heads_q
+        return {
+            "H": (heads,), "BH": (batch, heads), "BH11": (batch, heads, 1, 1),
+        }.get(self.alibi or "")  # fmt: skip
 
     def lengths_q(self) -> tuple[int, ...]:
         return self.len_q or (self.seq_q,) * self.batch
@@ -169,6 +179,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         scale=draw(st.sampled_from(scales if scale_as != "value" else [None, *scales])),
         scale_as=scale_as,
         softcap=draw(st.sampled_from((None, None, 1.0))),
+        alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
@@ -200,6 +211,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         seq_q=seq_q,
         seq_kv=seq_kv,
         softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
+        alibi=draw(st.sampled_from(("H", "BH", "BH11"))) if kind.alibi == "H" else kind.alibi,
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),

@@ -32,6 +32,14 @@ struct LengthRef {
   }
 };
 
+// One number per head, or per batch entry and head.
+struct SlopeRef {
+  const float* data;
+  int64 batch, head;  // strides in elements
+
+  DLATTN_DEVICE float at(int b, int h) const { return __ldg(data + b * batch + h * head); }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -43,6 +51,7 @@ struct Params {
   TensorRef dK;     // like k
   TensorRef dV;     // like v
   LengthRef seq_len_q, seq_len_kv;
+  SlopeRef alibi_slopes;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;   // where lengths decide instead: tiles that blocks have asked for so far

@@ -6,6 +6,7 @@
 //   factor()                 that factor: score = factor * apply(raw), always > 0
 //   backward(grad, raw)      the gradient for raw from that of the score, except for a factor
 //   constant_derivative      backward() gives grad
+//   reads_positions          apply() or backward() do
 //   gradient_factor()        that factor, applied once to dQ and dK
 // A pack that only multiplies by a positive number has it all in the factors, so that a kernel
 // takes row maxima of raw products and folds the factor into the exponent.
@@ -24,8 +25,17 @@ struct ScoreValues {
   DLATTN_DEVICE explicit ScoreValues(const Params& params) : p(params), scale(params.scale()) {}
 };
 
+// Where an element is: so far from the first element that its thread has.
 struct Position {
-  int batch, head, query, key;
+  int batch, head;
+  int bottom_right;  // key of the diagonal that ends in the bottom right corner, at query 0
+  int query, key;    // of the first element
+  int down, right;   // constants, once loops are unrolled
+
+  // key - query - shift, of which each thread converts one for all its elements.
+  DLATTN_DEVICE float distance(int shift) const {
+    return float(key - query - shift) + float(right - down);
+  }
 };
 
 // score * attn_scale: of any sign, or known to be greater than zero, and then no tensor. Always the
@@ -41,16 +51,37 @@ struct PositiveScale {
 // hyperbolic tangents, of which the derivative is made, too.
 struct SoftCap {};
 
+// What is added to a score, whatever it is.
+struct Added {
+  static constexpr bool constant_derivative = true, reads_positions = true;
+  static DLATTN_DEVICE float backward(float grad, float, const Position&, const ScoreValues&) {
+    return grad;
+  }
+};
+
+// A slope of the head for each step from the diagonal. cuDNN's form is score + slope * (key - query);
+// the symmetric one, FlashAttention's, score - slope * |query + len_kv - len_q - key|.
+template <bool symmetric>
+struct Alibi : Added {
+  static DLATTN_DEVICE float apply(float score, const Position& at, const ScoreValues& values) {
+    const float slope = values.p.alibi_slopes.at(at.batch, at.head);
+    if constexpr (!symmetric) return fmaf(slope, at.distance(0), score);
+    return fmaf(-slope, fabsf(at.distance(at.bottom_right)), score);
+  }
+};
+
 template <class... Pack>
 struct Edits;
 
 template <>
 struct Edits<> {
-  static constexpr bool constant_derivative = true;
+  static constexpr bool constant_derivative = true, reads_positions = false;
   template <class Tile>
   static DLATTN_DEVICE void prepare(Tile&, const ScoreValues&) {}
-  static DLATTN_DEVICE float apply(float score, Position, const ScoreValues&) { return score; }
-  static DLATTN_DEVICE float backward(float grad, float, Position, const ScoreValues&) {
+  static DLATTN_DEVICE float apply(float score, const Position&, const ScoreValues&) {
+    return score;
+  }
+  static DLATTN_DEVICE float backward(float grad, float, const Position&, const ScoreValues&) {
     return grad;
   }
   static DLATTN_DEVICE float factor(const ScoreValues&) { return 1.f; }
@@ -61,10 +92,11 @@ struct Edits<> {
 template <class Scale, class... Rest>
 struct Scaled : Edits<> {
   static constexpr bool constant_derivative = Edits<Rest...>::constant_derivative;
-  static DLATTN_DEVICE float apply(float score, Position at, const ScoreValues& values) {
+  static constexpr bool reads_positions = Edits<Rest...>::reads_positions;
+  static DLATTN_DEVICE float apply(float score, const Position& at, const ScoreValues& values) {
     return Edits<Rest...>::apply(score * Scale::of(values), at, values);
   }
-  static DLATTN_DEVICE float backward(float grad, float score, Position at,
+  static DLATTN_DEVICE float backward(float grad, float score, const Position& at,
                                       const ScoreValues& values) {
     return Edits<Rest...>::backward(grad, score * Scale::of(values), at, values);
   }
@@ -76,20 +108,21 @@ struct Scaled : Edits<> {
 template <class Scale, class... Rest>
 struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
   static constexpr bool constant_derivative = false;
+  static constexpr bool reads_positions = Edits<Rest...>::reads_positions;
   template <class Tile>
   static DLATTN_DEVICE void prepare(Tile& raw, const ScoreValues& values) {
     const float factor = Scale::of(values) * values.p.softcap_inverse;
     raw.for_each([&](float& score, int, int, int) { score *= factor; });
     replace_by_tanh(raw);
   }
-  static DLATTN_DEVICE float apply(float tanh, Position at, const ScoreValues& values) {
+  static DLATTN_DEVICE float apply(float tanh, const Position& at, const ScoreValues& values) {
     if constexpr (sizeof...(Rest) == 0) return tanh;
     return Edits<Rest...>::apply(values.p.softcap * tanh, at, values);
   }
   static DLATTN_DEVICE float factor(const ScoreValues& values) {
     return sizeof...(Rest) == 0 ? values.p.softcap : 1.f;
   }
-  static DLATTN_DEVICE float backward(float grad, float tanh, Position at,
+  static DLATTN_DEVICE float backward(float grad, float tanh, const Position& at,
                                       const ScoreValues& values) {
     return Edits<Rest...>::backward(grad, values.p.softcap * tanh, at, values) *
            fmaf(-tanh, tanh, 1.f);
@@ -114,10 +147,11 @@ template <class First, class... Rest>
 struct Edits<First, Rest...> : Edits<> {
   static constexpr bool constant_derivative =
       First::constant_derivative && Edits<Rest...>::constant_derivative;
-  static DLATTN_DEVICE float apply(float score, Position at, const ScoreValues& values) {
+  static constexpr bool reads_positions = First::reads_positions || Edits<Rest...>::reads_positions;
+  static DLATTN_DEVICE float apply(float score, const Position& at, const ScoreValues& values) {
     return Edits<Rest...>::apply(First::apply(score, at, values), at, values);
   }
-  static DLATTN_DEVICE float backward(float grad, float score, Position at,
+  static DLATTN_DEVICE float backward(float grad, float score, const Position& at,
                                       const ScoreValues& values) {
     const float inner = First::apply(score, at, values);
     return First::backward(Edits<Rest...>::backward(grad, inner, at, values), score, at, values);

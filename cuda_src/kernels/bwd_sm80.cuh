@@ -113,8 +113,13 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   }
 
   DLATTN_DEVICE Position position(int tile, int m, int n, int i) const {
-    return {batch, head, tile * tile_q + SGrid::first_row() + Scores::row(m, i),
-            keys.first + SGrid::first_column() + Scores::column(n, i)};
+    return {batch,
+            head,
+            length.kv - length.q,
+            tile * tile_q + SGrid::first_row() + Scores::row(0, 0),
+            keys.first + SGrid::first_column() + Scores::column(0, 0),
+            Scores::row_step(m, i),
+            Scores::column_step(n, i)};
   }
 
   // Turns raw products into probabilities.

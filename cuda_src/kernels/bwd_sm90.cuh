@@ -137,8 +137,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
-    return {work.batch, step.head, step.tile * tile_q + piece.query + Scores::column(n, i),
-            keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, i)};
+    return {work.batch,
+            step.head,
+            length.kv - length.q,
+            step.tile * tile_q + piece.query + Scores::column(0, 0),
+            keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, 0),
+            Scores::column_step(n, i),
+            Scores::row_step(0, i)};
   }
 
   // Transposed, queries by keys.

@@ -89,8 +89,13 @@ struct FwdSm80 {
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
     Problem::Score::prepare(scores, values);
     scores.for_each([&](float& score, int m, int n, int i) {
-      const Position at{item.batch, item.head, queries.first + first_row + Scores::row(m, i),
-                        tile * tile_k + Scores::column(n, i)};
+      const Position at{item.batch,
+                        item.head,
+                        length.kv - length.q,
+                        queries.first + first_row + Scores::row(0, 0),
+                        tile * tile_k + Scores::column(0, 0),
+                        Scores::row_step(m, i),
+                        Scores::column_step(n, i)};
       score = Problem::Score::apply(score, at, values);
     });
   }

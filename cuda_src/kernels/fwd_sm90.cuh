@@ -271,10 +271,21 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
     Problem::Score::prepare(scores, values);
-    const int first_query = work.queries.first + first_row(), first_key = tile * tile_k;
+    // Or what edits make of a number would be held between tiles.
+    const auto anew = [](int value) {
+      return Problem::Score::reads_positions ? opaque(value) : value;
+    };
+    const int batch = anew(work.item.batch), head = anew(work.item.head);
+    const int first_query = work.queries.first + first_row() + Scores::row(0, 0);
+    const int first_key = anew(tile) * tile_k + Scores::column(0, 0);
     scores.for_each([&](float& score, int, int n, int i) {
-      const Position at{work.item.batch, work.item.head, first_query + Scores::row(0, i),
-                        first_key + Scores::column(n, i)};
+      const Position at{batch,
+                        head,
+                        work.length.kv - work.length.q,
+                        first_query,
+                        first_key,
+                        Scores::row_step(0, i),
+                        Scores::column_step(n, i)};
       score = Problem::Score::apply(score, at, values);
     });
   }

@@ -35,8 +35,13 @@ struct Accumulator {
         for (int i = 0; i < 4; ++i) visit(at[m][n][i], m, n, i);
   }
 
-  static DLATTN_DEVICE int row(int m, int i) { return 16 * m + (threadIdx.x % 32) / 4 + 8 * (i / 2); }
+  static DLATTN_DEVICE int row(int m, int i) {
+    return 16 * m + (threadIdx.x % 32) / 4 + 8 * (i / 2);
+  }
   static DLATTN_DEVICE int column(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
+  // From a lane's first element: constants, once loops are unrolled.
+  static DLATTN_DEVICE constexpr int row_step(int m, int i) { return 16 * m + 8 * (i / 2); }
+  static DLATTN_DEVICE constexpr int column_step(int n, int i) { return 8 * n + i % 2; }
 };
 
 // The left operand (m x k) in shared memory, stored [m][k], or [k][m] when transposed.
@@ -68,7 +73,7 @@ struct RegisterLeft {
       for (int k = 0; k < k_steps; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float(&pair)[4] = c.at[m][2 * k + i / 2];
+          const float (&pair)[4] = c.at[m][2 * k + i / 2];
           at[m][k][i] = Convert<T>::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
   }

@@ -19,6 +19,7 @@ def describe(node: AttentionNode) -> dict[str, Any]:
         "name": node.name,
         "attn_scale": node.attn_scale,
         "softcap": node.softcap,
+        "use_alibi_mask": node.alibi,
         "use_padding_mask": node.padding,
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,

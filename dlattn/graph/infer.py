@@ -11,6 +11,7 @@ from dlattn.graph.vocabulary import tensor_reordering
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
     "attn_scale": data_type.FLOAT,
+    "alibi_slopes": data_type.FLOAT,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
 }
@@ -103,10 +104,21 @@ def _check_declared(node: AttentionNode, role: str) -> None:
     if role == "attn_scale":
         if it.elements != 1:
             raise InvalidGraphError(f"{label} must have one element; got dim {it.dim}.")
+    elif role == "alibi_slopes":
+        _check_slopes(node, it.dim)
     elif len(it.dim) != 4:
         meaning = "(batch, 1, 1, 1)" if role.startswith("seq_len") else _AXES
         raise InvalidGraphError(
             f"{label} must have four dimensions, {meaning}; got dim {it.dim}. Reshape it."
+        )
+
+
+def _check_slopes(node: AttentionNode, dim: tuple[int, ...]) -> None:
+    batch, heads, *_ = node.inputs["q"].attributes.dim
+    if dim not in {(heads,), *((b, heads, *ones) for b in (1, batch) for ones in ((), (1, 1)))}:
+        raise InvalidGraphError(
+            f"{node.label('alibi_slopes')} has dim {dim}; expected ({heads},), {(batch, heads)} or "
+            f"{(batch, heads, 1, 1)}, where the batch may be 1, from {node.label('q')}."
         )
 
 
@@ -193,7 +205,7 @@ def _check_strides(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role != "alibi_slopes" and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."

@@ -11,6 +11,7 @@ from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
+    Alibi,
     Band,
     Edit,
     Geometry,
@@ -107,6 +108,8 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     edits: list[Edit] = [Scale(positive="attn_scale" not in tensors and node.attn_scale > 0)]
     if node.softcap is not None:
         edits.append(SoftCap())
+    if node.alibi or "alibi_slopes" in tensors:
+        edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
 
 
@@ -141,10 +144,11 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
                     f"{', '.join(r for r in IO_ROLES if r in tensors)} of one type. Cast one, or "
                     "set_data_type() on the output."
                 )
-        elif role == "attn_scale":
+        elif role in ("attn_scale", "alibi_slopes"):
             if dtype is not data_type.FLOAT:
+                kind = "a scale tensor" if role == "attn_scale" else "slopes"
                 raise cudnnGraphNotSupportedError(
-                    f"{node.label(role)} is {dtype}; a scale tensor must be {data_type.FLOAT}."
+                    f"{node.label(role)} is {dtype}; {kind} must be {data_type.FLOAT}."
                 )
         elif dtype not in (_FLOATS if role == "stats" else _INTEGERS):
             wanted = "a floating-point type" if role == "stats" else "INT32 or INT64"

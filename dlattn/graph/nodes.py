@@ -24,24 +24,25 @@ from dlattn.problem import Direction
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {
     "sdpa": (
-        *("q", "k", "v", "bias", "block_mask", "seq_len_q", "seq_len_kv", "rng_dump"),
+        *("q", "k", "v", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv"),
+        "rng_dump",
         *("paged_attention_k_table", "paged_attention_v_table"),
         *("score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "seq_len_q", "seq_len_kv"),
-        *("rng_dump", "sink_token", "dSink_token"),
+        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes"),
+        *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
     ),
 }
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump"),
+        *("bias", "block_mask", "dropout", "rng_dump"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         *("score_mod", "score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("bias", "dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ),
@@ -72,6 +73,7 @@ class AttentionNode:
         outputs: role -> tensor.
         attn_scale: the scale when there is no ``attn_scale`` input.
         softcap: the bound of soft-capped scores, or None.
+        alibi: ``use_alibi_mask``: ALiBi with cuDNN's slopes.
         padding: ``use_padding_mask``.
         diagonal: the band.
         compute_data_type: as given, or ``NOT_SET``.
@@ -85,6 +87,7 @@ class AttentionNode:
     outputs: Mapping[str, tensor]
     attn_scale: float
     softcap: float | None
+    alibi: bool
     padding: bool
     diagonal: Diagonal
     compute_data_type: data_type
@@ -142,9 +145,15 @@ def _node(
         if given[role] is None:
             raise TypeError(f"{operation} needs the tensor {role}; got None.")
         inputs[role] = given[role]
-    for role in ("seq_len_q", "seq_len_kv"):
+    for role in ("seq_len_q", "seq_len_kv", "alibi_slopes"):
         if given[role] is not None:
             inputs[role] = given[role]
+    alibi = _flag("use_alibi_mask", given["use_alibi_mask"])
+    if alibi and "alibi_slopes" in inputs:
+        raise InvalidArgumentError(
+            "use_alibi_mask=True means cuDNN's slopes, but alibi_slopes was given too; give one of "
+            "them."
+        )
     scale = given["attn_scale"]
     if isinstance(scale, tensor):
         constant = scale.attributes.value
@@ -158,6 +167,7 @@ def _node(
         outputs=outputs,
         attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
         softcap=_softcap(given["softcap"]),
+        alibi=alibi,
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
         diagonal=_diagonal(given),
         compute_data_type=from_any(given["compute_data_type"]),

@@ -56,11 +56,12 @@ class Operations(ABC):
         unfuse_fma: bool | None = False,
         *,
         softcap: float | None = None,
+        alibi_slopes: Any = None,
     ) -> list[Any]:
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
         ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and the log-sum-exp of the final
-        scores. Edits and masks take part in the order: softcap, padding and band.
+        scores. Edits and masks take part in the order: softcap, ALiBi, padding, band.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -70,6 +71,9 @@ class Operations(ABC):
             is_inference: ``not generate_stats``; give exactly one of the two.
             attn_scale: a number, or a tensor of one fp32 element on the device or the host;
                 ``None`` means 1.
+            use_alibi_mask: add ``slope * (key - query)`` to scores, whatever the alignment of the
+                diagonal, with cuDNN's slopes, which fall from head to head (see
+                :func:`dlattn.problem.alibi_slopes`).
             use_padding_mask: mask what lies beyond ``seq_len_q`` and ``seq_len_kv``. Then rows of
                 o beyond seq_len_q are 0, and those of the stats -inf.
             seq_len_q, seq_len_kv: actual lengths, (B, 1, 1, 1), int32 or int64; either or both.
@@ -88,6 +92,9 @@ class Operations(ABC):
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
             softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
                 the scale (FlashAttention's softcap).
+            alibi_slopes: dlattn's own: fp32 slopes, (Hq), (B, Hq) or (1 or B, Hq, 1, 1), any
+                strides; adds ``-slope * |query + len_kv - len_q - key|`` to scores, with actual
+                lengths (FlashAttention's alibi_slopes).
 
         The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
         name with :class:`cudnnGraphNotSupportedError`.
@@ -137,6 +144,7 @@ class Operations(ABC):
         dSink_token: Any = None,
         *,
         softcap: float | None = None,
+        alibi_slopes: Any = None,
     ) -> list[Any]:
         """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
 

@@ -100,8 +100,8 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     measured = target.capability == (9, 0) and problem.access_bytes == 16
     if largest <= 64 and len(set(padded_dims(problem))) == 2:
         measured = False  # the fastest tiling for equal head dimensions spills for others
-    if problem.keeps_scores:
-        measured = False  # and where scores are kept, too
+    if problem.is_edited:
+        measured = False  # and for edits, too
     table = HOPPER_TILINGS if measured else TILINGS
     tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)

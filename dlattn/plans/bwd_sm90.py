@@ -76,7 +76,7 @@ class Sm90BwdTiling:
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    if max(dim_qk, dim_v) == 64 and not problem.keeps_scores:
+    if max(dim_qk, dim_v) == 64 and not problem.is_edited:
         return Sm90BwdTiling(tile_q=128, dq_slots=2)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_in_slot=True)
@@ -85,7 +85,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=dim_qk // 64)
+    return Sm90BwdTiling(dq_slots=1 if problem.keeps_scores else dim_qk // 64)
 
 
 @dataclass(frozen=True)

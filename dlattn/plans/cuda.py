@@ -9,14 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
-from dlattn.plans.params import Params, address_slot, params_for
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.plans.params import Params, SlopeRef, address_slot, params_for
+from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.runtime import jit
+from dlattn.runtime.frameworks import to_device
 from dlattn.runtime.launch import Launch, clear, device_guard
 from dlattn.runtime.target import Target, cuda_device_count
 
@@ -80,6 +82,7 @@ class CudaPlan(Plan):
         self._lock = Lock()
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
+        self._slopes: Any = None
         scale = geometry.tensors.get("attn_scale")
         self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
         self._slots = [
@@ -127,6 +130,7 @@ class CudaPlan(Plan):
     def build(self) -> None:
         if self._launches is not None:
             return
+        self._place_slopes()
         kernels = self.kernels()
         sources = [kernel.source for kernel in kernels]
         compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
@@ -146,6 +150,14 @@ class CudaPlan(Plan):
                 )
             )
         self._launches = launches
+
+    def _place_slopes(self) -> None:
+        """ALiBi's slopes, unless the user gives them: on the device as long as the plan is."""
+        alibi = any(isinstance(edit, Alibi) for edit in self.problem.edits)
+        if alibi and "alibi_slopes" not in self.geometry.tensors:
+            slopes = alibi_slopes(self.geometry.heads_q).reshape(-1)
+            self._slopes = to_device(slopes, self.target.index)
+            self._params.alibi_slopes = SlopeRef(self._slopes.data.ptr, 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
         launches = self._launches

@@ -38,12 +38,23 @@ class LengthRef(ctypes.Structure):
     ]
 
 
+class SlopeRef(ctypes.Structure):
+    """Address of one number per head, or per batch entry and head; strides in elements."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    ]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
     _fields_ = [
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
+        ("alibi_slopes", SlopeRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -131,6 +142,8 @@ def params_for(geometry: Geometry) -> Params:
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
             setattr(params, role, _length_ref(geometry.tensors[role]))
+    if "alibi_slopes" in geometry.tensors:
+        params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     return params
 
 
@@ -138,6 +151,13 @@ def address_slot(params: Params, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
     field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
     return ctypes.c_uint64.from_buffer(params, field.offset)
+
+
+def _slope_ref(spec: TensorSpec) -> SlopeRef:
+    """Of (H), (B, H) or (B or 1, H, 1, 1), whose strides are 0 where the size is 1 but last."""
+    if len(spec.dim) == 1:
+        return SlopeRef(0, 0, spec.stride[0])
+    return SlopeRef(0, spec.stride[0], spec.stride[1])
 
 
 def _length_ref(spec: TensorSpec) -> LengthRef:

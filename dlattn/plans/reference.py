@@ -17,7 +17,17 @@ import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
-from dlattn.problem import Direction, Edit, Geometry, Mask, Problem, TensorSpec, Values, Where
+from dlattn.problem import (
+    Direction,
+    Edit,
+    Geometry,
+    Mask,
+    Problem,
+    TensorSpec,
+    Values,
+    Where,
+    alibi_slopes,
+)
 from dlattn.problem.score import Array
 from dlattn.runtime.target import Target
 
@@ -89,6 +99,7 @@ class Reference(Plan):
             band_right=geometry.band_right,
             bottom_right=geometry.bottom_right,
             softcap=geometry.softcap,
+            alibi_slopes=_slopes(tensors.get("alibi_slopes"), geometry.heads_q),
         )
 
 
@@ -286,6 +297,11 @@ def _lengths(given: Array | None, batch: int, size: int) -> Array:
     if given is None:
         return np.full((batch, 1, 1, 1), size, np.int64)
     return np.clip(given.astype(np.int64), 0, size).reshape(batch, 1, 1, 1)
+
+
+def _slopes(given: Array | None, heads: int) -> Array:
+    """Slopes of ALiBi (B or 1, H, 1, 1): cuDNN's when not given."""
+    return alibi_slopes(heads) if given is None else given.reshape(-1, heads, 1, 1)
 
 
 def _view(address: int, spec: TensorSpec) -> Array:

@@ -2,9 +2,10 @@
 
 from dlattn.problem.mask import Band, Mask, Padding
 from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
-from dlattn.problem.score import Edit, Scale, SoftCap, Values, Where
+from dlattn.problem.score import Alibi, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
+    "Alibi",
     "Band",
     "Direction",
     "Edit",
@@ -17,4 +18,5 @@ __all__ = [
     "TensorSpec",
     "Values",
     "Where",
+    "alibi_slopes",
 ]

@@ -53,6 +53,11 @@ class Problem:
     deterministic: bool = False
 
     @property
+    def is_edited(self) -> bool:
+        """Whether scores are more than scaled, which takes registers."""
+        return len(self.edits) > 1
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
@@ -83,7 +88,7 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats dO dQ dK dV attn_scale seq_len_q
-            seq_len_kv``; an absent role is an absent feature.
+            seq_len_kv alibi_slopes``; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

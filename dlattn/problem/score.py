@@ -33,6 +33,7 @@ class Values:
     Attributes:
         attn_scale: the scale.
         softcap: the bound of soft-capped scores, or None.
+        alibi_slopes: slopes of ALiBi, float32, of shape (B or 1, H, 1, 1), or None.
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
@@ -45,6 +46,7 @@ class Values:
     band_right: int | None = None
     bottom_right: bool = False
     softcap: float | None = None
+    alibi_slopes: Array | None = None
 
 
 class Edit(ABC):
@@ -110,3 +112,43 @@ class SoftCap(Edit):
     def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
         cap = np.asarray(values.softcap, score.dtype)
         return grad * (1 - np.tanh(score / cap) ** 2)
+
+
+def alibi_slopes(heads: int) -> Array:
+    """cuDNN's slopes, float32, (1, heads, 1, 1): ``2^(-8 (i + 1) / n)`` for the first n heads, the
+    greatest power of two of them, and ``2^(-4 (2 k + 1) / n)`` for head ``n + k``.
+
+    Source: the cuDNN frontend's ``alibi_slopes``; ALiBi is arXiv 2108.12409.
+    """
+    first = 2 ** (heads.bit_length() - 1)
+    exponents = [-8 * (i + 1) / first for i in range(first)]
+    exponents += [-4 * (2 * k + 1) / first for k in range(heads - first)]
+    return np.exp2(exponents).astype(np.float32).reshape(1, heads, 1, 1)
+
+
+@dataclass(frozen=True)
+class Alibi(Edit):
+    """A slope of the head for each step from the diagonal.
+
+    Attributes:
+        symmetric: FlashAttention's form, ``score - slope * |query + len_kv - len_q - key|``; else
+            cuDNN's, ``score + slope * (key - query)``.
+    """
+
+    symmetric: bool
+
+    @property
+    def cpp(self) -> str:
+        return f"Alibi<{str(self.symmetric).lower()}>"
+
+    def apply(self, score: Array, where: Where, values: Values) -> Array:
+        slopes = values.alibi_slopes
+        assert slopes is not None
+        of_entry = where.batch if len(slopes) > 1 else np.zeros_like(where.batch)
+        slope = slopes[of_entry, where.head, 0, 0].astype(score.dtype)
+        if self.symmetric:
+            return score - slope * abs(where.query + values.len_kv - values.len_q - where.key)
+        return score + slope * (where.key - where.query)
+
+    def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
+        return grad

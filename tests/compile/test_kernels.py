@@ -25,6 +25,7 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    Alibi,
     Band,
     Direction,
     Edit,
@@ -61,6 +62,8 @@ EDITED_HEAD_DIMS = [
 #: What follows the scale.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "softcap": (SoftCap(),),
+    "alibi": (Alibi(symmetric=False),),
+    "slopes": (Alibi(symmetric=True),),
 }
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),

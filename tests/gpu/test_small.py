@@ -59,6 +59,14 @@ CASES = {
         dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=130, seq_kv=190, head_dim_qk=64,
         head_dim_v=64, scale=0.125, softcap=3.0, logits=100.0,
     ),
+    "slopes of cuDNN, aligned bottom right": Case(
+        heads_q=6, heads_k=2, heads_v=3, seq_q=150, seq_kv=270, right=0, bottom_right=True,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, alibi="cudnn",
+    ),
+    "slopes by batch entry and head, padding, soft cap": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=150, seq_kv=200, len_q=(70, 150),
+        len_kv=(200, 33), head_dim_qk=64, head_dim_v=64, scale=0.125, alibi="BH", softcap=20.0,
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

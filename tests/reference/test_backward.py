@@ -36,7 +36,7 @@ def test_adjoint(case: Case) -> None:
     """<dO, J t> = <J^T dO, t> for any direction t; J t by central differences."""
     arrays, direction, step = _arrays(case), _directions(case, case.seed), 1e-5
     ahead, behind = (
-        forward(case, {role: arrays[role] + sign * direction[role] for role in "qkv"})[0]
+        forward(case, arrays | {role: arrays[role] + sign * direction[role] for role in "qkv"})[0]
         for sign in (step, -step)
     )
     moved = sum(

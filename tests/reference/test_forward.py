@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from dlattn.dtypes import data_type
 from dlattn.plans.reference import Reference, attention_forward
-from dlattn.problem import Direction
+from dlattn.problem import Direction, alibi_slopes
 from dlattn.runtime.target import CPU, KNOWN
 from tests.builders import Guarded, Library, make_tensors
 from tests.drivers import check, forward, geometry_of, problem_of, run_plan
@@ -106,6 +106,21 @@ def test_soft_caps() -> None:
     weights = np.exp(0.01 * np.sign(arrays["q"] @ arrays["k"].swapaxes(2, 3)))
     expected = weights @ arrays["v"] / weights.sum(-1, keepdims=True)
     assert np.allclose(arrays["o"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 2**-8]),
+        (3, [2**-4, 2**-8, 2**-2]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+        (8, [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8]),
+    ],
+)
+def test_slopes_of_cudnn(heads: int, slopes: list[float]) -> None:
+    """The slopes of the ALiBi paper, written out."""
+    assert alibi_slopes(heads).reshape(-1).tolist() == slopes
 
 
 def test_computes_as_told() -> None:

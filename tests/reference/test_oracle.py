@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import Library, make_tensors
 from tests.strategies import Case, cases
@@ -44,7 +45,7 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
         else:
             s, slope = (q @ k.T) * (np.float32(case.scale_value) * log2e), np.float32(1)
-        s = np.where(keep, s, np.float32(-np.inf))
+        s = np.where(keep, s + _alibi(case, given, b, h, m, n) * log2e, np.float32(-np.inf))
         top = np.full((m, 1), -np.inf, np.float32)
         total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
         for j in range(0, n, tile):
@@ -77,6 +78,16 @@ def _tanh(x: Any) -> Any:
     small = total * (x * square) + x
     large = 1 - 2 / (1 + np.exp2(np.float32(2 * np.log2(np.e)) * x))
     return np.where(abs(x) > 0.5, large, small)
+
+
+def _alibi(case: Case, given: dict[str, Any], b: int, h: int, m: int, n: int) -> Any:
+    row, column = np.arange(m)[:, None], np.arange(n)[None, :]
+    if case.alibi is None:
+        return np.float32(0)
+    if case.alibi == "cudnn":
+        return alibi_slopes(case.heads_q)[0, h, 0, 0] * np.float32(column - row)
+    slopes = given["alibi_slopes"].reshape(-1, case.heads_q)
+    return -slopes[b % len(slopes), h] * np.float32(abs(row + n - m - column))
 
 
 def _given(case: Case) -> dict[str, Any]:
@@ -139,6 +150,18 @@ def test_refuses_another_soft_cap() -> None:
     given = _given(case)
     with pytest.raises(AssertionError):
         oracle.assert_close(case, given, _tiled(replace(case, softcap=2.02), given, 16))
+
+
+@pytest.mark.parametrize("alibi", [None, "cudnn", "H"])
+def test_refuses_another_alibi(alibi: str | None) -> None:
+    """Each form of ALiBi, and none, differ."""
+    case = replace(_TYPICAL, alibi="BH")
+    given = _given(case) | {"alibi_slopes": _given(case)["alibi_slopes"][::-1]}
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    wrong = given | {"alibi_slopes": given["alibi_slopes"][0]} if alibi == "H" else given
+    with pytest.raises(AssertionError):
+        oracle.assert_close(case, given, _tiled(replace(case, alibi=alibi), wrong, 16))
 
 
 @pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])

@@ -16,7 +16,9 @@ from tests.drivers import backward, edits_of, forward, masks_of, values_of
 from tests.strategies import Case, cases
 
 _doubles = cases(dtype="float64", stats="float64")
-_unmasked = cases(dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None)
+_unmasked = cases(
+    dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None, alibi=None
+)
 _few = settings(max_examples=60)
 
 
@@ -106,7 +108,7 @@ def test_a_mask_is_minus_infinity(case: Case) -> None:
     biased = attention_forward(
         *(arrays[role] for role in "qkv"),
         edits=(*edits_of(case), _AddMinusInfinity(case)),
-        values=values_of(case),
+        values=values_of(case, arrays),
     )
     for x, y in zip(biased, forward(case, arrays), strict=True):
         assert _close(x, y)
@@ -131,6 +133,9 @@ def test_batch_entries_and_heads_are_independent(case: Case) -> None:
         heads = {"q": h, "dO": h, "k": h * case.heads_k // case.heads_q}
         heads["v"] = h * case.heads_v // case.heads_q
         part = {role: arrays[role][b : b + 1, i : i + 1] for role, i in heads.items()}
+        if case.alibi:
+            slopes = values_of(case, arrays).alibi_slopes
+            part["alibi_slopes"] = slopes[b % len(slopes), h].reshape(1, 1, 1, 1)
         pieces = (*forward(alone, part), backward(alone, part)[0])
         for piece, all_of_it in zip(pieces, whole, strict=True):
             assert _close(piece, all_of_it[b : b + 1, h : h + 1], case.logits)

@@ -25,7 +25,7 @@ BACKWARD = """
     sink_token dSink_token
 """.split()
 #: Keywords that cuDNN does not have.
-DLATTNS_OWN = {"softcap"}
+DLATTNS_OWN = {"softcap", "alibi_slopes"}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -205,3 +205,12 @@ def test_soft_caps_are_positive_numbers(graph, softcap, expected):
     for wrong in (0, -1.0, 1e-40, 1e39, float("nan")):
         with pytest.raises(RuntimeError, match="softcap must be"):
             sdpa(graph, softcap=wrong)
+
+
+def test_one_kind_of_alibi(graph):
+    """cuDNN's slopes and slopes of the user's exclude each other; neither needs a causal mask."""
+    slopes = graph.tensor((4,), data_type=cudnn.data_type.FLOAT)
+    sdpa(graph, alibi_slopes=slopes)
+    sdpa(graph, use_alibi_mask=True, diagonal_alignment=BOTTOM_RIGHT)
+    with pytest.raises(RuntimeError, match="use_alibi_mask=True means cuDNN's slopes"):
+        sdpa(graph, alibi_slopes=slopes, use_alibi_mask=True)

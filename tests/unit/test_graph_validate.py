@@ -16,8 +16,6 @@ NotSupported = cudnn.cudnnGraphNotSupportedError
 
 def given(graph, argument):
     """A value for an argument that no plan understands."""
-    if argument == "use_alibi_mask":
-        return True
     if argument.startswith(("paged_attention_max", "max_total")):
         return 64
     if argument.startswith("score_mod"):
@@ -29,7 +27,7 @@ def given(graph, argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump", "score_mod"),
+        *("bias", "block_mask", "dropout", "rng_dump", "score_mod"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         *("score_max", "score_sum_exp", "sink_token"),
     ],
@@ -45,7 +43,7 @@ def test_forward_arguments_without_a_plan(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("bias", "dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ],
@@ -260,6 +258,26 @@ def test_a_scale_has_one_element():
     made = Forward()
     made.sdpa(attn_scale=made.graph.tensor((1, 4, 1, 1), data_type=FLOAT, name="scale"))
     with pytest.raises(ValueError, match="scale must have one element"):
+        made.validate()
+
+
+@pytest.mark.parametrize("dim", [(4,), (1, 4), (2, 4), (1, 4, 1, 1), (2, 4, 1, 1)])
+def test_slopes_are_one_per_head(dim):
+    """ALiBi's slopes are (Hq), or (B, Hq) in two or four dimensions; nothing else is."""
+    made = Forward()
+    made.sdpa(alibi_slopes=made.graph.tensor(dim, data_type=FLOAT, name="slopes")).validate()
+    for wrong in ((2,), (3, 4), (4, 2), (2, 4, 1), (2, 4, 8, 1), (4, 2, 1, 1)):
+        made = Forward()
+        made.sdpa(alibi_slopes=made.graph.tensor(wrong, data_type=FLOAT, name="slopes"))
+        with pytest.raises(ValueError, match=r"slopes has dim .*; expected \(4,\)"):
+            made.validate()
+
+
+def test_slopes_are_float():
+    """Slopes of another type are refused, not converted."""
+    made = Forward()
+    made.sdpa(alibi_slopes=made.graph.tensor((4,), data_type=HALF, name="slopes"))
+    with pytest.raises(NotSupported, match="slopes is data_type.HALF; slopes must be"):
         made.validate()
 
 

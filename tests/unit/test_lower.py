@@ -13,7 +13,7 @@ from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Band, Direction, Padding, Scale
 from tests.builders import Library, make_tensors
-from tests.drivers import geometry_of, problem_of
+from tests.drivers import OPTIONS, edit_arguments, geometry_of, problem_of
 from tests.strategies import Case, cases
 
 HALF = cudnn.data_type.HALF
@@ -45,8 +45,7 @@ def test_random_cases(case: Case):
         if direction is Direction.BACKWARD and not case.stats:
             continue
         lowered = declare(case, tensors, inputs, outputs).lowered
-        options = ("attn_scale", "seq_len_q", "seq_len_kv")
-        roles = [role for role in (*inputs, *outputs, *options) if role in tensors]
+        roles = [role for role in (*inputs, *outputs, *OPTIONS) if role in tensors]
         expected = geometry_of(case, {role: tensors[role] for role in roles})
         assert lowered.problem == replace(
             problem_of(case, direction), access_bytes=lowered.problem.access_bytes
@@ -67,11 +66,11 @@ def declare(case, tensors, inputs, outputs):
     graph = cudnn.pygraph(io_data_type=from_any(Library().dtype(case.dtype)))
     given = {
         role: graph.tensor_like(tensors[role].tensor, name=f"my {role}")
-        for role in (*inputs, "attn_scale", "seq_len_q", "seq_len_kv")
+        for role in (*inputs, *OPTIONS)
         if role in tensors
     }
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
-    scale["softcap"] = case.softcap
+    edits = edit_arguments(case)
     band = {
         "diagonal_alignment": list(cudnn.diagonal_alignment)[case.bottom_right],
         "diagonal_band_left_bound": case.left,
@@ -79,9 +78,9 @@ def declare(case, tensors, inputs, outputs):
         "use_padding_mask": "seq_len_q" in given or "seq_len_kv" in given,
     }
     if "dO" in inputs:
-        made = graph.sdpa_backward(**given, **scale, **band)
+        made = graph.sdpa_backward(**given, **scale, **edits, **band)
     else:
-        made = graph.sdpa(**given, **scale, **band, generate_stats=case.stats is not None)
+        made = graph.sdpa(**given, **scale, **edits, **band, generate_stats=case.stats is not None)
     for role, t in zip(outputs, made, strict=False):
         if t is not None:
             spec = tensors[role].spec
