@@ -139,8 +139,8 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     """Every tensor that a forward and a backward of the case need, by role.
 
     Inputs hold random data and, past the lengths, what ``case.tails`` says; outputs hold poison.
-    ``stats`` is absent without ``case.stats``; ``attn_scale``, slopes and lengths where the case
-    gives none as tensors.
+    ``stats`` is absent without ``case.stats``; ``attn_scale``, bias, slopes and lengths where
+    the case gives none as tensors.
     """
     made = dict(_data(case, library))
     dims = case.dims()
@@ -176,6 +176,11 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         spec = _spec(case, "attn_scale", one, "float32", by_value=case.scale_as == "host")
         data = home.values([case.scale_value], "float32").reshape(one)
         yield "attn_scale", _guard(home, spec, "float32", data, False)
+    if case.bias:
+        spec = TensorSpec(
+            "bias", case.bias_dim(), case.bias_stride(), from_any(Library().dtype(case.bias))
+        )
+        yield "bias", _guard(library, spec, case.bias, _bias(case, library), False)
     slopes_dim = case.slopes_dim()
     if slopes_dim is not None:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
@@ -203,6 +208,21 @@ def _spec(
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
     return TensorSpec(role, dim, stride, from_any(Library().dtype(dtype)), by_value)
+
+
+def _bias(case: Case, library: Library) -> Any:
+    """Numbers, some of them -inf, or nonzero where a mask keeps; tails past the lengths."""
+    data = library.normal(case.bias_dim(), 4 * case.seed + 6)
+    if case.bias in ("bool", "uint8"):
+        return library.cast(data > -0.8, "float32")
+    data[data > 1.5] = -float("inf")
+    if case.batch == 1 or "b" in case.bias_axes:
+        for entry, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+            if "q" in case.bias_axes:
+                data[entry, :, m:] = _TAILS[case.tails]
+            if "k" in case.bias_axes:
+                data[entry, :, :, n:] = _TAILS[case.tails]
+    return data
 
 
 def _packed(dim: Sequence[int]) -> tuple[int, ...]:

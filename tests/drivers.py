@@ -14,6 +14,7 @@ from dlattn.plans.reference import Reference, attention_backward, attention_forw
 from dlattn.problem import (
     Alibi,
     Band,
+    Bias,
     Direction,
     Edit,
     Geometry,
@@ -36,7 +37,7 @@ Tensors = Mapping[str, Guarded]
 _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
-OPTIONS = ("attn_scale", "alibi_slopes", "seq_len_q", "seq_len_kv")
+OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv")
 
 _FORWARD = ("q", "k", "v", "o", "stats", *OPTIONS)
 _BACKWARD = (*_FORWARD, "dO", "dQ", "dK", "dV")
@@ -127,6 +128,9 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
     edits: list[Edit] = [scale]
     if case.softcap:
         edits.append(SoftCap())
+    if case.bias:
+        contiguous = case.bias_dim()[3] > 1 and case.bias_stride()[3] == 1
+        edits.append(Bias(from_any(Library().dtype(case.bias)), contiguous))
     if case.alibi:
         edits.append(Alibi(symmetric=case.alibi != "cudnn"))
     return tuple(edits)
@@ -154,6 +158,7 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
     return Values(
         attn_scale=case.scale_value,
         softcap=case.softcap,
+        bias=arrays["bias"] if case.bias else None,
         alibi_slopes=slopes.reshape(-1, case.heads_q, 1, 1),
         len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
         len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),

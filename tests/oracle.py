@@ -38,8 +38,8 @@ class _Entry:
     Attributes:
         q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
         added: (Hq, m, n): what edits add to scores, or ``None``.
-        keep: (m, n) booleans.
-        alive: (m, 1) booleans: rows that attend to something.
+        keep: (m, n) or (Hq, m, n) booleans.
+        alive: (m, 1) or (Hq, m, 1) booleans: rows that attend to something.
     """
 
     xp: Any
@@ -234,16 +234,25 @@ def _by_entry(
     for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         if m == 0 or n == 0:
             continue
-        keep = _keep(case, xp, q, m, n)
+        keep, added = _keep(case, xp, q, m, n), None
+        if case.alibi:
+            added = _alibi(case, given, q, index, m, n)
+        if case.bias:
+            bias = _cast(given["bias"][index % given["bias"].shape[0]][:, :m, :n], dtype)
+            kept = bias != (0 if case.bias in ("bool", "uint8") else -np.inf)
+            keep = keep & kept
+            if case.bias not in ("bool", "uint8"):
+                bias = xp.where(kept, bias, 0.0)
+                added = bias if added is None else added + bias
         e = _Entry(
             xp=xp,
             q=q[index, :, :m],
             k=_repeat(k[index, :, :n], case.heads_q),
             v=_repeat(v[index, :, :n], case.heads_q),
             d_o=d_o[index, :, :m],
-            added=_added(case, given, q, index, m, n),
+            added=added,
             keep=keep,
-            alive=keep.any(-1)[:, None],
+            alive=keep.any(-1)[..., None],
         )
         for role, x in compute(e).items():
             if role in heads_of:
@@ -255,10 +264,8 @@ def _by_entry(
     return full
 
 
-def _added(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
-    """ALiBi's part of the scores of one batch entry, (Hq, m, n), or ``None``."""
-    if case.alibi is None:
-        return None
+def _alibi(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
+    """ALiBi's part of the scores of one batch entry, (Hq, m, n)."""
     xp = _module(like)
     row, column = _positions(xp, like, m)[:, None], _positions(xp, like, n)[None, :]
     if case.alibi == "cudnn":

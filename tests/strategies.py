@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 HEAD_DIMS = range(8, 257, 8)
 
+BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
+
 #: Roles whose memory layout a case may choose.
 ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
 
@@ -29,6 +31,9 @@ class Case:
         softcap: bound of soft-capped scores, or ``None``.
         alibi: ``"cudnn"`` for cuDNN's slopes, or the shape of a tensor of slopes: ``"H"``, ``"BH"``
             or ``"BH11"``; ``None`` for none.
+        bias: element type of the bias, of which ``"bool"`` and ``"uint8"`` mask; ``None`` for none.
+        bias_axes: its axes, of ``"bhqk"``, that are not of size 1.
+        bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -56,6 +61,9 @@ class Case:
     scale_as: str = "value"
     softcap: float | None = None
     alibi: str | None = None
+    bias: str | None = None
+    bias_axes: str = "bhqk"
+    bias_layout: str = "keys"
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -82,6 +90,18 @@ class Case:
         """The scale that the engine reads: as a tensor it is float32."""
         scale = 1.0 if self.scale is None else self.scale
         return scale if self.scale_as == "value" else struct.unpack("f", struct.pack("f", scale))[0]
+
+    def bias_dim(self) -> tuple[int, ...]:
+        full = (self.batch, self.heads_q, self.seq_q, self.seq_kv)
+        return tuple(
+            size if axis in self.bias_axes else 1 for axis, size in zip("bhqk", full, strict=True)
+        )
+
+    def bias_stride(self) -> tuple[int, ...]:
+        """With gaps after each head."""
+        b, h, q, k = self.bias_dim()
+        head = q * k + 3
+        return (h * head, head, *((k, 1) if self.bias_layout == "keys" else (1, q)))
 
     def slopes_dim(self) -> tuple[int, ...] | None:
         """The shape of the slopes, if they are a tensor."""
@@ -180,6 +200,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         scale_as=scale_as,
         softcap=draw(st.sampled_from((None, None, 1.0))),
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
+        bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
+        bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
@@ -212,6 +234,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         seq_kv=seq_kv,
         softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
         alibi=draw(st.sampled_from(("H", "BH", "BH11"))) if kind.alibi == "H" else kind.alibi,
+        bias_axes=draw(st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", "")))
+        if kind.bias
+        else "bhqk",
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),

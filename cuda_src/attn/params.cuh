@@ -40,6 +40,12 @@ struct SlopeRef {
   DLATTN_DEVICE float at(int b, int h) const { return __ldg(data + b * batch + h * head); }
 };
 
+// A (batch, head, query, key) tensor that broadcasts: strides, in elements, are 0 where its size is 1.
+struct BiasRef {
+  const void* data;
+  int64 batch, head, row, column;
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -52,6 +58,7 @@ struct Params {
   TensorRef dV;     // like v
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
+  BiasRef bias;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;   // where lengths decide instead: tiles that blocks have asked for so far

@@ -14,6 +14,9 @@
 
 #include "attn/params.cuh"
 #include "attn/softcap.cuh"
+#include "base/math.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
 
 namespace dlattn {
 
@@ -28,13 +31,17 @@ struct ScoreValues {
 // Where an element is: so far from the first element that its thread has.
 struct Position {
   int batch, head;
-  int bottom_right;  // key of the diagonal that ends in the bottom right corner, at query 0
-  int query, key;    // of the first element
-  int down, right;   // constants, once loops are unrolled
+  int length_q, length_kv;
+  int query, key;   // of the first element
+  int down, right;  // constants, once loops are unrolled
 
   // key - query - shift, of which each thread converts one for all its elements.
   DLATTN_DEVICE float distance(int shift) const {
     return float(key - query - shift) + float(right - down);
+  }
+  // Inside the actual lengths; beyond them lies whatever the user left there, or no memory at all.
+  DLATTN_DEVICE bool exists() const {
+    return (query + down < length_q) & (key + right < length_kv);
   }
 };
 
@@ -66,7 +73,26 @@ struct Alibi : Added {
   static DLATTN_DEVICE float apply(float score, const Position& at, const ScoreValues& values) {
     const float slope = values.p.alibi_slopes.at(at.batch, at.head);
     if constexpr (!symmetric) return fmaf(slope, at.distance(0), score);
-    return fmaf(-slope, fabsf(at.distance(at.bottom_right)), score);
+    return fmaf(-slope, fabsf(at.distance(at.length_kv - at.length_q)), score);
+  }
+};
+
+// A number for each element is added; a bool drops the elements for which it is false. Keys are
+// contiguous, or have any stride.
+template <class T, bool contiguous>
+struct Bias : Added {
+  static DLATTN_DEVICE float apply(float score, const Position& at, const ScoreValues& values) {
+    const BiasRef& bias = values.p.bias;
+    const T* g_first = static_cast<const T*>(bias.data) + at.batch * bias.batch +
+                       at.head * bias.head + at.query * bias.row;
+    const T* g_row = g_first + at.down * bias.row;
+    if (!at.exists()) return score;
+    const T value = contiguous ? load_constant(g_row + at.key + at.right)
+                               : load_constant(g_row + (at.key + at.right) * bias.column);
+    if constexpr (same_type<T, bool>)
+      return value ? score : -infinity();
+    else
+      return score + to_float(value);
   }
 };
 

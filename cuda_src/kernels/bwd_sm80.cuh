@@ -115,7 +115,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   DLATTN_DEVICE Position position(int tile, int m, int n, int i) const {
     return {batch,
             head,
-            length.kv - length.q,
+            length.q,
+            length.kv,
             tile * tile_q + SGrid::first_row() + Scores::row(0, 0),
             keys.first + SGrid::first_column() + Scores::column(0, 0),
             Scores::row_step(m, i),

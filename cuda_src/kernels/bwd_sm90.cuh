@@ -139,7 +139,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
     return {work.batch,
             step.head,
-            length.kv - length.q,
+            length.q,
+            length.kv,
             step.tile * tile_q + piece.query + Scores::column(0, 0),
             keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, 0),
             Scores::column_step(n, i),

@@ -91,7 +91,8 @@ struct FwdSm80 {
     scores.for_each([&](float& score, int m, int n, int i) {
       const Position at{item.batch,
                         item.head,
-                        length.kv - length.q,
+                        length.q,
+                        length.kv,
                         queries.first + first_row + Scores::row(0, 0),
                         tile * tile_k + Scores::column(0, 0),
                         Scores::row_step(m, i),

@@ -276,16 +276,11 @@ struct FwdSm90 {
       return Problem::Score::reads_positions ? opaque(value) : value;
     };
     const int batch = anew(work.item.batch), head = anew(work.item.head);
-    const int first_query = work.queries.first + first_row() + Scores::row(0, 0);
+    const int first_query = anew(work.queries.first) + first_row() + Scores::row(0, 0);
     const int first_key = anew(tile) * tile_k + Scores::column(0, 0);
     scores.for_each([&](float& score, int, int n, int i) {
-      const Position at{batch,
-                        head,
-                        work.length.kv - work.length.q,
-                        first_query,
-                        first_key,
-                        Scores::row_step(0, i),
-                        Scores::column_step(n, i)};
+      const Position at{batch,       head,      work.length.q,          work.length.kv,
+                        first_query, first_key, Scores::row_step(0, i), Scores::column_step(n, i)};
       score = Problem::Score::apply(score, at, values);
     });
   }

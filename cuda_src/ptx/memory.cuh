@@ -48,6 +48,16 @@ DLATTN_DEVICE void reduce_add_x4(float* global, int stride, const float (&values
 #endif
 }
 
+// An element that no thread of the launch writes. PTX ISA 9.7.9.9 (ld.global.nc).
+DLATTN_DEVICE float load_constant(const float* global) { return __ldg(global); }
+DLATTN_DEVICE bool load_constant(const bool* global) {
+  return __ldg(reinterpret_cast<const unsigned char*>(global)) != 0;
+}
+template <class T>
+DLATTN_DEVICE T load_constant(const T* global) {
+  return T{__ldg(&global->bits)};
+}
+
 // 9.7.9.8 (ld.relaxed), 9.7.13.4 (fence): what blocks of one launch tell each other.
 DLATTN_DEVICE float4 load_relaxed(const float4* global) {
   float4 v;

@@ -106,6 +106,8 @@ def _check_declared(node: AttentionNode, role: str) -> None:
             raise InvalidGraphError(f"{label} must have one element; got dim {it.dim}.")
     elif role == "alibi_slopes":
         _check_slopes(node, it.dim)
+    elif role == "bias":
+        _check_bias(node, it.dim)
     elif len(it.dim) != 4:
         meaning = "(batch, 1, 1, 1)" if role.startswith("seq_len") else _AXES
         raise InvalidGraphError(
@@ -119,6 +121,16 @@ def _check_slopes(node: AttentionNode, dim: tuple[int, ...]) -> None:
         raise InvalidGraphError(
             f"{node.label('alibi_slopes')} has dim {dim}; expected ({heads},), {(batch, heads)} or "
             f"{(batch, heads, 1, 1)}, where the batch may be 1, from {node.label('q')}."
+        )
+
+
+def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
+    batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
+    full = (batch, heads, seq_q, node.inputs["k"].attributes.dim[2])
+    if len(dim) != 4 or any(size not in (1, whole) for size, whole in zip(dim, full, strict=True)):
+        raise InvalidGraphError(
+            f"{node.label('bias')} has dim {dim}; expected {full}, with 1 for any size, from "
+            f"{node.label('q')} and {node.label('k')}."
         )
 
 
@@ -205,7 +217,7 @@ def _check_strides(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if role != "alibi_slopes" and it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role not in ("bias", "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."

@@ -13,6 +13,7 @@ from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
     Alibi,
     Band,
+    Bias,
     Edit,
     Geometry,
     Mask,
@@ -33,6 +34,7 @@ FARTHEST = 2**30
 _WIDEST_ACCESS = 16
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
+_TYPES = {"stats": _FLOATS, "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)}
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     edits: list[Edit] = [Scale(positive="attn_scale" not in tensors and node.attn_scale > 0)]
     if node.softcap is not None:
         edits.append(SoftCap())
+    if "bias" in tensors:
+        bias = tensors["bias"].attributes
+        edits.append(Bias(bias.dtype, contiguous=bias.dim[3] > 1 and bias.stride[3] == 1))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
@@ -150,8 +155,8 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
                 raise cudnnGraphNotSupportedError(
                     f"{node.label(role)} is {dtype}; {kind} must be {data_type.FLOAT}."
                 )
-        elif dtype not in (_FLOATS if role == "stats" else _INTEGERS):
-            wanted = "a floating-point type" if role == "stats" else "INT32 or INT64"
+        elif dtype not in _TYPES.get(role, _INTEGERS):
+            wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))
             raise InvalidGraphError(f"{node.label(role)} is {dtype}; expected {wanted}.")
 
 

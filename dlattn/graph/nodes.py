@@ -37,12 +37,12 @@ TENSOR_ARGUMENTS = {
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        *("bias", "block_mask", "dropout", "rng_dump"),
+        *("block_mask", "dropout", "rng_dump"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         *("score_mod", "score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("bias", "dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ),
@@ -145,7 +145,7 @@ def _node(
         if given[role] is None:
             raise TypeError(f"{operation} needs the tensor {role}; got None.")
         inputs[role] = given[role]
-    for role in ("seq_len_q", "seq_len_kv", "alibi_slopes"):
+    for role in ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes"):
         if given[role] is not None:
             inputs[role] = given[role]
     alibi = _flag("use_alibi_mask", given["use_alibi_mask"])

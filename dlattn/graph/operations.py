@@ -61,7 +61,8 @@ class Operations(ABC):
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
         ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and the log-sum-exp of the final
-        scores. Edits and masks take part in the order: softcap, ALiBi, padding, band.
+        scores. Edits and masks take part in the order: softcap, bias, ALiBi,
+        padding, band.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -71,6 +72,10 @@ class Operations(ABC):
             is_inference: ``not generate_stats``; give exactly one of the two.
             attn_scale: a number, or a tensor of one fp32 element on the device or the host;
                 ``None`` means 1.
+            bias: added to scores: HALF, BFLOAT16 or FLOAT, (B, Hq, Sq, Skv), of which any size may
+                be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e29 counts as
+                masked. BOOLEAN and UINT8 mask where they are 0. What lies beyond actual lengths is
+                not read.
             use_alibi_mask: add ``slope * (key - query)`` to scores, whatever the alignment of the
                 diagonal, with cuDNN's slopes, which fall from head to head (see
                 :func:`dlattn.problem.alibi_slopes`).

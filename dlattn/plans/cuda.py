@@ -204,6 +204,9 @@ def refusal(
             )
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."
+    bias = geometry.tensors.get("bias")
+    if bias is not None and bias.dtype is data_type.DOUBLE:
+        return "a bias must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
     scale = geometry.tensors.get("attn_scale")
     if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
         return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."

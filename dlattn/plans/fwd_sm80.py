@@ -71,11 +71,20 @@ SMALLER_TILINGS = {
 }
 
 
+#: For elements of a bias on their way.
+BIASED_TILINGS: dict[int, tuple[FwdTiling, ...]] = {
+    128: (FwdTiling(64, 64, 4, 2, 2),),
+    256: (FwdTiling(64, 16, 4, 1, 2),),
+}
+
+
 def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     measured = target.capability < (10, 0) and problem.access_bytes == 16
     table = TILINGS if measured else SMALLER_TILINGS
+    if problem.has_bias:
+        table = BIASED_TILINGS
     tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 

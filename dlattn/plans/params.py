@@ -48,6 +48,18 @@ class SlopeRef(ctypes.Structure):
     ]
 
 
+class BiasRef(ctypes.Structure):
+    """Address and strides (in elements) of a tensor that broadcasts to (B, H, S_q, S_kv)."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("column", ctypes.c_int64),
+    ]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -55,6 +67,7 @@ class Params(ctypes.Structure):
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
+        ("bias", BiasRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -144,6 +157,10 @@ def params_for(geometry: Geometry) -> Params:
             setattr(params, role, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
+    if "bias" in geometry.tensors:
+        bias = geometry.tensors["bias"]
+        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
+        params.bias = BiasRef(0, *steps)
     return params
 
 

@@ -99,6 +99,7 @@ class Reference(Plan):
             band_right=geometry.band_right,
             bottom_right=geometry.bottom_right,
             softcap=geometry.softcap,
+            bias=tensors.get("bias"),
             alibi_slopes=_slopes(tensors.get("alibi_slopes"), geometry.heads_q),
         )
 

@@ -2,11 +2,12 @@
 
 from dlattn.problem.mask import Band, Mask, Padding
 from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
-from dlattn.problem.score import Alibi, Edit, Scale, SoftCap, Values, Where, alibi_slopes
+from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
     "Alibi",
     "Band",
+    "Bias",
     "Direction",
     "Edit",
     "Geometry",

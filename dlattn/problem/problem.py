@@ -12,7 +12,7 @@ from enum import Enum
 
 from dlattn.dtypes import data_type
 from dlattn.problem.mask import Mask
-from dlattn.problem.score import Edit
+from dlattn.problem.score import Bias, Edit
 
 
 class Direction(Enum):
@@ -58,6 +58,11 @@ class Problem:
         return len(self.edits) > 1
 
     @property
+    def has_bias(self) -> bool:
+        """Whether an element of a bias is read for each score, which takes more registers."""
+        return any(isinstance(edit, Bias) for edit in self.edits)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
@@ -88,7 +93,7 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats dO dQ dK dV attn_scale seq_len_q
-            seq_len_kv alibi_slopes``; an absent role is an absent feature.
+            seq_len_kv bias alibi_slopes``; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

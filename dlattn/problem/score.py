@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dlattn.dtypes import data_type, to_cpp
+
 Array = NDArray[Any]
 
 
@@ -33,6 +35,8 @@ class Values:
     Attributes:
         attn_scale: the scale.
         softcap: the bound of soft-capped scores, or None.
+        bias: added to scores, or if boolean, whether they are kept; broadcasts to
+            (B, H, S_q, S_kv); or None.
         alibi_slopes: slopes of ALiBi, float32, of shape (B or 1, H, 1, 1), or None.
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
@@ -47,6 +51,7 @@ class Values:
     bottom_right: bool = False
     softcap: float | None = None
     alibi_slopes: Array | None = None
+    bias: Array | None = None
 
 
 class Edit(ABC):
@@ -149,6 +154,42 @@ class Alibi(Edit):
         if self.symmetric:
             return score - slope * abs(where.query + values.len_kv - values.len_q - where.key)
         return score + slope * (where.key - where.query)
+
+    def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
+        return grad
+
+
+@dataclass(frozen=True)
+class Bias(Edit):
+    """``score + bias``; a boolean bias keeps scores where it is true, and masks the others.
+
+    Attributes:
+        dtype: of the elements; UINT8 is boolean, too.
+        contiguous: neighbouring keys are neighbours in memory.
+    """
+
+    dtype: data_type
+    contiguous: bool
+
+    @property
+    def is_boolean(self) -> bool:
+        return self.dtype in (data_type.BOOLEAN, data_type.UINT8)
+
+    @property
+    def cpp(self) -> str:
+        element = "bool" if self.is_boolean else to_cpp(self.dtype)
+        return f"Bias<{element}, {str(self.contiguous).lower()}>"
+
+    def apply(self, score: Array, where: Where, values: Values) -> Array:
+        assert values.bias is not None
+        places = zip(
+            values.bias.shape, (where.batch, where.head, where.query, where.key), strict=True
+        )
+        # Read where it is needed alone: memory stays linear in the lengths.
+        bias = values.bias[tuple(at if size > 1 else np.zeros_like(at) for size, at in places)]
+        if self.is_boolean:
+            return np.where(bias, score, np.asarray(-np.inf, score.dtype))
+        return score + bias.astype(score.dtype)
 
     def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
         return grad

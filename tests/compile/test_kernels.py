@@ -27,6 +27,7 @@ from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     Alibi,
     Band,
+    Bias,
     Direction,
     Edit,
     Geometry,
@@ -64,6 +65,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "softcap": (SoftCap(),),
     "alibi": (Alibi(symmetric=False),),
     "slopes": (Alibi(symmetric=True),),
+    "bias": (Bias(data_type.BFLOAT16, contiguous=True),),
+    "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
+    "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),

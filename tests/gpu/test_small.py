@@ -67,6 +67,19 @@ CASES = {
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=150, seq_kv=200, len_q=(70, 150),
         len_kv=(200, 33), head_dim_qk=64, head_dim_v=64, scale=0.125, alibi="BH", softcap=20.0,
     ),
+    "bias, rows of -inf and NaN beyond the lengths": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=150, seq_kv=200, len_q=(150, 33),
+        len_kv=(7, 200), head_dim_qk=128, head_dim_v=128, scale=0.09, bias="float32",
+    ),
+    "bias for all keys of a row, transposed, in a window": Case(
+        dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=200, seq_kv=130, left=50, right=3,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, bias="bfloat16", bias_axes="hqk",
+        bias_layout="queries", softcap=30.0,
+    ),
+    "boolean mask for all queries, with slopes": Case(
+        batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=90, seq_kv=300, head_dim_qk=192,
+        head_dim_v=128, scale=0.07, bias="bool", bias_axes="bk", alibi="H",
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

@@ -123,6 +123,31 @@ def test_slopes_of_cudnn(heads: int, slopes: list[float]) -> None:
     assert alibi_slopes(heads).reshape(-1).tolist() == slopes
 
 
+@pytest.mark.parametrize("bias", ["float64", "bool", "uint8"])
+def test_rows_that_a_bias_masks(bias: str) -> None:
+    """A row of -inf, or of false, holds 0 and -inf, and gets no gradient."""
+    case = replace(CASE, bias=bias)
+    tensors = make_tensors(case, Library())
+    masks = bias != "float64"
+    tensors["bias"].tensor[...] = 1
+    tensors["bias"].tensor[0, 1, 2] = 0 if masks else -np.inf
+    run_plan(case, tensors)
+    out = {role: t.tensor for role, t in tensors.items()}
+    assert (out["o"][0, 1, 2] == 0).all() and out["stats"][0, 1, 2] == -np.inf
+    assert (out["dQ"][0, 1, 2] == 0).all()
+    assert np.isfinite(out["stats"]).sum() == out["stats"].size - 1
+    assert all(np.isfinite(out[role]).all() for role in ("o", "dQ", "dK", "dV"))
+
+
+def test_a_mask_takes_the_place_of_minus_infinity() -> None:
+    """A boolean bias does what a float one does that is 0 and -inf."""
+    case = replace(CASE, bias="bool", bias_axes="qk")
+    arrays = _run(case)
+    added = np.where(arrays["bias"], 0.0, -np.inf)
+    o, stats = forward(replace(case, bias="float64"), arrays | {"bias": added})
+    assert (arrays["o"] == o).all() and (arrays["stats"] == stats).all()
+
+
 def test_computes_as_told() -> None:
     """A problem that computes in DOUBLE has exact bf16 results, rounded once."""
     case = replace(CASE, dtype="bfloat16", stats=None)

@@ -45,6 +45,12 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
         else:
             s, slope = (q @ k.T) * (np.float32(case.scale_value) * log2e), np.float32(1)
+        if case.bias:
+            bias = np.broadcast_to(given["bias"], (case.batch, case.heads_q, *case.bias_dim()[2:]))
+            bias = bias[b, h][:m, :n]
+            if case.bias in ("bool", "uint8"):
+                bias = np.where(bias, 0, -np.inf)
+            s = s + bias.astype(np.float32) * log2e
         s = np.where(keep, s + _alibi(case, given, b, h, m, n) * log2e, np.float32(-np.inf))
         top = np.full((m, 1), -np.inf, np.float32)
         total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
@@ -162,6 +168,19 @@ def test_refuses_another_alibi(alibi: str | None) -> None:
     wrong = given | {"alibi_slopes": given["alibi_slopes"][0]} if alibi == "H" else given
     with pytest.raises(AssertionError):
         oracle.assert_close(case, given, _tiled(replace(case, alibi=alibi), wrong, 16))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bias": None}, {"bias": "float32"}, {"bias_axes": "hqk"}], ids=repr
+)
+def test_refuses_another_bias(wrong: dict[str, Any]) -> None:
+    """No bias, a mask that is added, and the bias of another batch entry fail."""
+    case = replace(_TYPICAL, bias="bool")
+    given = _given(case)
+    oracle.assert_close(case, given, _tiled(case, given, 16))
+    with pytest.raises(AssertionError):
+        other = given | {"bias": given["bias"][:1]} if "bias_axes" in wrong else given
+        oracle.assert_close(case, given, _tiled(replace(case, **wrong), other, 16))
 
 
 @pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])

@@ -27,7 +27,7 @@ def given(graph, argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("bias", "block_mask", "dropout", "rng_dump", "score_mod"),
+        *("block_mask", "dropout", "rng_dump", "score_mod"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         *("score_max", "score_sum_exp", "sink_token"),
     ],
@@ -43,7 +43,7 @@ def test_forward_arguments_without_a_plan(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("bias", "dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
         *("sink_token", "dSink_token"),
     ],
@@ -258,6 +258,37 @@ def test_a_scale_has_one_element():
     made = Forward()
     made.sdpa(attn_scale=made.graph.tensor((1, 4, 1, 1), data_type=FLOAT, name="scale"))
     with pytest.raises(ValueError, match="scale must have one element"):
+        made.validate()
+
+
+@pytest.mark.parametrize("dim", [(2, 4, 8, 12), (1, 4, 8, 12), (1, 1, 8, 1), (2, 1, 1, 12)])
+def test_biases_broadcast(dim):
+    """Each size of a bias is the whole or 1; nothing else is."""
+    made = Forward()
+    made.sdpa(bias=made.graph.tensor(dim, name="my bias")).validate()
+    for wrong in ((8, 12), (2, 2, 8, 12), (2, 4, 12, 8), (3, 1, 1, 1), (2, 4, 8, 16)):
+        made = Forward()
+        made.sdpa(bias=made.graph.tensor(wrong, name="my bias"))
+        with pytest.raises(ValueError, match=r"my bias has dim .*; expected \(2, 4, 8, 12\)"):
+            made.validate()
+
+
+def test_types_of_biases():
+    """Floating-point numbers are added, booleans mask; other integers are neither."""
+    types = cudnn.data_type
+    for dtype in (
+        types.HALF,
+        types.BFLOAT16,
+        types.FLOAT,
+        types.DOUBLE,
+        types.BOOLEAN,
+        types.UINT8,
+    ):
+        made = Forward()
+        made.sdpa(bias=made.graph.tensor((2, 4, 8, 12), data_type=dtype)).validate()
+    made = Forward()
+    made.sdpa(bias=made.graph.tensor((2, 4, 8, 12), data_type=types.INT32, name="my bias"))
+    with pytest.raises(ValueError, match="my bias is data_type.INT32; expected FLOAT"):
         made.validate()
 
 

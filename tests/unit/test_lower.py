@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
-from dlattn.problem import Band, Direction, Padding, Scale
+from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap
 from tests.builders import Library, make_tensors
 from tests.drivers import OPTIONS, edit_arguments, geometry_of, problem_of
 from tests.strategies import Case, cases
@@ -107,6 +107,29 @@ def test_window_bounds_are_run_time_values():
     one, two = (forward(sliding_window_length=w) for w in (3, 300))
     assert one.problem == two.problem
     assert (one.geometry.band_left, two.geometry.band_left) == (3, 300)
+
+
+def test_parameters_of_edits_are_run_time_values():
+    """Another cap, and a bias that broadcasts otherwise, are the same problem, hence one kernel."""
+    caps = [forward(softcap=cap) for cap in (30, 50.0)]
+    assert caps[0].problem == caps[1].problem
+    assert [lowered.geometry.softcap for lowered in caps] == [30.0, 50.0]
+    one, two = (
+        forward(bias=lambda g, dim=dim: g.tensor(dim)) for dim in ((2, 4, 8, 8), (1, 1, 1, 8))
+    )
+    assert one.problem == two.problem
+
+
+def test_edits_stand_in_cudnns_order():
+    """Scale, soft cap, bias, ALiBi, whatever the order of the arguments."""
+    lowered = forward(
+        alibi_slopes=lambda g: g.tensor((4,), data_type=cudnn.data_type.FLOAT),
+        bias=lambda g: g.tensor((1, 4, 8, 8), (256, 64, 1, 8)),
+        softcap=5,
+    )
+    expected = (Scale(), SoftCap(), Bias(HALF, contiguous=False), Alibi(symmetric=True))
+    assert lowered.problem.edits == expected
+    assert forward(use_alibi_mask=True).problem.edits == (Scale(), Alibi(symmetric=False))
 
 
 def test_sizes_are_run_time_values():
