@@ -8,11 +8,24 @@ from dlattn.cli.machine import cuda_devices
 from dlattn.dtypes import data_type
 from dlattn.plans.cuda import CudaPlan, KernelLaunch
 from dlattn.plans.select import select
-from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.problem import (
+    Alibi,
+    Band,
+    Bias,
+    Direction,
+    Edit,
+    Geometry,
+    Padding,
+    Problem,
+    Scale,
+    SoftCap,
+    TensorSpec,
+)
 from dlattn.runtime.jit import CompiledKernel, compile_kernels
 from dlattn.runtime.target import KNOWN, Target
 
 _DTYPES = {"fp16": data_type.HALF, "bf16": data_type.BFLOAT16}
+_BIASES = {**_DTYPES, "fp32": data_type.FLOAT, "bool": data_type.BOOLEAN}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", action="store_true", help="the same as --right 0")
     add("--left", type=int, help="left bound of the diagonal band, 1 or more")
     add("--right", type=int, help="right bound of the diagonal band, 0 or more")
+    add("--softcap", action="store_true", help="scores have a soft cap")
+    add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")
+    add("--alibi", choices=("cudnn", "slopes"), help="ALiBi, with slopes of cuDNN or of the user")
     add("--no-stats", action="store_true", help="a forward for inference alone")
     add("--batch", type=int, default=4, help="(default: 4)")
     add("--heads", type=int, default=16, help="heads of q (default: 16)")
@@ -96,12 +112,23 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
         dtype=dtype,
         head_dim_qk=width,
         head_dim_v=width_v,
-        edits=(Scale(),),
+        edits=_edits(arguments),
         masks=(Padding(), band) if band.left or band.right else (Padding(),),
         stats=data_type.FLOAT if stats else None,
     )
     geometry = Geometry(tensors, attn_scale=width**-0.5, band_left=arguments.left, band_right=right)
     return problem, geometry
+
+
+def _edits(arguments: argparse.Namespace) -> tuple[Edit, ...]:
+    edits: list[Edit] = [Scale()]
+    if arguments.softcap:
+        edits.append(SoftCap())
+    if arguments.bias is not None:
+        edits.append(Bias(_BIASES[arguments.bias], contiguous=True))
+    if arguments.alibi is not None:
+        edits.append(Alibi(symmetric=arguments.alibi == "slopes"))
+    return tuple(edits)
 
 
 def _spec(role: str, dim: tuple[int, int, int, int], dtype: data_type) -> TensorSpec:

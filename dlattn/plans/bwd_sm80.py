@@ -102,6 +102,8 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
         measured = False  # the fastest tiling for equal head dimensions spills for others
     if problem.is_edited:
         measured = False  # and for edits, too
+    if problem.has_bias:
+        largest = max(largest, 96)  # tiles of 64 keys leave registers for its elements
     table = HOPPER_TILINGS if measured else TILINGS
     tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)

@@ -109,6 +109,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
+    if problem.has_bias:
+        return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64),)
 
 

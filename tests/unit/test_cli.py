@@ -142,6 +142,18 @@ def test_show_prints_source_and_registers(
     assert printed.count("registers per thread") == printed.count("__global__")
 
 
+def test_show_takes_every_edit(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What may follow the scale stands in the printed source, in order."""
+    try:
+        nvrtc.load(cache)
+    except CompileError:
+        pytest.skip("NVRTC is not installed")
+    edits = ["--softcap", "--bias", "bool", "--alibi", "slopes"]
+    assert main(["show", "--head-dim", "64", "--arch", "sm_80", *edits]) == 0
+    expected = "Edits<PositiveScale, SoftCap, Bias<bool, true>, Alibi<true>>"
+    assert expected in capsys.readouterr().out
+
+
 def test_show_explains_what_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
     """A problem that no plan takes gives every plan's reason on stderr, and exit status 1."""
     assert main(["show", "--head-dim", "12", "--arch", "sm_90a"]) == 1
