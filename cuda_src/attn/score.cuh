@@ -5,9 +5,9 @@
 //   apply(raw)               the score, except for a factor
 //   factor()                 that factor: score = factor * apply(raw), always > 0
 //   backward(grad, raw)      the gradient for raw from that of the score, except for a factor
-//   constant_derivative      backward() gives grad
-//   reads_positions          apply() or backward() do
 //   gradient_factor()        that factor, applied once to dQ and dK
+//   constant_derivative      backward() gives grad, whatever the score
+//   reads_positions          what apply() gives depends on where the element is
 // A pack that only multiplies by a positive number has it all in the factors, so that a kernel
 // takes row maxima of raw products and folds the factor into the exponent.
 #pragma once
@@ -17,6 +17,7 @@
 #include "base/math.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/opaque.cuh"
 
 namespace dlattn {
 
@@ -44,6 +45,13 @@ struct Position {
     return (query + down < length_q) & (key + right < length_kv);
   }
 };
+
+// A part of positions in a walk over tiles: what edits make of it is not held between tiles, where
+// it would take registers from accumulators.
+template <class Score>
+DLATTN_DEVICE int anew(int value) {
+  return Score::reads_positions ? opaque(value) : value;
+}
 
 // score * attn_scale: of any sign, or known to be greater than zero, and then no tensor. Always the
 // first edit, which is how a pack treats it.
@@ -86,13 +94,13 @@ struct Bias : Added {
     const T* g_first = static_cast<const T*>(bias.data) + at.batch * bias.batch +
                        at.head * bias.head + at.query * bias.row;
     const T* g_row = g_first + at.down * bias.row;
-    if (!at.exists()) return score;
-    const T value = contiguous ? load_constant(g_row + at.key + at.right)
-                               : load_constant(g_row + (at.key + at.right) * bias.column);
-    if constexpr (same_type<T, bool>)
-      return value ? score : -infinity();
-    else
-      return score + to_float(value);
+    const T* g_value =
+        contiguous ? g_row + (at.key + at.right) : g_row + (at.key + at.right) * bias.column;
+    if constexpr (same_type<T, bool>) {
+      return !at.exists() || load_constant(g_value) ? score : -infinity();
+    } else {
+      return score + (at.exists() ? to_float(load_constant(g_value)) : 0.f);
+    }
   }
 };
 

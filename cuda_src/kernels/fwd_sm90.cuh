@@ -271,13 +271,10 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
     Problem::Score::prepare(scores, values);
-    // Or what edits make of a number would be held between tiles.
-    const auto anew = [](int value) {
-      return Problem::Score::reads_positions ? opaque(value) : value;
-    };
-    const int batch = anew(work.item.batch), head = anew(work.item.head);
-    const int first_query = anew(work.queries.first) + first_row() + Scores::row(0, 0);
-    const int first_key = anew(tile) * tile_k + Scores::column(0, 0);
+    using Score = typename Problem::Score;
+    const int batch = anew<Score>(work.item.batch), head = anew<Score>(work.item.head);
+    const int first_query = anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0);
+    const int first_key = anew<Score>(tile) * tile_k + Scores::column(0, 0);
     scores.for_each([&](float& score, int, int n, int i) {
       const Position at{batch,       head,      work.length.q,          work.length.kv,
                         first_query, first_key, Scores::row_step(0, i), Scores::column_step(n, i)};

@@ -98,7 +98,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
-    if largest <= 64 and problem.keeps_scores:  # three consumers have no registers for edits
+    if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
@@ -109,7 +109,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
-    if problem.has_bias:
+    if problem.adds_to_scores:
         return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64),)
 

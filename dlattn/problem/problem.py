@@ -12,7 +12,7 @@ from enum import Enum
 
 from dlattn.dtypes import data_type
 from dlattn.problem.mask import Mask
-from dlattn.problem.score import Bias, Edit
+from dlattn.problem.score import Alibi, Bias, Edit
 
 
 class Direction(Enum):
@@ -56,6 +56,11 @@ class Problem:
     def is_edited(self) -> bool:
         """Whether scores are more than scaled, which takes registers."""
         return len(self.edits) > 1
+
+    @property
+    def adds_to_scores(self) -> bool:
+        """Whether what is added depends on positions, which takes registers."""
+        return any(isinstance(edit, (Alibi, Bias)) for edit in self.edits)
 
     @property
     def has_bias(self) -> bool:
