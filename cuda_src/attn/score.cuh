@@ -94,14 +94,29 @@ struct Bias : Added {
     const T* g_first = static_cast<const T*>(bias.data) + at.batch * bias.batch +
                        at.head * bias.head + at.query * bias.row;
     const T* g_row = g_first + at.down * bias.row;
-    const T* g_value =
-        contiguous ? g_row + (at.key + at.right) : g_row + (at.key + at.right) * bias.column;
+    const auto element = [&] {
+      const int key = at.key + at.right;
+      return load_constant(contiguous ? g_row + key : g_row + key * bias.column);
+    };
     if constexpr (same_type<T, bool>) {
-      return !at.exists() || load_constant(g_value) ? score : -infinity();
+      if (!at.exists()) return score;
+      return element() ? score : -infinity();
+    } else if constexpr (test_by_branch) {
+      if (!at.exists()) return score;
+      return score + to_float(element());
     } else {
-      return score + (at.exists() ? to_float(load_constant(g_value)) : 0.f);
+      return score + (at.exists() ? to_float(element()) : 0.f);
     }
   }
+
+ private:
+  // A branch keeps ptxas from having more elements on their way than there are registers for. For
+  // Blackwell, it is without one that it has fewer.
+#if __CUDA_ARCH__ >= 1000
+  static constexpr bool test_by_branch = false;
+#else
+  static constexpr bool test_by_branch = true;
+#endif
 };
 
 template <class... Pack>

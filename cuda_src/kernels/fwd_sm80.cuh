@@ -88,13 +88,11 @@ struct FwdSm80 {
 
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
     Problem::Score::prepare(scores, values);
-    using Score = typename Problem::Score;
-    const int batch = anew<Score>(item.batch), head = anew<Score>(item.head);
-    const int first_query = anew<Score>(queries.first) + first_row + Scores::row(0, 0);
-    const int first_key = anew<Score>(tile) * tile_k + Scores::column(0, 0);
+    const int first_query = queries.first + first_row + Scores::row(0, 0);
+    const int first_key = tile * tile_k + Scores::column(0, 0);
     scores.for_each([&](float& score, int m, int n, int i) {
-      const Position at{batch,
-                        head,
+      const Position at{item.batch,
+                        item.head,
                         length.q,
                         length.kv,
                         first_query,

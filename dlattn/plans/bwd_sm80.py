@@ -94,6 +94,15 @@ TILINGS: dict[int, tuple[BwdTiling, ...]] = {
 }
 
 
+#: With registers for elements of a bias on their way.
+BIASED_TILINGS: dict[int, tuple[BwdTiling, ...]] = {
+    96: TILINGS[96],
+    128: TILINGS[128],
+    192: TILINGS[192][1:],
+    256: TILINGS[256][1:],
+}
+
+
 def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
@@ -102,9 +111,9 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
         measured = False  # the fastest tiling for equal head dimensions spills for others
     if problem.is_edited:
         measured = False  # and for edits, too
-    if problem.has_bias:
-        largest = max(largest, 96)  # tiles of 64 keys leave registers for its elements
     table = HOPPER_TILINGS if measured else TILINGS
+    if problem.has_bias:
+        table = BIASED_TILINGS
     tilings = next(row for limit, row in table.items() if largest <= limit)
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
