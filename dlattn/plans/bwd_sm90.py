@@ -80,12 +80,12 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(tile_q=128, dq_slots=2)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_in_slot=True)
-    scores = 64 if problem.keeps_scores else 0
+    scores = 64 if problem.keeps_scores or problem.has_bias else 0
     if dim_qk + dim_v + scores > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=1 if problem.keeps_scores else dim_qk // 64)
+    return Sm90BwdTiling(dq_slots=1 if problem.is_edited else dim_qk // 64)
 
 
 @dataclass(frozen=True)
