@@ -70,8 +70,10 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     }
   }
 
-  if (p.blocks_begun != nullptr && row_tile == 0 && threadIdx.x < 2)
-    p.blocks_begun[threadIdx.x] = 0;
+  if (p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
+    *p.items_taken = 0;
+    *p.shares_taken = 0;
+  }
   const int pair = Shapes::pair(p, batch, head);
   if (pair >= p.dq_places) return;
   const int sum_tile = Shapes::sum_tile(p, batch, head, tile);

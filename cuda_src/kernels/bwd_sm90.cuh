@@ -346,26 +346,32 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     gradient.clear();
   }
 
-  // ---- All query heads of the block ----
+  // ---- All query heads of the item ----
+
+  // How far a key worker has come.
+  struct Steps {
+    Place<stages> place;
+    Place<ds_stages> ds_place;
+  };
 
   // Calls walk(i, last) for the heads from i to last, which share keys and values, once those are there.
   template <class Walk>
   DLATTN_DEVICE void for_each_walk(Walk walk) {
     for (int i = 0; i < p.heads_per_block; i += this->heads_per_walk()) {
-      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
-      mbarrier_wait(shared.v_ring.full[0], i / p.heads_per_v % 2);
+      mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
+      mbarrier_wait(shared.v_ring.full[0], this->values_parity(i));
       walk(i, i + this->heads_per_walk());
     }
   }
 
   template <class Take>
-  DLATTN_DEVICE void take_steps(Place<stages>& place, Place<ds_stages>& ds_place, Take take) {
+  DLATTN_DEVICE void take_steps(Steps& at, Take take) {
     bool more = !tiles.empty();
 #pragma unroll 1
     while (more) {
       more = take();
-      place.advance();
-      ds_place.advance();
+      at.place.advance();
+      at.ds_place.advance();
     }
   }
 
@@ -388,40 +394,36 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void work_on_keys_and_values() {
+  DLATTN_DEVICE void work_on_keys_and_values(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DK dK[1];
     DV dV[1];
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] {
-        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], place, ds_place, values);
-        return step(dK[0], dV[0], place, ds_place, values);
+      take_steps(at, [&] {
+        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], at.place, at.ds_place, values);
+        return step(dK[0], dV[0], at.place, at.ds_place, values);
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head, values);
-        release(shared.k_ring.empty[0]);
-      }
       if (last % p.heads_per_v == 0) {
         store_dv(dV, first, head);
         release(shared.v_ring.empty[0]);
       }
+      if (last % p.heads_per_k == 0) {
+        store_dk(dK, first, head, values);
+        release(shared.k_ring.empty[0]);
+      }
     });
   }
 
-  DLATTN_DEVICE void work_on_values() {
+  DLATTN_DEVICE void work_on_values(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DV dV[blocks];
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] { return step_on_values(dV, place, ds_place, values); });
+      take_steps(at, [&] { return step_on_values(dV, at.place, at.ds_place, values); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -433,15 +435,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     });
   }
 
-  DLATTN_DEVICE void work_on_keys() {
+  DLATTN_DEVICE void work_on_keys(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DK dK[blocks];
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] { return step_on_keys(dK, place, ds_place); });
+      take_steps(at, [&] { return step_on_keys(dK, at.place, at.ds_place); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -455,27 +455,53 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   // ---- Who does what ----
 
-  DLATTN_DEVICE void load_and_add() {
+  template <class... Arguments>
+  static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
     switch (warp_index()) {
-      case 0:
-        return this->load_keys_and_queries();
-      case 1:
-        return this->load_values_and_gradients();
-      case 2:
-        return this->add_pieces();
-      case 3:
-        return this->count_additions();
+      case 0: {
+        typename Base::Loads loads;
+        return Base::template take_items<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
+      }
+      case 1: {
+        typename Base::Loads loads;
+        return Base::template for_each_item<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
+      }
+      case 2: {
+        typename Base::Additions additions;
+        return Base::template for_each_item<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.add_pieces(additions); });
+      }
+      case 3: {
+        typename Base::Counts counts;
+        return Base::template for_each_item<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.count_additions(counts); });
+      }
     }
   }
 
-  DLATTN_DEVICE void work_on_keys_or_values() {
-    if constexpr (!by_product) {
-      work_on_keys_and_values();
-    } else if (key_worker() == 0) {
-      work_on_values();
-    } else {
-      work_on_keys();
-    }
+  template <class... Arguments>
+  static DLATTN_DEVICE void work_on_queries_of_items(Arguments&... block) {
+    typename Base::Queries queries;
+    Base::template for_each_item<BwdSm90>(
+        block..., [&](auto& kernel) { kernel.work_on_queries(queries); });
+    BwdSm90(block..., 0, 0).template store_rest<true>();
+  }
+
+  template <class... Arguments>
+  static DLATTN_DEVICE void work_on_keys_of_items(Arguments&... block) {
+    Steps steps;
+    Base::template for_each_item<BwdSm90>(block..., [&](auto& kernel) {
+      if constexpr (!by_product) {
+        kernel.work_on_keys_and_values(steps);
+      } else if (key_worker() == 0) {
+        kernel.work_on_values(steps);
+      } else {
+        kernel.work_on_keys(steps);
+      }
+    });
+    BwdSm90(block..., 0, 0).template store_rest<false>();
   }
 };
 
@@ -487,24 +513,15 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel::init(shared);
-  // Each finds out anew what there is to do: else the first one's few registers are full of it.
-  const auto kernel = [&] {
-    const int block = uniform(opaque(blockIdx.x));
-    return Kernel(params, shared, Kernel::work_item(block, params.p));
-  };
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
-    kernel().load_and_add();
+    Kernel::copy_and_add(params, shared);
   } else if (Kernel::warpgroup_index() == 1) {
     give_registers<Tiling::query_registers>();
-    Kernel worker = kernel();
-    worker.work_on_queries();
-    worker.store_rest();
+    Kernel::work_on_queries_of_items(params, shared);
   } else {
     take_registers<(512 - 24 - Tiling::query_registers) / 2>();
-    Kernel worker = kernel();
-    worker.work_on_keys_or_values();
-    worker.store_rest();
+    Kernel::work_on_keys_of_items(params, shared);
   }
 }
 

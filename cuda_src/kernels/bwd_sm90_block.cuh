@@ -32,8 +32,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr bool share_in_slot = Tiling::share_in_slot;
-  // Warps that work on keys: on dK and dV, and those of them that make dS.
-  static constexpr int key_warps = 8, ds_warps = by_product ? 4 : 8;
+  // Of a block; that work on keys: on dK and dV; and those of them that make dS.
+  static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
   using DOTile = SlabTile<T, tile_q, dim_v>;
@@ -79,12 +79,15 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     // Log-sum-exps in log2 units, then negative deltas; they come with q.
     alignas(16) float row_stats[stages][2 * tile_q];
     Step steps[stages];  // what is in q
+    Ring<2> item_ring;
+    int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
     Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
     Ring<dq_slots> dq_ring;                     // from the query worker to the writer
     Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
-    Ring<2> sums_ring;                    // from the writer to the counter: a step's additions
+    Ring<2> sums_ring;                    // from the writer to the counter
+    int sums_added[2];                    // what a step has been added to
     uint64 landed[4];                     // what a loader is to clear: of k, v, q, dO
     uint64 share_complete, share_stored;  // of the sums of an earlier block's share
     uint64 share_landed[4];               // of each warp
@@ -103,20 +106,38 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const MappedBwdParams& m;
   const Params& p;
   SharedMemory& shared;
+  const int item;   // its number
+  const int round;  // items that this block had before
   const WorkItem work;
   const Lengths length;
   const Interval keys;   // of this tile that exist
   const Interval tiles;  // of queries that attend to them
 
   DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
-                             WorkItem work_item)
+                             int item_number, int items_before)
       : m(params),
         p(params.p),
         shared(shared_memory),
-        work(work_item),
+        item(item_number),
+        round(items_before),
+        work(work_item(item_number, params.p)),
         length(p, work.batch),
         keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
         tiles(uniform(query_tiles())) {}
+
+  // In a fixed order of additions, those of items taken before this one come before: of later keys
+  // (last_keys_first), or of earlier ones. Items start at the diagonal, where later keys meet a query
+  // first, so that hardly one waits.
+  static constexpr bool last_keys_first = Problem::deterministic && Problem::Mask::bounded_right;
+
+  // What the item of this number is.
+  static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
+    constexpr auto order = last_keys_first ? longest_first : first_first;
+    return order(item, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
+  }
+  static DLATTN_DEVICE int item_count(const Params& p) {
+    return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
+  }
 
   DLATTN_DEVICE Interval query_tiles() const {
     const Interval queries = Problem::Mask::queries(keys, length, p);
@@ -126,6 +147,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
+      shared.item_ring.init(warps - 1);
       shared.k_ring.init(key_warps);
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps);
@@ -153,6 +175,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static DLATTN_DEVICE int first_row_of_warp() { return 16 * warp_of_group(); }
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+
+  // The parity of the keys of head i in k_ring, and of its values in v_ring.
+  DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
+  DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
+  DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+    return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
+  }
 
   // Heads that share their keys and their values.
   DLATTN_DEVICE int heads_per_walk() const {

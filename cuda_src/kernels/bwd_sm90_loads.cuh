@@ -18,6 +18,7 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   using Base::p;
   using Base::shared;
   using Base::stages;
+  using typename Base::SharedMemory;
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
@@ -39,27 +40,77 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
     place.advance();
   }
 
-  // The keys or values that this head of the block is the first to need.
+  // The keys or values that this head of the item is the first to need.
   template <class Tile>
-  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, const TensorMap& map,
-                               int i, int heads_per_key) {
+  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& landings,
+                               const TensorMap& map, int i, int heads_per_key) {
     if (i % heads_per_key != 0) return;
-    Place<1> place{0, uint32(i / heads_per_key % 2)};
-    uint32 landings = i / heads_per_key % 2;
+    Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
     fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, landings, Tile::bytes,
               [&](int, uint64& full) { tile[0].load(map, full, keys.first, head, work.batch); });
   }
 
-  // Calls visit(i, tile) for the query tiles of the block's heads, in the order of the steps; and before
-  // those of a head, begin(i).
+  // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
+  template <class Visit>
+  DLATTN_DEVICE void for_each_step(Visit visit) {
+#pragma unroll 1
+    for (int i = 0; i < p.heads_per_block; ++i) {
+#pragma unroll 1
+      for (int tile = tiles.first; tile < tiles.last; ++tile) visit(i, tile);
+    }
+  }
+
+  // The same; and begin(i) after the first tile of a head, whose memory is free before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
+      int tile = tiles.first;
+      if (!tiles.empty()) visit(i, tile++);
       begin(i);
 #pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.last; ++tile) visit(i, tile);
+      for (; tile < tiles.last; ++tile) visit(i, tile);
+    }
+  }
+
+  // ---- Items ----
+
+  static constexpr int none_left = -1;
+
+  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
+    int item = blockIdx.x;
+    for (int round = 0; item != none_left; ++round) {
+      const bool exists = item < Base::item_count(m.p);
+      if (!exists) item = none_left;
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
+      __syncwarp();
+      release(shared.item_ring.full[place.stage]);
+      if (!exists) return;
+      Kernel kernel(m, shared, item, round);
+      work(kernel);
+      if (threadIdx.x % 32 == 0) item = gridDim.x + fetch_add(m.p.items_taken, 1);
+      item = uniform(item);
+    }
+  }
+
+  // Every other warp.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void for_each_item(const MappedBwdParams& m, SharedMemory& shared,
+                                          Work work) {
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
+      const int item = uniform(shared.items[place.stage]);
+      release(shared.item_ring.empty[place.stage]);
+      if (item == none_left) return;
+      Kernel kernel(m, shared, item, round);
+      work(kernel);
     }
   }
 
@@ -73,12 +124,17 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
                 .contains({keys.first, keys.first + Base::tile_k});
   }
 
-  DLATTN_DEVICE void load_keys_and_queries() {
+  // How far a loader has come.
+  struct Loads {
+    Place<stages> place;      // of queries or gradients
+    uint32 rows = 0, keys = 0;  // parities of what was to be cleared
+  };
+
+  DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    Place<stages> place;
-    uint32 landings = 0;
+    auto& place = at.place;
     const auto load_keys_of = [&](int i) {
-      load_keys(shared.k, shared.k_ring, shared.landed[0], m.k, i, p.heads_per_k);
+      load_keys(shared.k, shared.k_ring, shared.landed[0], at.keys, m.k, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
@@ -86,7 +142,7 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
-      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[2], landings,
+      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[2], at.rows,
                 Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
                   shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
@@ -96,14 +152,13 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
     });
   }
 
-  DLATTN_DEVICE void load_values_and_gradients() {
-    Place<stages> place;
-    uint32 landings = 0;
+  DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
+    auto& place = at.place;
     const auto load_values_of = [&](int i) {
-      load_keys(shared.v, shared.v_ring, shared.landed[1], m.v, i, p.heads_per_v);
+      load_keys(shared.v, shared.v_ring, shared.landed[1], at.keys, m.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
-      fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[3], landings,
+      fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[3], at.rows,
                 Base::DOTile::bytes, [&](int stage, uint64& full) {
                   shared.dO[stage].load(m.dO, full, tile * tile_q, first_head() + i, work.batch);
                 });

@@ -72,22 +72,31 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     while (share.next < share.last) this->continue_share(share, item);
   }
 
-  DLATTN_DEVICE void work_on_queries() {
+  // How far the query worker has come.
+  struct Queries {
     Place<ds_stages> place;
     Place<dq_slots> slot;
-    const WorkItem earlier = this->work_item(most(this->block_of_share(), 0), p);
-    this->count_block();
-    ShareWalk share = this->begin_share(earlier);
-    if (Base::share_in_slot) finish_share(share, earlier);
+    ShareWalk share;
+  };
+
+  DLATTN_DEVICE void work_on_queries(Queries& at) {
+    auto& place = at.place;
+    auto& share = at.share;
+    const WorkItem earlier = this->item_of_share();
+    this->begin_share(share, earlier);
+    if constexpr (Base::share_in_slot) {
+      mbarrier_wait(shared.dq_ring.empty[0], at.slot.parity ^ 1);
+      finish_share(share, earlier);
+    }
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
-      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+      mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
-        step_of_dq(place.stage, slot);
-        if (!Base::share_in_slot) this->continue_share(share, earlier);
+        step_of_dq(place.stage, at.slot);
+        if constexpr (!Base::share_in_slot) this->continue_share(share, earlier);
         place.advance();
       }
       if ((i + 1) % p.heads_per_k == 0) named_barrier_arrive(Base::keys_read, 128 * 3);

@@ -46,19 +46,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     return {attended.first / tile_k, ceil_div(attended.last, tile_k)};
   }
 
-  // In a fixed order of additions, those of blocks launched before this one come before: of later keys
-  // (last_keys_first), or of earlier ones. Blocks start at the diagonal, where later keys meet a query
-  // first, so that hardly one waits.
-  static constexpr bool last_keys_first = Problem::deterministic && Problem::Mask::bounded_right;
+  // Of this item, where additions have a fixed order.
   DLATTN_DEVICE int turn(int tile) const {
     const Interval all = visitors(tile, length);
-    return last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
-  }
-
-  // What the block of this index does.
-  static DLATTN_DEVICE WorkItem work_item(int block, const Params& p) {
-    constexpr auto order = last_keys_first ? longest_first : first_first;
-    return order(block, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
+    return Base::last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
   }
 
   // ---- Where the sums are ----
@@ -81,24 +72,36 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // others wait for them.
   static constexpr bool counts_late = !Problem::deterministic;
 
+  static constexpr int end_of_item = -1;  // in the place of a sum
+
   // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
   DLATTN_DEVICE void await_place(WorkItem item) const {
     const int stored = pair(item) / p.dq_places * query_tiles_per_pair();
+    if (stored == 0) return;
     while (load_acquire(p.dq_stored + pair(item) % p.dq_places) < stored) __nanosleep(100);
   }
 
-  DLATTN_DEVICE void add_pieces() {
+  // How far the writer has come.
+  struct Additions {
     Place<dq_slots> place;
-    Place<2> counted;
-    const auto count = [&] {
-      mbarrier_wait(shared.sums_ring.empty[counted.stage], counted.parity ^ 1);
-      release(shared.sums_ring.full[counted.stage]);
-      counted.advance();
+    Place<2> told;
+  };
+
+  DLATTN_DEVICE void add_pieces(Additions& additions) {
+    auto& place = additions.place;
+    const auto tell = [&](int added) {
+      auto& told = additions.told;
+      mbarrier_wait(shared.sums_ring.empty[told.stage], told.parity ^ 1);
+      if (gives_orders()) shared.sums_added[told.stage] = added;
+      __syncwarp();
+      release(shared.sums_ring.full[told.stage]);
+      told.advance();
     };
-    int pieces = 0;
+    int pieces = 0, last = end_of_item;
     await_place(work);
     fence_proxy_async_global();
-    for_each_sum([&](int at, int tile) {
+    this->for_each_step([&](int i, int tile) {
+      const int at = Base::sum_tile(p, work.batch, first_head() + i, tile);
       if constexpr (Problem::deterministic) {
         while (load_acquire(p.dq_arrivals + at) != turn(tile)) __nanosleep(20);
       }
@@ -116,13 +119,19 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         if (++pieces >= dq_slots) release(shared.dq_ring.empty[(place.stage + 1) % dq_slots]);
         place.advance();
       }
-      if (!counts_late || pieces > dq_pieces) {
+      if (!counts_late || last != end_of_item) {
         await_additions<counts_late ? dq_pieces : 0>();
-        count();
+        tell(counts_late ? last : at);
       }
+      last = at;
     });
-    await_additions<0>();
-    if (counts_late && pieces > 0) count();
+    if (last != end_of_item) {
+      await_additions<0>();
+#pragma unroll
+      for (int slot = 1; slot < dq_slots; ++slot) release(shared.dq_ring.empty[slot]);
+      if (counts_late) tell(last);
+    }
+    tell(end_of_item);
   }
 
   // All but the last `pending` pieces are in their sums.
@@ -132,40 +141,30 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     __syncwarp();
   }
 
-  // Calls visit(sum, tile) for every step.
-  template <class Visit>
-  DLATTN_DEVICE void for_each_sum(Visit visit) {
-    this->for_each_step([](int) {},
-                        [&](int i, int tile) {
-                          visit(Base::sum_tile(p, work.batch, first_head() + i, tile), tile);
-                        });
-  }
-
   // ---- The counter ----
 
-  DLATTN_DEVICE void count_additions() {
-    const int earlier = block_of_share();
-    const WorkItem item = work_item(most(earlier, 0), p);
-    bool freed = earlier < 0;
-    if (!freed) {
-      await_sums(item);
+  // How far the counter has come.
+  struct Counts {
+    uint32 steps = 0, shares = 0;
+  };
+
+  DLATTN_DEVICE void count_additions(Counts& counts) {
+    if (has_share()) {
+      await_sums(item_of_share());
       release(shared.share_complete);
     }
-    Place<2> place;
-    for_each_sum([&](int at, int) {
+    while (true) {
+      const auto place = place_of<2>(counts.steps++);
       mbarrier_wait(shared.sums_ring.full[place.stage], place.parity);
-      if (gives_orders()) add_release(p.dq_arrivals + at, 1);
+      const int added = uniform(shared.sums_added[place.stage]);
+      if (gives_orders() && added != end_of_item) add_release(p.dq_arrivals + added, 1);
       __syncwarp();
       release(shared.sums_ring.empty[place.stage]);
-      place.advance();
-      if (!freed && has_ended(shared.share_stored, 0)) {
-        free_sums(item);
-        freed = true;
-      }
-    });
-    if (!freed) {
-      mbarrier_wait(shared.share_stored, 0);
-      free_sums(item);
+      if (added == end_of_item) break;
+    }
+    if (has_share()) {
+      mbarrier_wait(shared.share_stored, counts.shares++ % 2);
+      free_sums(item_of_share());
     }
   }
 
@@ -173,10 +172,13 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     return __all_sync(0xffffffffu, mbarrier_test(barrier, parity));
   }
 
-  // ---- Shares: the query tiles of a pair, divided among its blocks in the order of their heads ----
+  // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
 
-  // This block stores the share of one so long ago that its sums are complete, or nearly so.
-  DLATTN_DEVICE int block_of_share() const { return int(blockIdx.x) - p.dq_lag; }
+  // With an item goes the share of one so long ago that its sums are complete, or nearly so.
+  DLATTN_DEVICE bool has_share() const { return this->item >= p.dq_lag; }
+  DLATTN_DEVICE WorkItem item_of_share() const {
+    return Base::work_item(most(opaque(this->item) - p.dq_lag, 0), p);
+  }
 
   DLATTN_DEVICE Interval share(WorkItem item) const {
     const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
@@ -193,11 +195,12 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     await_place(item);
     const Lengths lengths(p, item.batch);
     const Interval tiles = share(item);
-    const int* arrivals = p.dq_arrivals + sum_tile_of(item, 0);
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.last; ++tile) {
+    for (int i = opaque(threadIdx.x) % 32; i < tiles.last - tiles.first; i += 32) {
+      const int tile = tiles.first + i;
       const Interval all = visitors(tile % ceil_div(p.seq_q, tile_q), lengths);
-      while (load_acquire(arrivals + tile) != all.last - all.first) __nanosleep(100);
+      const int* arrivals = p.dq_arrivals + sum_tile_of(item, tile);
+      while (load_acquire(arrivals) != all.last - all.first) __nanosleep(100);
     }
     __syncwarp();
   }
@@ -256,18 +259,25 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // A warp's walk through the pieces of the share, each copied into shared memory first.
+  // A warp's walk through the pieces of shares, each copied into shared memory first.
   struct ShareWalk {
-    int next, ordered, last;  // pieces of the pair: to be stored, to be copied, end
-    uint32 parity;            // of the next one's landing
+    int next = 0, ordered = 0, last = 0;  // pieces of the pair: to be stored, to be copied, end
+    uint32 landing = 0, share = 0;        // parities of what comes next
   };
 
-  DLATTN_DEVICE ShareWalk begin_share(WorkItem item) {
+  DLATTN_DEVICE void begin_share(ShareWalk& walk, WorkItem item) {
     const Interval tiles = share(item);
-    const int first = tiles.first * dq_pieces;
-    if (block_of_share() < 0) return {first, first, first, 0};
-    if (tiles.empty()) release(shared.share_stored);
-    return {first, first, tiles.last * dq_pieces, 0};
+    walk.next = walk.ordered = tiles.first * dq_pieces;
+    walk.last = tiles.last * dq_pieces;
+    if (!has_share()) {
+      walk.last = walk.next;
+    } else if (tiles.empty()) {
+      end_share(walk);
+    }
+  }
+  DLATTN_DEVICE void end_share(ShareWalk& walk) {
+    release(shared.share_stored);
+    walk.share ^= 1;
   }
 
   DLATTN_DEVICE DQRows& landing() {
@@ -282,15 +292,15 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE void continue_share(ShareWalk& walk, WorkItem item) {
     if (walk.next == walk.last) return;
     uint64& landed = shared.share_landed[Base::warp_of_group()];
-    if (walk.next < walk.ordered && has_ended(landed, walk.parity)) {
+    if (walk.next < walk.ordered && has_ended(landed, walk.landing)) {
       DQRows& rows = landing();
       store_rows(item, walk.next, [&](int n) { return rows.at[n][threadIdx.x % 32]; });
       fence_proxy_async();
       __syncwarp();
-      walk.parity ^= 1;
-      if (++walk.next == walk.last) return release(shared.share_stored);
+      walk.landing ^= 1;
+      if (++walk.next == walk.last) return end_share(walk);
     }
-    if (walk.next == walk.ordered && has_ended(shared.share_complete, 0)) {
+    if (walk.next == walk.ordered && has_ended(shared.share_complete, walk.share)) {
       ++walk.ordered;
       const DQRows& g_rows = sum_rows(item, walk.next);
       const uint32 rows = shared_address(&landing());
@@ -303,32 +313,24 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // The query worker: its first thread also asks, at the end, whether all blocks have begun.
-  DLATTN_DEVICE void count_block() const {
-    if (Base::warp_of_group() == 0 && gives_orders()) add_release(p.blocks_begun, 1);
-    __syncwarp();
-  }
-
-  // All workers: if no block begins any more, shares that no block will begin for.
+  // All workers, when no item is left: shares that go with no item.
+  template <bool tells>
   DLATTN_DEVICE void store_rest() {
     const int worker = Base::warpgroup_index() - 1;
-    const int blocks = gridDim.x, first = blocks - least(blocks, p.dq_lag);
-    const bool tells = worker == 0 && Base::warp_of_group() == 0;
+    const int items = Base::item_count(p);
     while (true) {
-      if (tells) {
-        int block = blocks;
-        if (gives_orders() && load_acquire(p.blocks_begun) == blocks) {
-          block = first + fetch_add(p.blocks_begun + 1, 1);
-        }
-        block = uniform(block);
-        if (block < blocks) await_sums(work_item(block, p));
-        if (gives_orders()) shared.next_share = block;
+      if (tells && Base::warp_of_group() == 0) {
+        int taken = 0;
+        if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
+        const int number = items - least(items, p.dq_lag) + uniform(taken);
+        if (number < items) await_sums(Base::work_item(number, p));
+        if (gives_orders()) shared.next_share = number;
         __syncwarp();
       }
       named_barrier_sync(Base::share_told, 128 * 3);
-      const int block = uniform(shared.next_share);
-      if (block >= blocks) return;
-      const WorkItem item = work_item(block, p);
+      const int number = uniform(shared.next_share);
+      if (number >= items) return;
+      const WorkItem item = Base::work_item(number, p);
       const Interval tiles = share(item);
 #pragma unroll 1
       for (int piece = tiles.first * dq_pieces + worker; piece < tiles.last * dq_pieces;
@@ -338,7 +340,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
                    [&](int n) { return load_relaxed(&g_rows.at[n][threadIdx.x % 32]); });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
-      if (tells) free_sums(item);
+      if (tells && Base::warp_of_group() == 0) free_sums(item);
     }
   }
 };

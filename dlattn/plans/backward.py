@@ -46,6 +46,9 @@ class BackwardPlan(CudaPlan):
     #: Whether the main kernel stores dQ, and not one after it.
     stores_dq: ClassVar[bool] = False
 
+    #: What the pairs of a wave may re-read from L2.
+    wave_bytes: ClassVar[int] = WAVE_BYTES
+
     tiling: BackwardTiling
 
     @abstractmethod
@@ -58,7 +61,7 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_block = self._heads_per_block
         # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        self._params.heads_per_wave = min(self._pairs, max(1, WAVE_BYTES // bytes_per_pair))
+        self._params.heads_per_wave = min(self._pairs, max(1, self.wave_bytes // bytes_per_pair))
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
 
@@ -131,7 +134,8 @@ class BackwardPlan(CudaPlan):
         if self.stores_dq:
             params.dq_arrivals = params.row_stats + self._row_stats_bytes
             params.dq_stored = params.dq_arrivals + 4 * self._sums
-            params.blocks_begun = params.dq_stored + 4 * self._dq_places
+            params.items_taken = params.dq_stored + 4 * self._dq_places
+            params.shares_taken = params.items_taken + 4
 
     def kernels(self) -> list[KernelLaunch]:
         blocks = self._pairs * self._key_tiles

@@ -67,10 +67,10 @@ class Sm90BwdTiling:
         weights = ds if self.by_product else 16
         piece = 4 * 64 * self.dq_columns
         dq = self.dq_slots * piece + (128 if self.share_in_slot else piece)
-        ring_stages = 4 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
-        barriers = 8 * (2 * ring_stages + 4 + 2 + 4)
+        ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
+        barriers = 8 * (2 * ring_stages + 1 + 4 + 2 + 4)
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8, 1024)
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + 16, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
@@ -102,6 +102,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
+    wave_bytes = 0  # one pair: the sums of those that are at work shall stay in L2, too
 
     def __init__(
         self,
@@ -128,9 +129,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def row_tiling(self) -> Tiling:
         return RowTiling(self.tiling.cpp)
 
-    def main_kernel(self, blocks: int) -> KernelLaunch:
+    def main_kernel(self, items: int) -> KernelLaunch:
+        grid = min(items, self.target.multiprocessors)
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(
             self.name, self.problem, self.tiling, shared, argument=MappedBwdParams
         )
-        return KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared)
+        return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)

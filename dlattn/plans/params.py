@@ -50,7 +50,7 @@ class Params(ctypes.Structure):
         ("dq_accum", ctypes.c_uint64),
         ("dq_arrivals", ctypes.c_uint64),
         ("dq_stored", ctypes.c_uint64),
-        ("blocks_begun", ctypes.c_uint64),
+        ("shares_taken", ctypes.c_uint64),
         ("row_stats", ctypes.c_uint64),
         ("batch", ctypes.c_int32),
         ("heads_q", ctypes.c_int32),
