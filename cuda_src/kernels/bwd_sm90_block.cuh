@@ -31,7 +31,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr bool by_product = Tiling::by_product;
   static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
-  static constexpr bool share_in_slot = Tiling::share_in_slot;
+  static constexpr int share_slots = Tiling::share_slots;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
   static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
@@ -67,6 +67,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     DQRows warp[4];
   };
 
+  // An earlier item's share of dQ: some query tiles of its pair.
+  struct Share {
+    DQPiece* sums;
+    int batch, first_head;
+    int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
+  };
+
   struct SharedMemory {
     KTile k[1];
     VTile v[1];
@@ -74,7 +81,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     DOTile dO[stages];
     DSTile dS[ds_stages];
     DQPiece dQ[dq_slots];
-    Either<share_in_slot, Nothing, DQPiece> share;  // a piece of an earlier block's share of dQ
+    Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
     Either<by_product, Weights, Nothing> weights[ds_stages];
     // Log-sum-exps in log2 units, then negative deltas; they come with q.
     alignas(16) float row_stats[stages][2 * tile_q];
@@ -89,9 +96,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> sums_ring;                    // from the writer to the counter
     int sums_added[2];                    // what a step has been added to
     uint64 landed[4];                     // what a loader is to clear: of k, v, q, dO
-    uint64 share_complete, share_stored;  // of the sums of an earlier block's share
-    uint64 share_landed[4];               // of each warp
-    int next_share;                       // of dQ, that is to be stored
+    uint64 share_complete, share_stored;
+    uint64 share_landed[most(share_slots, 1)][4];  // of each warp
+    Share share, rest;  // that goes with the item; that goes with none
   };
 
   // Named barriers, by event.
@@ -157,7 +164,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
       mbarrier_init(shared.share_stored, 4);
-      for (uint64& landed : shared.share_landed) mbarrier_init(landed, 1);
+      for (auto& landed : shared.share_landed) {
+        for (uint64& of_warp : landed) mbarrier_init(of_warp, 1);
+      }
 #pragma unroll
       for (auto& ring : shared.weights_ring) ring.init(4, 4);
 #pragma unroll

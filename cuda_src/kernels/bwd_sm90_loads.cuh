@@ -76,7 +76,7 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
 
   // ---- Items ----
 
-  static constexpr int none_left = -1;
+  static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
   // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
   template <class Kernel, class Work>

@@ -12,6 +12,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base::Base;
   using Base::dim_qk;
   using Base::dq_columns;
+  using Base::dq_pieces;
   using Base::dq_slots;
   using Base::ds_stages;
   using Base::p;
@@ -36,7 +37,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   }
 
   // Gives a piece to the writer.
-  DLATTN_DEVICE void send(const DQ& dQ, Place<dq_slots>& place) {
+  DLATTN_DEVICE void send(const DQ& dQ, const Place<dq_slots>& place) {
     mbarrier_wait(shared.dq_ring.empty[place.stage], place.parity ^ 1);
     auto& staged = shared.dQ[place.stage].warp[Base::warp_of_group()];
 #pragma unroll
@@ -47,61 +48,52 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     fence_proxy_async();
     __syncwarp();
     release(shared.dq_ring.full[place.stage]);
-    place.advance();
   }
 
   // The dQ of a step, piece by piece.
-  DLATTN_DEVICE void step_of_dq(int stage, Place<dq_slots>& slot) {
+  DLATTN_DEVICE void step_of_dq(uint32 step) {
+    const int stage = step % ds_stages;
 #pragma unroll
-    for (int row = 0; row < tile_q; row += 64) {
-#pragma unroll
-      for (int column = 0; column < dim_qk; column += dq_columns) {
-        DQ dQ;
-        start_dq(dQ, row, column, stage);
-        wgmma_wait<0>();
-        tie(dQ);
-        const bool last = row + 64 == tile_q && column + dq_columns == dim_qk;
-        if (last) release(shared.ds_ring.empty[stage]);
-        send(dQ, slot);
-      }
+    for (int piece = 0; piece < dq_pieces; ++piece) {
+      constexpr int per_row = dim_qk / dq_columns;
+      DQ dQ;
+      start_dq(dQ, piece / per_row * 64, piece % per_row * dq_columns, stage);
+      wgmma_wait<0>();
+      tie(dQ);
+      if (piece == dq_pieces - 1) release(shared.ds_ring.empty[stage]);
+      send(dQ, place_of<dq_slots>(step * dq_pieces + piece));
     }
-  }
-
-  DLATTN_DEVICE void finish_share(ShareWalk& share, WorkItem item) {
-#pragma unroll 1
-    while (share.next < share.last) this->continue_share(share, item);
   }
 
   // How far the query worker has come.
   struct Queries {
-    Place<ds_stages> place;
-    Place<dq_slots> slot;
+    uint32 steps = 0;
     ShareWalk share;
   };
 
   DLATTN_DEVICE void work_on_queries(Queries& at) {
-    auto& place = at.place;
-    auto& share = at.share;
-    const WorkItem earlier = this->item_of_share();
-    this->begin_share(share, earlier);
-    if constexpr (Base::share_in_slot) {
-      mbarrier_wait(shared.dq_ring.empty[0], at.slot.parity ^ 1);
-      finish_share(share, earlier);
-    }
+    this->begin_share(at.share);
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
-        mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
-        step_of_dq(place.stage, at.slot);
-        if constexpr (!Base::share_in_slot) this->continue_share(share, earlier);
-        place.advance();
+        const auto await_ds = [&] {
+          const auto place = place_of<ds_stages>(at.steps);
+          mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
+        };
+        if constexpr (Base::share_slots > 0) {
+          await_ds();
+        } else {
+          this->store_piece_beside(at.share, await_ds);
+        }
+        step_of_dq(at.steps++);
+        if constexpr (Base::share_slots > 0) this->continue_share(at.share);
       }
       if ((i + 1) % p.heads_per_k == 0) named_barrier_arrive(Base::keys_read, 128 * 3);
     }
-    finish_share(share, earlier);
+    this->finish_share(at.share);
   }
 };
 

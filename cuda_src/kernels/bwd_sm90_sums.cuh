@@ -26,13 +26,16 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   using Base::dq_slots;
   using Base::first_head;
   using Base::length;
+  using Base::none_left;
   using Base::p;
+  using Base::share_slots;
   using Base::shared;
   using Base::tile_k;
   using Base::tile_q;
   using Base::work;
   using typename Base::DQPiece;
   using typename Base::DQRows;
+  using typename Base::Share;
   using typename Base::T;
 
   // ---- Who adds to a sum ----
@@ -150,22 +153,39 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void count_additions(Counts& counts) {
     if (has_share()) {
-      await_sums(item_of_share());
+      prepare_share(shared.share, opaque(this->item) - p.dq_lag);
       release(shared.share_complete);
     }
-    while (true) {
-      const auto place = place_of<2>(counts.steps++);
-      mbarrier_wait(shared.sums_ring.full[place.stage], place.parity);
-      const int added = uniform(shared.sums_added[place.stage]);
-      if (gives_orders() && added != end_of_item) add_release(p.dq_arrivals + added, 1);
+    bool more = true;
+    while (more) {
+      // One release for as many as wait.
+      const int first = listen(counts);
+      const int second = first != end_of_item && is_told(counts) ? listen(counts) : first;
+      more = second != end_of_item;
+      if (gives_orders() && first != end_of_item) {
+        fence_gpu();
+        add_relaxed(p.dq_arrivals + first, 1);
+        if (more && second != first) add_relaxed(p.dq_arrivals + second, 1);
+      }
       __syncwarp();
-      release(shared.sums_ring.empty[place.stage]);
-      if (added == end_of_item) break;
     }
     if (has_share()) {
       mbarrier_wait(shared.share_stored, counts.shares++ % 2);
-      free_sums(item_of_share());
+      free_sums(shared.share);
     }
+  }
+
+  // What the writer tells: a sum that has been added to, or end_of_item.
+  DLATTN_DEVICE int listen(Counts& counts) const {
+    const auto place = place_of<2>(counts.steps++);
+    mbarrier_wait(shared.sums_ring.full[place.stage], place.parity);
+    const int added = uniform(shared.sums_added[place.stage]);
+    release(shared.sums_ring.empty[place.stage]);
+    return added;
+  }
+  DLATTN_DEVICE bool is_told(const Counts& counts) const {
+    const auto place = place_of<2>(counts.steps);
+    return has_ended(shared.sums_ring.full[place.stage], place.parity);
   }
 
   static DLATTN_DEVICE bool has_ended(uint64& barrier, uint32 parity) {
@@ -176,9 +196,6 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // With an item goes the share of one so long ago that its sums are complete, or nearly so.
   DLATTN_DEVICE bool has_share() const { return this->item >= p.dq_lag; }
-  DLATTN_DEVICE WorkItem item_of_share() const {
-    return Base::work_item(most(opaque(this->item) - p.dq_lag, 0), p);
-  }
 
   DLATTN_DEVICE Interval share(WorkItem item) const {
     const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
@@ -195,45 +212,61 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     await_place(item);
     const Lengths lengths(p, item.batch);
     const Interval tiles = share(item);
+    const int* arrivals = p.dq_arrivals + sum_tile_of(item, tiles.first);
 #pragma unroll 1
     for (int i = opaque(threadIdx.x) % 32; i < tiles.last - tiles.first; i += 32) {
-      const int tile = tiles.first + i;
-      const Interval all = visitors(tile % ceil_div(p.seq_q, tile_q), lengths);
-      const int* arrivals = p.dq_arrivals + sum_tile_of(item, tile);
-      while (load_acquire(arrivals) != all.last - all.first) __nanosleep(100);
+      const Interval all = visitors((tiles.first + i) % ceil_div(p.seq_q, tile_q), lengths);
+      while (load_acquire(arrivals + i) != all.last - all.first) __nanosleep(100);
     }
     __syncwarp();
   }
-  DLATTN_DEVICE void free_sums(WorkItem item) const {
-    const Interval tiles = share(item);
-    int* arrivals = p.dq_arrivals + sum_tile_of(item, 0);
+  DLATTN_DEVICE void free_sums(const Share& share) const {
+    const int tiles = share.pieces / dq_pieces;
+    const int pair = Base::pair(p, share.batch, share.first_head);
+    int* arrivals = p.dq_arrivals + Base::sum_tile(p, share.batch, share.first_head, share.tile);
     if (gives_orders()) {
 #pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.last; ++tile) arrivals[tile] = 0;
-      add_release(p.dq_stored + pair(item) % p.dq_places, tiles.last - tiles.first);
+      for (int tile = 0; tile < tiles; ++tile) arrivals[tile] = 0;
+      add_release(p.dq_stored + pair % p.dq_places, tiles);
     }
     __syncwarp();
   }
 
-  // This warp's rows of a piece of a pair's sums.
-  DLATTN_DEVICE DQRows& sum_rows(WorkItem item, int piece_of_pair) const {
-    DQPiece* pieces = sum(sum_tile_of(item, piece_of_pair / dq_pieces));
-    return pieces[piece_of_pair % dq_pieces].warp[Base::warp_of_group()];
+  // A warp describes an item's share once it can be stored.
+  DLATTN_DEVICE void prepare_share(Share& described, int number) {
+    await_sums(Base::work_item(number, p));
+    const WorkItem item = Base::work_item(opaque(number), p);
+    const Interval tiles = share(item);
+    if (gives_orders()) {
+      described = {sum(sum_tile_of(item, tiles.first)), item.batch,
+                      item.head * p.heads_per_block, tiles.first,
+                      most(tiles.last - tiles.first, 0) * dq_pieces};
+    }
+    __syncwarp();
   }
 
-  // Stores rows of dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
+  // A warp's rows of a piece of the share's sums.
+  static DLATTN_DEVICE DQRows& sum_rows(const Share& share, int piece, int warp) {
+    return share.sums[piece].warp[warp];
+  }
+
+  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
   template <class Load>
-  DLATTN_DEVICE void store_rows(WorkItem item, int piece_of_pair, Load load) const {
+  DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     constexpr int per_row = dim_qk / dq_columns;
-    const int tile_of_pair = piece_of_pair / dq_pieces, piece = piece_of_pair % dq_pieces;
-    const int tiles_per_head = ceil_div(p.seq_q, tile_q), tile = tile_of_pair % tiles_per_head;
-    const int head = item.head * p.heads_per_block + tile_of_pair / tiles_per_head;
+    const int piece = piece_of_share % dq_pieces;
+    int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
+    if (p.heads_per_block > 1) {
+      const int tiles_per_head = ceil_div(p.seq_q, tile_q);
+      head += tile / tiles_per_head;
+      tile %= tiles_per_head;
+    }
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     const int column = piece % per_row * dq_columns + lane % 4 * 8;
-    T* g_dq = p.dQ.template rows<T>(item.batch, head, query) + column;
+    T* g_dq = p.dQ.template rows<T>(share.batch, head, query) + column;
     const float factor = Problem::Score::gradient_factor(ScoreValues(p));
-    DQRows& g_rows = sum_rows(item, piece_of_pair);
+    DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
 #pragma unroll
     for (int first = 0; first < dq_columns / 8; first += 4) {
       float4 values[4];
@@ -259,57 +292,96 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // A warp's walk through the pieces of shares, each copied into shared memory first.
+  // A warp's part of a piece of the sums, in registers.
+  struct LoadedRows {
+    float4 at[dq_columns / 8];
+  };
+  static DLATTN_DEVICE LoadedRows load_rows(const Share& share, int piece) {
+    LoadedRows rows;
+    const DQRows& g_rows = sum_rows(share, piece, Base::warp_of_group());
+#pragma unroll
+    for (int n = 0; n < dq_columns / 8; ++n) {
+      rows.at[n] = load_relaxed(&g_rows.at[n][threadIdx.x % 32]);
+    }
+    return rows;
+  }
+
+  // A warp's walk through the pieces of the item's share.
   struct ShareWalk {
-    int next = 0, ordered = 0, last = 0;  // pieces of the pair: to be stored, to be copied, end
-    uint32 landing = 0, share = 0;        // parities of what comes next
+    bool waits = false;                    // for the share's sums
+    int next = 0, ordered = 0, last = 0;   // pieces to be stored, to be copied; end
+    uint32 shares = 0, copies = 0;         // stored by this block before
   };
 
-  DLATTN_DEVICE void begin_share(ShareWalk& walk, WorkItem item) {
-    const Interval tiles = share(item);
-    walk.next = walk.ordered = tiles.first * dq_pieces;
-    walk.last = tiles.last * dq_pieces;
-    if (!has_share()) {
-      walk.last = walk.next;
-    } else if (tiles.empty()) {
-      end_share(walk);
+  DLATTN_DEVICE void begin_share(ShareWalk& walk) {
+    walk.waits = has_share();
+    walk.next = walk.ordered = walk.last = 0;
+  }
+
+  // Whether a piece can be stored.
+  DLATTN_DEVICE bool has_piece(ShareWalk& walk) {
+    if (walk.waits && has_ended(shared.share_complete, walk.shares % 2)) {
+      walk.waits = false;
+      walk.last = uniform(shared.share.pieces);
+      if (walk.last == 0) end_share(walk);
     }
+    return walk.next < walk.last;
   }
   DLATTN_DEVICE void end_share(ShareWalk& walk) {
     release(shared.share_stored);
-    walk.share ^= 1;
+    ++walk.shares;
+  }
+  DLATTN_DEVICE void end_piece(ShareWalk& walk) {
+    __syncwarp();
+    if (++walk.next == walk.last) end_share(walk);
   }
 
-  DLATTN_DEVICE DQRows& landing() {
-    if constexpr (Base::share_in_slot) {
-      return shared.dQ[0].warp[Base::warp_of_group()];
-    } else {
-      return shared.share.warp[Base::warp_of_group()];
-    }
+  // Stores a piece, if there is one, that is loaded while wait() waits for something else.
+  template <class Wait>
+  DLATTN_DEVICE void store_piece_beside(ShareWalk& walk, Wait wait) {
+    if (!has_piece(walk)) return wait();
+    const LoadedRows rows = load_rows(shared.share, walk.next);
+    wait();
+    store_rows(shared.share, walk.next, [&](int n) { return rows.at[n]; });
+    end_piece(walk);
   }
 
-  // Goes on with the share as far as it can without waiting.
-  DLATTN_DEVICE void continue_share(ShareWalk& walk, WorkItem item) {
-    if (walk.next == walk.last) return;
-    uint64& landed = shared.share_landed[Base::warp_of_group()];
-    if (walk.next < walk.ordered && has_ended(landed, walk.landing)) {
-      DQRows& rows = landing();
-      store_rows(item, walk.next, [&](int n) { return rows.at[n][threadIdx.x % 32]; });
-      fence_proxy_async();
-      __syncwarp();
-      walk.landing ^= 1;
-      if (++walk.next == walk.last) return end_share(walk);
+  // Goes on, by way of shared memory, as far as it can without waiting.
+  DLATTN_DEVICE void continue_share(ShareWalk& walk) {
+    if (!has_piece(walk)) return;
+    const int warp = Base::warp_of_group();
+    if (walk.next < walk.ordered) {
+      const auto place = place_of<share_slots>(walk.copies);
+      if (has_ended(shared.share_landed[place.stage][warp], place.parity)) {
+        DQRows& rows = shared.share_pieces[place.stage].warp[warp];
+        store_rows(shared.share, walk.next, [&](int n) { return rows.at[n][threadIdx.x % 32]; });
+        ++walk.copies;
+        end_piece(walk);
+      }
     }
-    if (walk.next == walk.ordered && has_ended(shared.share_complete, walk.share)) {
-      ++walk.ordered;
-      const DQRows& g_rows = sum_rows(item, walk.next);
-      const uint32 rows = shared_address(&landing());
+#pragma unroll 1
+    for (; walk.ordered < walk.last && walk.ordered < walk.next + share_slots; ++walk.ordered) {
+      const int slot = (walk.copies + walk.ordered - walk.next) % share_slots;
+      const DQRows& g_rows = sum_rows(shared.share, walk.ordered, warp);
       if (gives_orders()) {
-        fence_proxy_async_global();
+        if (walk.ordered == 0) fence_proxy_async_global();
+        uint64& landed = shared.share_landed[slot][warp];
         mbarrier_arrive_expect(landed, sizeof(DQRows));
-        bulk_load(rows, &g_rows, sizeof(DQRows), landed);
+        bulk_load(shared_address(&shared.share_pieces[slot].warp[warp]), &g_rows, sizeof(DQRows),
+                  landed);
       }
       __syncwarp();
+    }
+  }
+
+  DLATTN_DEVICE void finish_share(ShareWalk& walk) {
+#pragma unroll 1
+    while (walk.waits || walk.next < walk.last) {
+      if constexpr (share_slots > 0) {
+        continue_share(walk);
+      } else {
+        store_piece_beside(walk, [] {});
+      }
     }
   }
 
@@ -323,24 +395,23 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         int taken = 0;
         if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
         const int number = items - least(items, p.dq_lag) + uniform(taken);
-        if (number < items) await_sums(Base::work_item(number, p));
-        if (gives_orders()) shared.next_share = number;
+        if (number < items) {
+          prepare_share(shared.rest, number);
+        } else if (gives_orders()) {
+          shared.rest.pieces = none_left;
+        }
         __syncwarp();
       }
       named_barrier_sync(Base::share_told, 128 * 3);
-      const int number = uniform(shared.next_share);
-      if (number >= items) return;
-      const WorkItem item = Base::work_item(number, p);
-      const Interval tiles = share(item);
+      const int pieces = uniform(shared.rest.pieces);
+      if (pieces == none_left) return;
 #pragma unroll 1
-      for (int piece = tiles.first * dq_pieces + worker; piece < tiles.last * dq_pieces;
-           piece += 3) {
-        DQRows& g_rows = sum_rows(item, piece);
-        store_rows(item, piece,
-                   [&](int n) { return load_relaxed(&g_rows.at[n][threadIdx.x % 32]); });
+      for (int piece = worker; piece < pieces; piece += 3) {
+        const LoadedRows rows = load_rows(shared.rest, piece);
+        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
-      if (tells && Base::warp_of_group() == 0) free_sums(item);
+      if (tells && Base::warp_of_group() == 0) free_sums(shared.rest);
     }
   }
 };

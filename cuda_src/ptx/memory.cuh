@@ -65,6 +65,10 @@ DLATTN_DEVICE int load_acquire(const int* global) {
 DLATTN_DEVICE void add_release(int* global, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
+DLATTN_DEVICE void add_relaxed(int* global, int value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+DLATTN_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
 DLATTN_DEVICE int fetch_add(int* address, int value) {

@@ -27,8 +27,8 @@ class Sm90BwdTiling:
         ds_stages: tiles of dS.
         dq_columns: columns of dQ that are computed at a time, for each 64 queries: a piece.
         dq_slots: pieces on their way to memory.
-        share_in_slot: shared memory has no room for pieces of earlier blocks but in the slots,
-            before those are needed.
+        share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
+            through registers.
     """
 
     tile_q: int = 64
@@ -38,7 +38,7 @@ class Sm90BwdTiling:
     ds_stages: int = 2
     dq_columns: int = 64
     dq_slots: int = 1
-    share_in_slot: bool = False
+    share_slots: int = 1
 
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 512
@@ -48,12 +48,10 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product, share_in_slot = (
-            str(flag).lower() for flag in (self.by_product, self.share_in_slot)
-        )
+        by_product = str(self.by_product).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
-            f"{self.ds_stages}, {self.dq_columns}, {self.dq_slots}, {share_in_slot}, "
+            f"{self.ds_stages}, {self.dq_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.query_registers}>"
         )
 
@@ -66,25 +64,25 @@ class Sm90BwdTiling:
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         weights = ds if self.by_product else 16
         piece = 4 * 64 * self.dq_columns
-        dq = self.dq_slots * piece + (128 if self.share_in_slot else piece)
+        dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
-        barriers = 8 * (2 * ring_stages + 1 + 4 + 2 + 4)
+        barriers = 8 * (2 * ring_stages + 1 + 4 + 2 + 4 * max(1, self.share_slots))
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + 16, 1024)
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8 + 48, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
     if max(dim_qk, dim_v) == 64:
-        return Sm90BwdTiling(tile_q=128, dq_slots=2)
+        return Sm90BwdTiling(tile_q=128, dq_slots=2, share_slots=2)
     if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_in_slot=True)
+        return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_slots=0)
     if dim_qk + dim_v > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=dim_qk // 64)
+    return Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2)
 
 
 @dataclass(frozen=True)
