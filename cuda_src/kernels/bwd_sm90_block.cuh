@@ -40,10 +40,10 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
-  static constexpr int dq_columns = Tiling::dq_columns;
-  using DQ = Accumulator<1, dq_columns / 8>;  // a piece of 64 queries
-  static_assert(dim_qk % dq_columns == 0);
-  static constexpr int dq_pieces = tile_q / 64 * (dim_qk / dq_columns);
+  // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
+  using DQ = Accumulator<1, 64 / 8>;
+  static constexpr int piece_columns = Tiling::piece_columns;
+  static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   static_assert(dq_pieces % dq_slots == 0);
 
   // A query tile of a head, as the walk over heads that share keys and values meets it.
@@ -61,7 +61,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // A warp's 16 rows of a piece of dQ, as its accumulators are; four of them are a piece, and a sum is
   // made of pieces.
   struct alignas(128) DQRows {
-    float4 at[dq_columns / 8][32];  // 8 columns, lane
+    float4 at[piece_columns / 8][32];  // 8 columns, lane
   };
   struct DQPiece {
     DQRows warp[4];
@@ -95,7 +95,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
     Ring<2> sums_ring;                    // from the writer to the counter
     int sums_added[2];                    // what a step has been added to
-    uint64 landed[4];                     // what a loader is to clear: of k, v, q, dO
+    uint64 landed[2];                     // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
     Share share, rest;  // that goes with the item; that goes with none
@@ -113,7 +113,6 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const MappedBwdParams& m;
   const Params& p;
   SharedMemory& shared;
-  const int item;   // its number
   const int round;  // items that this block had before
   const WorkItem work;
   const Lengths length;
@@ -121,13 +120,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const Interval tiles;  // of queries that attend to them
 
   DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
-                             int item_number, int items_before)
+                             int item, int items_before)
       : m(params),
         p(params.p),
         shared(shared_memory),
-        item(item_number),
         round(items_before),
-        work(work_item(item_number, params.p)),
+        work(work_item(item, params.p)),
         length(p, work.batch),
         keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
         tiles(uniform(query_tiles())) {}
@@ -145,6 +143,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static DLATTN_DEVICE int item_count(const Params& p) {
     return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
   }
+
+  // Of this item.
+  DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
 
   DLATTN_DEVICE Interval query_tiles() const {
     const Interval queries = Problem::Mask::queries(keys, length, p);

@@ -26,28 +26,26 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zeros do. A tile with such rows is full once they are cleared.
   template <int ring_stages, class Tile, class Start>
-  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, Place<ring_stages>& place,
+  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, const Place<ring_stages>& place,
                                Tile (&tile)[ring_stages], int rows, uint64& landed,
-                               uint32& landings, uint32 bytes, Start start) {
-    if (rows >= Tile::rows) return fill(ring, place, bytes, start);
+                               uint32& clearings, uint32 bytes, Start start) {
+    if (rows >= Tile::rows) return order(ring, place, ring.full[place.stage], bytes, start);
     order(ring, place, landed, bytes, start);
-    mbarrier_wait(landed, landings);
-    landings ^= 1;
+    mbarrier_wait(landed, clearings++ % 2);
     tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
     fence_proxy_async();
     __syncwarp();
     release(ring.full[place.stage]);
-    place.advance();
   }
 
   // The keys or values that this head of the item is the first to need.
   template <class Tile>
-  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& landings,
+  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
                                const TensorMap& map, int i, int heads_per_key) {
     if (i % heads_per_key != 0) return;
-    Place<1> place{0, this->fill_parity(i, heads_per_key)};
+    const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
-    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, landings, Tile::bytes,
+    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, clearings, Tile::bytes,
               [&](int, uint64& full) { tile[0].load(map, full, keys.first, head, work.batch); });
   }
 
@@ -107,10 +105,11 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
       const auto place = place_of<2>(round);
       mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
       const int item = uniform(shared.items[place.stage]);
-      release(shared.item_ring.empty[place.stage]);
       if (item == none_left) return;
       Kernel kernel(m, shared, item, round);
       work(kernel);
+      __syncwarp();
+      release(shared.item_ring.empty[opaque(round) % 2]);
     }
   }
 
@@ -124,44 +123,45 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
                 .contains({keys.first, keys.first + Base::tile_k});
   }
 
-  // How far a loader has come.
+  // How far a loader has come, in its ring and with what it was to clear.
   struct Loads {
-    Place<stages> place;      // of queries or gradients
-    uint32 rows = 0, keys = 0;  // parities of what was to be cleared
+    Place<stages> place;
+    uint32 clearings = 0;
   };
 
   DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    auto& place = at.place;
     const auto load_keys_of = [&](int i) {
-      load_keys(shared.k, shared.k_ring, shared.landed[0], at.keys, m.k, i, p.heads_per_k);
+      load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
       const bool last = (i + 1) % heads_per_walk() == 0 && tile == tiles.last - 1;
+      auto& place = at.place;
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
-      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[2], at.rows,
+      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.clearings,
                 Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
                   shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
                 });
+      place.advance();
     });
   }
 
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
-    auto& place = at.place;
     const auto load_values_of = [&](int i) {
-      load_keys(shared.v, shared.v_ring, shared.landed[1], at.keys, m.v, i, p.heads_per_v);
+      load_keys(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
-      fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[3], at.rows,
+      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1], at.clearings,
                 Base::DOTile::bytes, [&](int stage, uint64& full) {
                   shared.dO[stage].load(m.dO, full, tile * tile_q, first_head() + i, work.batch);
                 });
+      at.place.advance();
     });
   }
 };

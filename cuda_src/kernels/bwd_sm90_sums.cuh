@@ -21,13 +21,13 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   using Base = BwdSm90Loads<Problem, Tiling>;
   using Base::Base;
   using Base::dim_qk;
-  using Base::dq_columns;
   using Base::dq_pieces;
   using Base::dq_slots;
   using Base::first_head;
   using Base::length;
   using Base::none_left;
   using Base::p;
+  using Base::piece_columns;
   using Base::share_slots;
   using Base::shared;
   using Base::tile_k;
@@ -148,43 +148,45 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // How far the counter has come.
   struct Counts {
-    uint32 steps = 0, shares = 0;
+    uint32 told = 0;
   };
 
   DLATTN_DEVICE void count_additions(Counts& counts) {
-    if (has_share()) {
-      prepare_share(shared.share, opaque(this->item) - p.dq_lag);
-      release(shared.share_complete);
-    }
+    // With an item goes the share of one so long ago that its sums are complete, or nearly so.
+    prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
+    release(shared.share_complete);
     bool more = true;
     while (more) {
       // One release for as many as wait.
       const int first = listen(counts);
       const int second = first != end_of_item && is_told(counts) ? listen(counts) : first;
       more = second != end_of_item;
+      const bool two = more && second != first;
       if (gives_orders() && first != end_of_item) {
-        fence_gpu();
-        add_relaxed(p.dq_arrivals + first, 1);
-        if (more && second != first) add_relaxed(p.dq_arrivals + second, 1);
+        if (two) {
+          fence_gpu();
+          add_relaxed(p.dq_arrivals + second, 1);
+          add_relaxed(p.dq_arrivals + first, 1);
+        } else {
+          add_release(p.dq_arrivals + first, 1);
+        }
       }
       __syncwarp();
     }
-    if (has_share()) {
-      mbarrier_wait(shared.share_stored, counts.shares++ % 2);
-      free_sums(shared.share);
-    }
+    mbarrier_wait(shared.share_stored, this->round % 2);
+    if (shared.share.pieces > 0) free_sums(shared.share);
   }
 
   // What the writer tells: a sum that has been added to, or end_of_item.
   DLATTN_DEVICE int listen(Counts& counts) const {
-    const auto place = place_of<2>(counts.steps++);
+    const auto place = place_of<2>(counts.told++);
     mbarrier_wait(shared.sums_ring.full[place.stage], place.parity);
     const int added = uniform(shared.sums_added[place.stage]);
     release(shared.sums_ring.empty[place.stage]);
     return added;
   }
   DLATTN_DEVICE bool is_told(const Counts& counts) const {
-    const auto place = place_of<2>(counts.steps);
+    const auto place = place_of<2>(counts.told);
     return has_ended(shared.sums_ring.full[place.stage], place.parity);
   }
 
@@ -194,8 +196,6 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
 
-  // With an item goes the share of one so long ago that its sums are complete, or nearly so.
-  DLATTN_DEVICE bool has_share() const { return this->item >= p.dq_lag; }
 
   DLATTN_DEVICE Interval share(WorkItem item) const {
     const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
@@ -232,10 +232,15 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     __syncwarp();
   }
 
-  // A warp describes an item's share once it can be stored.
-  DLATTN_DEVICE void prepare_share(Share& described, int number) {
-    await_sums(Base::work_item(number, p));
-    const WorkItem item = Base::work_item(opaque(number), p);
+  // A warp describes an item's share once it can be stored; there is none of items before the first.
+  template <class Number>
+  DLATTN_DEVICE void prepare_share(Share& described, Number number) {
+    if (number() < 0) {
+      if (gives_orders()) described.pieces = 0;
+      return __syncwarp();
+    }
+    await_sums(Base::work_item(number(), p));
+    const WorkItem item = Base::work_item(number(), p);
     const Interval tiles = share(item);
     if (gives_orders()) {
       described = {sum(sum_tile_of(item, tiles.first)), item.batch,
@@ -253,7 +258,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
   template <class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
-    constexpr int per_row = dim_qk / dq_columns;
+    constexpr int per_row = dim_qk / piece_columns;
     const int piece = piece_of_share % dq_pieces;
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (p.heads_per_block > 1) {
@@ -263,12 +268,12 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     }
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
-    const int column = piece % per_row * dq_columns + lane % 4 * 8;
+    const int column = piece % per_row * piece_columns + lane % 4 * 8;
     T* g_dq = p.dQ.template rows<T>(share.batch, head, query) + column;
     const float factor = Problem::Score::gradient_factor(ScoreValues(p));
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
 #pragma unroll
-    for (int first = 0; first < dq_columns / 8; first += 4) {
+    for (int first = 0; first < piece_columns / 8; first += 4) {
       float4 values[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) values[n] = load(first + n);
@@ -294,13 +299,13 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // A warp's part of a piece of the sums, in registers.
   struct LoadedRows {
-    float4 at[dq_columns / 8];
+    float4 at[piece_columns / 8];
   };
   static DLATTN_DEVICE LoadedRows load_rows(const Share& share, int piece) {
     LoadedRows rows;
     const DQRows& g_rows = sum_rows(share, piece, Base::warp_of_group());
 #pragma unroll
-    for (int n = 0; n < dq_columns / 8; ++n) {
+    for (int n = 0; n < piece_columns / 8; ++n) {
       rows.at[n] = load_relaxed(&g_rows.at[n][threadIdx.x % 32]);
     }
     return rows;
@@ -308,32 +313,30 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // A warp's walk through the pieces of the item's share.
   struct ShareWalk {
-    bool waits = false;                    // for the share's sums
-    int next = 0, ordered = 0, last = 0;   // pieces to be stored, to be copied; end
-    uint32 shares = 0, copies = 0;         // stored by this block before
+    int next = 0, ordered = 0;  // pieces to be stored, to be copied
+    int last = 0;               // their end; unknown while the share's sums are not complete
+    uint32 copies = 0;          // stored by this block before, of all shares
+    static constexpr int unknown = -1;
+
+    DLATTN_DEVICE bool goes_on() const { return uint32(next) < uint32(last); }
   };
 
   DLATTN_DEVICE void begin_share(ShareWalk& walk) {
-    walk.waits = has_share();
-    walk.next = walk.ordered = walk.last = 0;
+    walk.next = walk.ordered = 0;
+    walk.last = ShareWalk::unknown;
   }
 
   // Whether a piece can be stored.
   DLATTN_DEVICE bool has_piece(ShareWalk& walk) {
-    if (walk.waits && has_ended(shared.share_complete, walk.shares % 2)) {
-      walk.waits = false;
+    if (walk.last == ShareWalk::unknown && has_ended(shared.share_complete, this->round % 2)) {
       walk.last = uniform(shared.share.pieces);
-      if (walk.last == 0) end_share(walk);
+      if (walk.last == 0) release(shared.share_stored);
     }
     return walk.next < walk.last;
   }
-  DLATTN_DEVICE void end_share(ShareWalk& walk) {
-    release(shared.share_stored);
-    ++walk.shares;
-  }
   DLATTN_DEVICE void end_piece(ShareWalk& walk) {
     __syncwarp();
-    if (++walk.next == walk.last) end_share(walk);
+    if (++walk.next == walk.last) release(shared.share_stored);
   }
 
   // Stores a piece, if there is one, that is loaded while wait() waits for something else.
@@ -376,7 +379,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void finish_share(ShareWalk& walk) {
 #pragma unroll 1
-    while (walk.waits || walk.next < walk.last) {
+    while (walk.goes_on()) {
       if constexpr (share_slots > 0) {
         continue_share(walk);
       } else {
@@ -396,7 +399,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
         const int number = items - least(items, p.dq_lag) + uniform(taken);
         if (number < items) {
-          prepare_share(shared.rest, number);
+          prepare_share(shared.rest, [=] { return opaque(number); });
         } else if (gives_orders()) {
           shared.rest.pieces = none_left;
         }

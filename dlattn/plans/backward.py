@@ -46,8 +46,6 @@ class BackwardPlan(CudaPlan):
     #: Whether the main kernel stores dQ, and not one after it.
     stores_dq: ClassVar[bool] = False
 
-    #: What the pairs of a wave may re-read from L2.
-    wave_bytes: ClassVar[int] = WAVE_BYTES
 
     tiling: BackwardTiling
 
@@ -61,9 +59,15 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_block = self._heads_per_block
         # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        self._params.heads_per_wave = min(self._pairs, max(1, self.wave_bytes // bytes_per_pair))
+        most = max(1, WAVE_BYTES // bytes_per_pair)
+        self._params.heads_per_wave = min(self._pairs, most, self.most_heads_per_wave)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
+
+    @property
+    def most_heads_per_wave(self) -> int:
+        """How many pairs share L2 at most, whatever fits."""
+        return self._pairs
 
     @property
     def _wave_blocks(self) -> int:

@@ -25,8 +25,8 @@ class Sm90BwdTiling:
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q and of dO in shared memory.
         ds_stages: tiles of dS.
-        dq_columns: columns of dQ that are computed at a time, for each 64 queries: a piece.
-        dq_slots: pieces on their way to memory.
+        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32.
+        dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
     """
@@ -36,7 +36,7 @@ class Sm90BwdTiling:
     by_product: bool = False
     stages: int = 2
     ds_stages: int = 2
-    dq_columns: int = 64
+    piece_columns: int = 64
     dq_slots: int = 1
     share_slots: int = 1
 
@@ -51,7 +51,7 @@ class Sm90BwdTiling:
         by_product = str(self.by_product).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
-            f"{self.ds_stages}, {self.dq_columns}, {self.dq_slots}, {self.share_slots}, "
+            f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.query_registers}>"
         )
 
@@ -63,10 +63,10 @@ class Sm90BwdTiling:
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         weights = ds if self.by_product else 16
-        piece = 4 * 64 * self.dq_columns
+        piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
-        barriers = 8 * (2 * ring_stages + 1 + 4 + 2 + 4 * max(1, self.share_slots))
+        barriers = 8 * (2 * ring_stages + 1 + 2 + 2 + 4 * max(1, self.share_slots))
         stages = self.stages * (q_and_do + row_stats + step)
         return round_up(k_and_v + stages + ds + weights + dq + barriers + 8 + 48, 1024)
 
@@ -77,7 +77,9 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     if max(dim_qk, dim_v) == 64:
         return Sm90BwdTiling(tile_q=128, dq_slots=2, share_slots=2)
     if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_slots=0)
+        return Sm90BwdTiling(
+            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
+        )
     if dim_qk + dim_v > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
@@ -100,7 +102,6 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
-    wave_bytes = 0  # one pair: the sums of those that are at work shall stay in L2, too
 
     def __init__(
         self,
@@ -122,6 +123,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
         queries, keys = self.tiling.tile_q, self.tiling.tile_k
         # A warpgroup stores its half of the keys.
         return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
+
+    @property
+    def most_heads_per_wave(self) -> int:
+        """Sums of dQ shall stay in L2, too, which speaks for one; but under a causal mask the first
+        tiles of a pair take much longer than its last, and other pairs must fill the time."""
+        right = self.geometry.band_right is not None
+        return 8 if right else 1
 
     @property
     def row_tiling(self) -> Tiling:
