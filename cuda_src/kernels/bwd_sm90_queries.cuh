@@ -81,7 +81,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
 #pragma unroll 1
-      for (int steps = p.heads_per_k * (tiles.last - tiles.first); steps > 0; --steps) {
+      for (int steps = uniform(p.heads_per_k * (tiles.last - tiles.first)); steps > 0; --steps) {
         const auto await_ds = [&] {
           const auto place = place_of<ds_stages>(at.steps);
           mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);

@@ -318,7 +318,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     uint32 copies = 0;          // stored by this block before, of all shares
     static constexpr int unknown = -1;
 
-    DLATTN_DEVICE bool goes_on() const { return uint32(next) < uint32(last); }
+    DLATTN_DEVICE bool goes_on() const { return uniform(uint32(next) < uint32(last)) != 0; }
   };
 
   DLATTN_DEVICE void begin_share(ShareWalk& walk) {
@@ -331,12 +331,14 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     if (walk.last == ShareWalk::unknown && has_ended(shared.share_complete, this->round % 2)) {
       walk.last = uniform(shared.share.pieces);
       if (walk.last == 0) release(shared.share_stored);
+      __syncwarp();
     }
-    return walk.next < walk.last;
+    return uniform(walk.next < walk.last) != 0;
   }
   DLATTN_DEVICE void end_piece(ShareWalk& walk) {
     __syncwarp();
     if (++walk.next == walk.last) release(shared.share_stored);
+    __syncwarp();
   }
 
   // Stores a piece, if there is one, that is loaded while wait() waits for something else.
@@ -362,18 +364,18 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         end_piece(walk);
       }
     }
-#pragma unroll 1
-    for (; walk.ordered < walk.last && walk.ordered < walk.next + share_slots; ++walk.ordered) {
+    if (walk.ordered < walk.last && walk.ordered < walk.next + share_slots) {
       const int slot = (walk.copies + walk.ordered - walk.next) % share_slots;
       const DQRows& g_rows = sum_rows(shared.share, walk.ordered, warp);
+      if (walk.ordered == 0) fence_proxy_async_global();
       if (gives_orders()) {
-        if (walk.ordered == 0) fence_proxy_async_global();
         uint64& landed = shared.share_landed[slot][warp];
         mbarrier_arrive_expect(landed, sizeof(DQRows));
         bulk_load(shared_address(&shared.share_pieces[slot].warp[warp]), &g_rows, sizeof(DQRows),
                   landed);
       }
       __syncwarp();
+      ++walk.ordered;
     }
   }
 
