@@ -38,6 +38,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
+  using typename Base::Nothing;
   using typename Base::Step;
 
   // Where dK and dV leave few registers, scores are made of half the queries at a time.
@@ -351,7 +352,19 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   // How far a key worker has come.
   struct Steps {
     Place<stages> place;
-    Place<ds_stages> ds_place;
+    Either<stages == ds_stages, Nothing, Place<ds_stages>> ds;
+
+    DLATTN_DEVICE const Place<ds_stages>& ds_place() const {
+      if constexpr (stages == ds_stages) {
+        return place;
+      } else {
+        return ds;
+      }
+    }
+    DLATTN_DEVICE void advance() {
+      place.advance();
+      if constexpr (stages != ds_stages) ds.advance();
+    }
   };
 
   // Calls walk(i, last) for the heads from i to last, which share keys and values, once those are there.
@@ -370,8 +383,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll 1
     while (more) {
       more = take();
-      at.place.advance();
-      at.ds_place.advance();
+      at.advance();
     }
   }
 
@@ -402,8 +414,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     dV[0].clear();
     for_each_walk([&](int i, int last) {
       take_steps(at, [&] {
-        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], at.place, at.ds_place, values);
-        return step(dK[0], dV[0], at.place, at.ds_place, values);
+        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values);
+        return step(dK[0], dV[0], at.place, at.ds_place(), values);
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {
@@ -423,7 +435,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(at, [&] { return step_on_values(dV, at.place, at.ds_place, values); });
+      take_steps(at, [&] { return step_on_values(dV, at.place, at.ds_place(), values); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -441,7 +453,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last) {
-      take_steps(at, [&] { return step_on_keys(dK, at.place, at.ds_place); });
+      take_steps(at, [&] { return step_on_keys(dK, at.place, at.ds_place()); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -454,6 +466,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   // ---- Who does what ----
+
+  using Shares = BwdSm90Shares<Problem, Tiling>;
 
   template <class... Arguments>
   static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
@@ -469,15 +483,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
             block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
       }
       case 2: {
-        typename Base::Additions additions;
+        Place<Base::dq_slots> place;
         return Base::template for_each_item<BwdSm90>(
-            block..., [&](auto& kernel) { kernel.add_pieces(additions); });
+            block..., [&](auto& kernel) { kernel.add_pieces(place); });
       }
-      case 3: {
-        typename Base::Counts counts;
-        return Base::template for_each_item<BwdSm90>(
-            block..., [&](auto& kernel) { kernel.count_additions(counts); });
-      }
+      case 3:
+        return Base::template for_each_item<Shares>(
+            block..., [&](auto& kernel) { kernel.count_additions(); });
     }
   }
 
@@ -486,7 +498,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     typename Base::Queries queries;
     Base::template for_each_item<BwdSm90>(
         block..., [&](auto& kernel) { kernel.work_on_queries(queries); });
-    BwdSm90(block..., 0, 0).template store_rest<true>();
+    Shares(block..., 0).template store_rest<true>();
   }
 
   template <class... Arguments>
@@ -501,7 +513,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         kernel.work_on_keys(steps);
       }
     });
-    BwdSm90(block..., 0, 0).template store_rest<false>();
+    Shares(block..., 0).template store_rest<false>();
   }
 };
 

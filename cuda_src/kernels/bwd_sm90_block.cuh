@@ -114,21 +114,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const Params& p;
   SharedMemory& shared;
   const int round;  // items that this block had before
-  const WorkItem work;
-  const Lengths length;
-  const Interval keys;   // of this tile that exist
-  const Interval tiles;  // of queries that attend to them
-
   DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
-                             int item, int items_before)
-      : m(params),
-        p(params.p),
-        shared(shared_memory),
-        round(items_before),
-        work(work_item(item, params.p)),
-        length(p, work.batch),
-        keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
-        tiles(uniform(query_tiles())) {}
+                             int items_before)
+      : m(params), p(params.p), shared(shared_memory), round(items_before) {}
 
   // In a fixed order of additions, those of items taken before this one come before: of later keys
   // (last_keys_first), or of earlier ones. Items start at the diagonal, where later keys meet a query
@@ -144,14 +132,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
   }
 
-  // Of this item.
+  // Of the item at work.
   DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
-
-  DLATTN_DEVICE Interval query_tiles() const {
-    const Interval queries = Problem::Mask::queries(keys, length, p);
-    if (keys.empty() || queries.empty()) return {0, 0};
-    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
-  }
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
@@ -184,18 +166,45 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Of 64, in an accumulator of the warpgroup.
   static DLATTN_DEVICE int first_row_of_warp() { return 16 * warp_of_group(); }
 
-  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+  // ---- Items ----
 
-  // The parity of the keys of head i in k_ring, and of its values in v_ring.
-  DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
-  DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
-  DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
-    return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
+  static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
+
+  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
+    int item = blockIdx.x;
+    for (int round = 0; item != none_left; ++round) {
+      const bool exists = item < item_count(m.p);
+      if (!exists) item = none_left;
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
+      __syncwarp();
+      release(shared.item_ring.full[place.stage]);
+      if (!exists) return;
+      Kernel kernel(m, shared, round);
+      work(kernel);
+      if (threadIdx.x % 32 == 0) item = gridDim.x + fetch_add(m.p.items_taken, 1);
+      item = uniform(item);
+    }
   }
 
-  // Heads that share their keys and their values.
-  DLATTN_DEVICE int heads_per_walk() const {
-    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  // Every other warp.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void for_each_item(const MappedBwdParams& m, SharedMemory& shared,
+                                          Work work) {
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
+      const int item = uniform(shared.items[place.stage]);
+      if (item == none_left) return;
+      Kernel kernel(m, shared, round);
+      work(kernel);
+      __syncwarp();
+      release(shared.item_ring.empty[opaque(round) % 2]);
+    }
   }
 };
 

@@ -2,13 +2,13 @@
 // and values.
 #pragma once
 
-#include "kernels/bwd_sm90_block.cuh"
+#include "kernels/bwd_sm90_item.cuh"
 
 namespace dlattn {
 
 template <class Problem, class Tiling>
-struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
-  using Base = BwdSm90Block<Problem, Tiling>;
+struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
+  using Base = BwdSm90Item<Problem, Tiling>;
   using Base::Base;
   using Base::first_head;
   using Base::heads_per_walk;
@@ -18,7 +18,6 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   using Base::p;
   using Base::shared;
   using Base::stages;
-  using typename Base::SharedMemory;
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
@@ -29,8 +28,9 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, const Place<ring_stages>& place,
                                Tile (&tile)[ring_stages], int rows, uint64& landed,
                                uint32& clearings, uint32 bytes, Start start) {
-    if (rows >= Tile::rows) return order(ring, place, ring.full[place.stage], bytes, start);
-    order(ring, place, landed, bytes, start);
+    const bool is_full = rows >= Tile::rows;
+    order(ring, place, is_full ? ring.full[place.stage] : landed, bytes, start);
+    if (is_full) return;
     mbarrier_wait(landed, clearings++ % 2);
     tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
     fence_proxy_async();
@@ -65,51 +65,11 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
       int tile = tiles.first;
-      if (!tiles.empty()) visit(i, tile++);
-      begin(i);
 #pragma unroll 1
-      for (; tile < tiles.last; ++tile) visit(i, tile);
-    }
-  }
-
-  // ---- Items ----
-
-  static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
-
-  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
-  template <class Kernel, class Work>
-  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
-    int item = blockIdx.x;
-    for (int round = 0; item != none_left; ++round) {
-      const bool exists = item < Base::item_count(m.p);
-      if (!exists) item = none_left;
-      const auto place = place_of<2>(round);
-      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
-      if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
-      __syncwarp();
-      release(shared.item_ring.full[place.stage]);
-      if (!exists) return;
-      Kernel kernel(m, shared, item, round);
-      work(kernel);
-      if (threadIdx.x % 32 == 0) item = gridDim.x + fetch_add(m.p.items_taken, 1);
-      item = uniform(item);
-    }
-  }
-
-  // Every other warp.
-  template <class Kernel, class Work>
-  static DLATTN_DEVICE void for_each_item(const MappedBwdParams& m, SharedMemory& shared,
-                                          Work work) {
-#pragma unroll 1
-    for (int round = 0;; ++round) {
-      const auto place = place_of<2>(round);
-      mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
-      const int item = uniform(shared.items[place.stage]);
-      if (item == none_left) return;
-      Kernel kernel(m, shared, item, round);
-      work(kernel);
-      __syncwarp();
-      release(shared.item_ring.empty[opaque(round) % 2]);
+      do {
+        if (tile < tiles.last) visit(i, tile);
+        if (tile == tiles.first) begin(i);
+      } while (++tile < tiles.last);
     }
   }
 
