@@ -75,7 +75,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
     if max(dim_qk, dim_v) == 64:
-        return Sm90BwdTiling(tile_q=128, dq_slots=2, share_slots=2)
+        return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
