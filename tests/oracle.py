@@ -115,28 +115,39 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
     A value x that is rounded to a type carries an independent error, uniform within ``u * |x|`` (or
     half of the smallest subnormal, or what the arithmetic may flush to 0): variance a third of the
-    square. A sum of n products carries the error of each partial sum, which grows to at most the
-    sum of absolute products: as variance, ``n / 36`` of the square of one ``eps`` of that, and one
-    more for the products' own.
+    square. A sum of n products carries the error of each partial sum. Those grow from the first
+    product f, which counts only where the case gives it an offset, to at most the sum s of absolute
+    products: the mean of their squares is ``(f^2 + f s + s^2) / 3``. As variance that is n times
+    ``eps^2 / 12`` of it, and ``eps^2`` of ``s^2`` for the products' own errors.
+
+    Tensor cores, which multiply 16-bit types, do not round partial sums but cut them off: about a
+    quarter of a unit in the last place for each eight products (Fasi, Higham, Mikaitis, Pranesh:
+    "Numerical behavior of NVIDIA tensor cores", 2021). Scores with an offset share that error, so
+    that it is the log-sum-exp's, too; P does not see it.
     """
     arithmetic = np.finfo(_compute(case))
     eps = float(arithmetic.eps)
     flushed = max(float(arithmetic.tiny), 1e-150)  # its square must not underflow here
+    is_short = case.dtype in ("bfloat16", "float16")
 
     def rounding(x: Any, dtype: str | None = None) -> Any:
         info = ml_dtypes.finfo(dtype or case.dtype)
         least = max(float(info.smallest_subnormal) / 2, flushed)
         return ((float(info.eps) / 2 * x) ** 2 + least**2) / 3
 
-    def product(x: Any, y: Any, x_variance: Any) -> Any:
+    def product(x: Any, y: Any, x_variance: Any, first: Any = 0.0) -> Any:
         """Variance of ``x @ y`` when only x has errors of its own."""
-        return x_variance @ y**2 + (1 + x.shape[-1] / 36) * (eps * (abs(x) @ abs(y))) ** 2
+        reach = abs(x) @ abs(y)
+        partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
+        return x_variance @ y**2 + eps**2 * (reach**2 + partial_sums)
 
     def entry(e: _Entry) -> dict[str, Any]:
         p, stats = _softmax(e, case.scale_value * (e.q @ _t(e.k)))
         stats = e.xp.where(e.alive, stats, 0.0)
         o, d_p = p @ e.v, e.d_o @ _t(e.v)
-        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q)
+        first = abs(e.q[..., :1] @ _t(e.k)[..., :1, :]) if case.offset else 0.0
+        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q, first)
+        cut_off = eps / 32 * e.q.shape[-1] * abs(case.scale_value) * first if is_short else 0.0
         # An error in a score moves o by p times its key's distance from o.
         o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
         o_own = product(p, e.v, rounding(p)) + o_score
@@ -158,7 +169,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             "o": o_own,
             "stats": rounding(stats, case.stats or _compute(case))
             + 4 * eps**2
-            + _stats_variance(case, e, p, score),
+            + _row_sum(e, p**2 * score)
+            + _row_sum(e, p * cut_off) ** 2 / 3,
             "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
             "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
             "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
@@ -284,11 +296,6 @@ def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
 def _t(x: Any) -> Any:
     """The transpose within each head."""
     return x.swapaxes(-1, -2)
-
-
-def _stats_variance(case: Case, e: _Entry, p: Any, score: Any) -> Any:
-    """Variance that scores give stats. An offset's errors are a row's, and do not average out."""
-    return _row_sum(e, p * score**0.5) ** 2 if case.offset else _row_sum(e, p**2 * score)
 
 
 def _row_sum(e: _Entry, x: Any) -> Any:

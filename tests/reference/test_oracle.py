@@ -129,6 +129,81 @@ def test_refuses_one_wrong_element(role: str) -> None:
         oracle.assert_close(_TYPICAL, given, good)
 
 
+#: Every score is far from 0, and so is every partial sum of it.
+_OFFSET = replace(_TYPICAL, offset=-120.0)
+
+
+def _cut(x: Any, bits: int) -> Any:
+    """x, towards zero, with so many bits."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.trunc(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+def _tensor_core(q: Any, k: Any, block: int, extra: int) -> Any:
+    """``q @ k.T`` as tensor cores are known to add: a block of products and the sum so far at a
+    time, all cut off ``extra`` bits below the last place of the largest, and their sum at its own.
+    """
+    total = np.zeros((len(q), len(k)))
+    for first in range(0, q.shape[1], block):
+        columns = slice(first, first + block)
+        terms = np.stack([*(q.T[columns, :, None] * k.T[columns, None, :]), total])
+        unit = np.exp2(np.frexp(abs(terms).max(0))[1] - 24.0 - extra)
+        total = _cut((np.trunc(terms / unit) * unit).sum(0), 24)
+    return total
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize(("block", "extra"), [(8, 1), (16, 2)], ids=["Ampere", "Hopper"])
+def test_admits_the_sums_of_tensor_cores(head_dim: int, block: int, extra: int) -> None:
+    """Scores with an offset, cut off as tensor cores do it, have an admissible log-sum-exp."""
+    for seed in range(5):
+        case = Case(
+            seq_q=30, seq_kv=300, head_dim_qk=head_dim, scale=head_dim**-0.5, offset=-120.0,
+            logits=(0.01, 1.0, 10.0)[seed % 3], seed=seed,
+        )  # fmt: skip
+        given = _given(case)
+        q, k = (given[role][0, 0].astype(np.float64) for role in "qk")
+        scores = _tensor_core(q, k, block, extra) * case.scale_value
+        stats = np.logaddexp.reduce(scores, 1).astype(np.float32)
+        oracle.assert_close(case, given, {"stats": stats.reshape(1, 1, -1, 1)})
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_noise_of_a_sum_with_an_offset(head_dim: int) -> None:
+    """The deviation of float32 sums, added in order, is what the model says, and not half of it.
+
+    With a single key the log-sum-exp is the score. A first term in the middle of a binade is
+    rounded like others of the same unit in the last place, which the model takes at its largest.
+    """
+    case = Case(
+        dtype="float32", seq_q=2000, head_dim_qk=head_dim, scale=1.0, offset=96.0, logits=0.5
+    )
+    given = _given(case)
+    terms = given["q"][0, 0].astype(np.float64) * given["k"][0, 0].astype(np.float64)
+    total = np.zeros(len(terms), np.float32)
+    for term in terms.T:
+        total = (total + term).astype(np.float32)  # the product itself is exact: a fused add
+    want = oracle.exact(case, given)
+    sigma = oracle.noise(case, given, want)["stats"].ravel()
+    share = np.sqrt(np.mean(((total - terms.sum(1)) / sigma) ** 2))
+    assert 0.3 < share < 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_refuses_wrong_scores_with_an_offset(dtype: str) -> None:
+    """A part in a million of a log-sum-exp near -120 is too much; so is one key too few."""
+    case = replace(_OFFSET, dtype=dtype)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    with pytest.raises(AssertionError, match="stats"):
+        oracle.assert_close(case, given, {"stats": good["stats"] * np.float32(1 + 1e-6)})
+    for role in ("o", "stats", "dQ", "dK", "dV"):
+        other = replace(case, len_kv=(55, 41))
+        with pytest.raises(AssertionError), np.errstate(all="ignore"):
+            oracle.assert_close(case, given, {role: _tiled(other, given, 16)[role]})
+
+
 @pytest.mark.parametrize("role", ["o", "stats", "dQ", "dK", "dV"])
 def test_refuses_nan(role: str) -> None:
     """A NaN anywhere fails, also in rows that should be 0 or -inf."""
