@@ -75,7 +75,7 @@ def test_nan_among_the_keys_reaches_the_rows_that_attend_to_it() -> None:
     case = replace(CASE, right=0)
     arrays = {role: t.tensor.copy() for role, t in make_tensors(case, Library()).items()}
     arrays["k"][0, 1, 3, 0] = np.nan
-    o, stats = forward(case, arrays)
+    o, stats, *_ = forward(case, arrays)
     spoilt = np.zeros(o.shape[:3], bool)
     spoilt[0, 2:, 3:] = True
     assert (np.isnan(o).any(-1) == spoilt).all() and (np.isnan(stats[..., 0]) == spoilt).all()
@@ -105,7 +105,7 @@ def test_computes_as_told() -> None:
     problem = replace(problem_of(case, Direction.FORWARD), compute=data_type.DOUBLE)
     plan = Reference(problem, geometry_of(case, used), CPU)
     plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
-    exact, _ = forward(case, {role: t.tensor for role, t in tensors.items()})
+    exact, *_ = forward(case, {role: t.tensor for role, t in tensors.items()})
     assert (tensors["o"].tensor == exact.astype(tensors["o"].tensor.dtype)).all()
 
 
@@ -124,7 +124,7 @@ def test_any_edit_and_mask() -> None:
     """Edits and masks run through their twins alone, in order."""
     case = replace(CASE, heads_k=4, heads_v=4)
     q, k, v = (make_tensors(case, Library())[role].tensor for role in "qkv")
-    o, _ = attention_forward(q, k, v, edits=(Cube(), Cube()), masks=(Weave(),))
+    o, *_ = attention_forward(q, k, v, edits=(Cube(), Cube()), masks=(Weave(),))
     b, h, i, j = np.ogrid[:2, :4, :5, :9]
     scores = q @ k.swapaxes(2, 3)
     for _ in range(2):

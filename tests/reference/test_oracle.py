@@ -25,7 +25,12 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
     arrays = {role: given[role].astype(np.float32) for role in ("q", "k", "v", "dO")}
     dims, log2e = case.dims(), np.float32(np.log2(np.e))
     out = {role: np.zeros(dims[role], np.float32) for role in ("o", "dQ", "dK", "dV")}
-    out["stats"] = np.full(dims["stats"], -np.inf, np.float32)
+    out |= {role: np.full(dims[role], -np.inf, np.float32) for role in ("stats", "score_max")}
+    out["score_sum_exp"] = np.zeros(dims["stats"], np.float32)
+    out["dSink_token"] = np.zeros(dims["dSink_token"], np.float32)
+    sinks = np.full(case.heads_q, -np.inf, np.float32)
+    if case.sink is not None:
+        sinks = given["sink_token"].reshape(-1)
 
     def store(x: Any) -> Any:
         return given["q"].dtype.type(x).astype(np.float32)
@@ -50,13 +55,24 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             total = total * shrink + p.sum(1, keepdims=True)
             acc = acc * shrink + store(p) @ v[j : j + tile]
             top = new
+        sink = sinks[h] * log2e
+        new = np.maximum(top, sink)
+        safe = np.where(np.isinf(new), 0, new)
+        shrink = np.exp2(top - safe)
+        total, acc, top = total * shrink + np.exp2(sink - safe), acc * shrink, new
         alive = total > 0
         o = store(acc / np.where(alive, total, 1))
         stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
         p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
-        d_s = store(p * (d_o @ v.T - (d_o * o).sum(1, keepdims=True)))
+        delta = (d_o * o).sum(1, keepdims=True)
+        d_s = store(p * (d_o @ v.T - delta))
         out["o"][b, h, :m] = o
         out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
+        out["score_max"][b, h, :m] = top / log2e
+        out["score_sum_exp"][b, h, :m] = total
+        out["dSink_token"][0, h] -= (
+            np.exp2(sink - np.where(alive, stats * log2e, np.inf)) * delta
+        ).sum(0, keepdims=True)
         for j in range(0, n, tile):
             out["dQ"][b, h, :m] += d_s[:, j : j + tile] @ k[j : j + tile]
         out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
@@ -202,6 +218,20 @@ def test_refuses_wrong_scores_with_an_offset(dtype: str) -> None:
         other = replace(case, len_kv=(55, 41))
         with pytest.raises(AssertionError), np.errstate(all="ignore"):
             oracle.assert_close(case, given, {role: _tiled(other, given, 16)[role]})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_refuses_another_sink(dtype: str) -> None:
+    """The results of sinks 0.05 off, and of sinks that are far away, fail."""
+    case = replace(_TYPICAL, sink=3.0, right=None, dtype=dtype)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    for other in (given["sink_token"] + np.float32(0.05), np.full_like(given["sink_token"], -20)):
+        wrong = _tiled(case, given | {"sink_token": other}, 16)
+        for role in ("o", "stats", "score_sum_exp", "dSink_token"):
+            with pytest.raises(AssertionError):
+                oracle.assert_close(case, given, {role: wrong[role]})
 
 
 @pytest.mark.parametrize("role", ["o", "stats", "dQ", "dK", "dV"])
