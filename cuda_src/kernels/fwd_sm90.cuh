@@ -353,8 +353,7 @@ struct FwdSm90 {
     tie(state.scores);
     edit(state.scores, work, values, tile);
     if (work.is_full(tile)) {
-      const bool grew =
-          (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
+      const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
       sums = softmax.exponentiate(state.scores);
       return grew;
     }

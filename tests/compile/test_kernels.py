@@ -116,8 +116,8 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask, and every class of a forward with all that it can write;
-    the other choices cycle, so that each pair meets."""
+    """Every head-dim class with every mask; the other choices cycle, so that each pair meets. Each
+    class of a forward also with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
