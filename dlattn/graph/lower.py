@@ -148,8 +148,8 @@ def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Ta
     for role, t in tensors.items():
         if t.get_is_pass_by_value() and role != "attn_scale":
             raise InvalidGraphError(
-                f"{node.label(role)} is passed by value from the host, but on {target} it must be "
-                "in device memory; move it there."
+                f"{node.label(role)} is passed by value from the host, but {target} wants it in "
+                "device memory; move it there."
             )
 
 
