@@ -174,11 +174,11 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
     if case.sink is not None:
         dim = case.dims()["sink_token"]
         data = case.sink + library.normal(dim, 4 * case.seed + 4)
-        spec = _spec(case, "sink_token", dim, "float32")
-        yield (
-            "sink_token",
-            _guard(library, spec, "float32", data, case.layout("sink_token") == "odd"),
+        spec, shifted = (
+            _spec(case, "sink_token", dim, "float32"),
+            case.layout("sink_token") == "odd",
         )
+        yield "sink_token", _guard(library, spec, "float32", data, shifted)
     one = (1, 1, 1, 1)
     if case.scale_as != "value":
         home = library.host() if case.scale_as == "host" else library

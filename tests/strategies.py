@@ -146,10 +146,8 @@ PROFILES = {
 }
 
 
-_ROW_OUTPUTS = (
-    *((), (), (), ("score_max",), ("score_sum_exp",)),
-    ("score_max", "score_sum_exp"),
-)
+_MAX, _SUM = "score_max", "score_sum_exp"
+_ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
 
 
 def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:

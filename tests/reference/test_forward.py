@@ -132,3 +132,25 @@ def test_any_edit_and_mask() -> None:
     scores = np.where((b + h + i + j) % 3 > 0, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     assert np.allclose(o, weights @ v / weights.sum(-1, keepdims=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("sink", [None, 0.75])
+def test_statistics_of_rows_that_attend_to_nothing(sink: float | None) -> None:
+    """Without keys a valid row is its sink's, or empty; rows past the length are always empty."""
+    case = replace(CASE, len_q=(5, 3), right=0, bottom_right=True, sink=sink)
+    case = replace(case, seq_kv=3, len_kv=(3, 0), row_outputs=("score_max", "score_sum_exp"))
+    got = _run(case)
+    sinks = np.full((1, 4, 1, 1), -np.inf) if sink is None else got["sink_token"]
+    # The first entry's rows 0 and 1 stand before its keys; the second entry has none.
+    alone = [(0, slice(0, 2)), (1, slice(0, 3))]
+    for entry, rows in alone:
+        for role in ("stats", "score_max"):
+            assert (got[role][entry, :, rows] == sinks[0]).all()
+        assert (got["score_sum_exp"][entry, :, rows] == (sink is not None)).all()
+        assert (got["o"][entry, :, rows] == 0).all() and (got["dQ"][entry, :, rows] == 0).all()
+    assert (got["stats"][1, :, 3:] == -np.inf).all() and (
+        got["score_max"][1, :, 3:] == -np.inf
+    ).all()
+    assert (got["score_sum_exp"][1, :, 3:] == 0).all() and (got["o"][1, :, 3:] == 0).all()
+    if sink is not None:
+        assert np.isfinite(got["dSink_token"]).all() and (got["dSink_token"] != 0).all()
