@@ -24,7 +24,13 @@ from tests.strategies import Case
 Tensors = Mapping[str, Any]
 
 #: How many times the larger yardstick the largest error may be.
-FACTORS = {"o": 2.0, "stats": 2.0, "dQ": 3.0, "dK": 3.0, "dV": 3.0}
+FACTORS = {
+    **{"o": 2.0, "stats": 2.0, "score_max": 2.0, "score_sum_exp": 2.0},
+    **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0},
+}
+
+#: Results whose type is not that of q, besides stats.
+_TYPES = {"score_max": "float32", "score_sum_exp": "float32", "dSink_token": "float32"}
 
 #: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
 #: millions of elements; a wrong row that others dwarf does not.
@@ -37,8 +43,9 @@ class _Entry:
 
     Attributes:
         q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
+        sink: (Hq, 1, 1), -inf without.
         keep: (m, n) booleans.
-        alive: (m, 1) booleans: rows that attend to something.
+        alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
     """
 
     xp: Any
@@ -46,28 +53,44 @@ class _Entry:
     k: Any
     v: Any
     d_o: Any
+    sink: Any
     keep: Any
     alive: Any
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A softmax: the weights (Hq, m, n) of the keys, 0 where masked, and numbers (Hq, m, 1) of its
+    rows, of which ``sink`` is the sink's weight."""
+
+    p: Any
+    sink: Any
+    stats: Any
+    largest: Any
+    total: Any
+
+
 def exact(case: Case, given: Tensors) -> dict[str, Any]:
-    """o, stats, dQ, dK, dV in float64, from q, k, v and dO; 0 and -inf where nothing is attended.
+    """Every result in float64, from q, k, v, dO and sinks; 0 and -inf where nothing is attended.
 
     The gradient is that of the softmax itself, ``dS = P * (dP - rowsum(P * dP))``; it uses neither
     o nor stats.
     """
 
     def entry(e: _Entry) -> dict[str, Any]:
-        scores = case.scale_value * (e.q @ _t(e.k))
-        p, stats = _softmax(e, scores)
-        d_p = e.d_o @ _t(e.v)
-        d_s = case.scale_value * p * (d_p - _row_sum(e, p * d_p))
+        rows = _softmax(e, case.scale_value * (e.q @ _t(e.k)))
+        p, d_p = rows.p, e.d_o @ _t(e.v)
+        delta = _row_sum(e, p * d_p)
+        d_s = case.scale_value * p * (d_p - delta)
         return {
             "o": p @ e.v,
-            "stats": stats,
+            "stats": rows.stats,
+            "score_max": rows.largest,
+            "score_sum_exp": rows.total,
             "dQ": d_s @ e.k,
             "dK": _t(d_s) @ e.q,
             "dV": _t(p) @ e.d_o,
+            "dSink_token": _sum_of_rows(e, -rows.sink * delta),
         }
 
     return _by_entry(case, given, entry, "float64")
@@ -86,25 +109,31 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
             return _cast(_cast(x, dtype or case.dtype), compute)
 
         scores = case.scale_value * (e.q @ _t(e.k))
-        p, stats = _softmax(e, scores)
-        stats = store(stats, case.stats or compute)
+        rows = _softmax(e, scores)
+        p, stats = rows.p, store(rows.stats, case.stats or compute)
         top = _row_max(e, p)
         unnormalised = p / e.xp.where(top > 0, top, 1.0)
         o = store(store(unnormalised) @ e.v * top)
         d_p = e.d_o @ _t(e.v)
-        p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - e.xp.where(e.alive, stats, 0.0))
-        d_s = store(p * (d_p - _row_sum(e, e.d_o * o)))
+        alive_stats = e.xp.where(e.alive, stats, 0.0)
+        p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - alive_stats)
+        delta = _row_sum(e, e.d_o * o)
+        d_s = store(p * (d_p - delta))
         return {
             "o": o,
             "stats": stats,
+            "score_max": store(rows.largest, _TYPES["score_max"]),
+            "score_sum_exp": store(rows.total, _TYPES["score_sum_exp"]),
             "dQ": store(case.scale_value * (d_s @ e.k)),
             "dK": case.scale_value * (_t(d_s) @ e.q),
             "dV": _t(store(p)) @ e.d_o,
+            "dSink_token": _sum_of_rows(e, -e.xp.exp(e.sink - alive_stats) * delta),
         }
 
     results = _by_entry(case, given, entry, compute)
-    # Only now, because the query heads of a group are summed before they are rounded.
-    return results | {role: _cast(results[role], case.dtype) for role in ("dK", "dV")}
+    # Only now, because these are sums of several heads, or batch entries, before they are rounded.
+    late = {"dK": case.dtype, "dV": case.dtype, "dSink_token": _TYPES["dSink_token"]}
+    return results | {role: _cast(results[role], dtype) for role, dtype in late.items()}
 
 
 def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
@@ -115,30 +144,49 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
     A value x that is rounded to a type carries an independent error, uniform within ``u * |x|`` (or
     half of the smallest subnormal, or what the arithmetic may flush to 0): variance a third of the
-    square. A sum of n products carries the error of each partial sum, which grows to at most the
-    sum of absolute products: as variance, ``n / 36`` of the square of one ``eps`` of that, and one
-    more for the products' own.
+    square. A sum of n products carries the error of each partial sum. Those grow from the first
+    product f, which counts only where the case gives it an offset, to at most the sum s of absolute
+    products: the mean of their squares is ``(f^2 + f s + s^2) / 3``. As variance that is n times
+    ``eps^2 / 12`` of it, and ``eps^2`` of ``s^2`` for the products' own errors.
+
+    Tensor cores, which multiply 16-bit types, do not round partial sums but cut them off: about a
+    quarter of a unit in the last place for each eight products (Fasi, Higham, Mikaitis, Pranesh:
+    "Numerical behavior of NVIDIA tensor cores", 2021). Scores with an offset share that error, so
+    that it is the log-sum-exp's, too; P does not see it, unless there is a sink beside them. What
+    moves all scores against the sink is also the rounding of factors that both are multiplied by.
     """
     arithmetic = np.finfo(_compute(case))
     eps = float(arithmetic.eps)
     flushed = max(float(arithmetic.tiny), 1e-150)  # its square must not underflow here
+    is_short = case.dtype in ("bfloat16", "float16")
 
     def rounding(x: Any, dtype: str | None = None) -> Any:
         info = ml_dtypes.finfo(dtype or case.dtype)
         least = max(float(info.smallest_subnormal) / 2, flushed)
         return ((float(info.eps) / 2 * x) ** 2 + least**2) / 3
 
-    def product(x: Any, y: Any, x_variance: Any) -> Any:
+    def product(x: Any, y: Any, x_variance: Any, first: Any = 0.0) -> Any:
         """Variance of ``x @ y`` when only x has errors of its own."""
-        return x_variance @ y**2 + (1 + x.shape[-1] / 36) * (eps * (abs(x) @ abs(y))) ** 2
+        reach = abs(x) @ abs(y)
+        partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
+        return x_variance @ y**2 + eps**2 * (reach**2 + partial_sums)
 
     def entry(e: _Entry) -> dict[str, Any]:
-        p, stats = _softmax(e, case.scale_value * (e.q @ _t(e.k)))
-        stats = e.xp.where(e.alive, stats, 0.0)
+        scores = case.scale_value * (e.q @ _t(e.k))
+        rows = _softmax(e, scores)
+        p, stats, largest = rows.p, e.xp.where(e.alive, rows.stats, 0.0), rows.largest
+        largest = e.xp.where(e.alive, largest, 0.0)
         o, d_p = p @ e.v, e.d_o @ _t(e.v)
-        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q)
+        first = abs(e.q[..., :1] @ _t(e.k)[..., :1, :]) * bool(case.offset)
+        score = case.scale_value**2 * product(e.q, _t(e.k), 0 * e.q, first)
+        # What all scores of a row have in common, and what moves them against the sink.
+        cut_off = eps / 32 * e.q.shape[-1] * abs(case.scale_value) * first * is_short
+        common = _row_sum(e, p * cut_off) ** 2 / 3
+        sink = e.xp.where(e.sink > -np.inf, e.sink, 0.0)
+        apart = common + eps**2 * (sink**2 + largest**2) / 3
+        sunk = rows.sink**2 * apart
         # An error in a score moves o by p times its key's distance from o.
-        o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
+        o_score = (p**2 * score) @ e.v**2 + o**2 * (_row_sum(e, p**2 * score) + sunk)
         o_own = product(p, e.v, rounding(p)) + o_score
         # delta = rowsum(dO * o) has the errors of o: its own, and those of p, common to its row.
         delta = (
@@ -147,7 +195,22 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             + _row_sum(e, p**2 * score * d_p**2)
         )
         # The backward's p is exp(score - stats), with the rounding of stats.
-        p_variance = p**2 * (score + rounding(stats, case.stats or _compute(case))) + flushed**2
+        stored = rounding(stats, case.stats or _compute(case))
+        p_variance = p**2 * (score + sunk + stored) + flushed**2
+        stats_variance = stored + 4 * eps**2 + _row_sum(e, p**2 * score) + common + sunk
+        # A sink's weight has all errors of stats.
+        d_sink = rows.sink * _row_sum(e, e.d_o * o)
+        d_sink_variance = rows.sink**2 * delta + d_sink**2 * (stats_variance + sunk)
+        # The sum is of weights relative to the largest score, which is rounded at its own size.
+        is_largest = e.keep & (scores >= largest)
+        own = _row_max(e, e.xp.where(is_largest, score, 0.0))
+        size = eps**2 * largest**2 / 3
+        moved = e.xp.where(e.sink >= largest, rows.total - 1, rows.sink * rows.total)
+        sum_variance = (
+            rows.total**2 * (_row_sum(e, p**2 * score) + size + eps**2 * (4 + p.shape[-1] / 36))
+            + (rows.total - 1) ** 2 * own
+            + moved**2 * apart
+        )
         centred = d_p - _row_sum(e, p * d_p)
         d_s = p * centred
         d_s_variance = (
@@ -156,17 +219,19 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         scale = case.scale_value**2
         return {
             "o": o_own,
-            "stats": rounding(stats, case.stats or _compute(case))
-            + 4 * eps**2
-            + _stats_variance(case, e, p, score),
+            "stats": stats_variance,
+            "score_max": own + size + _row_max(e, is_largest * cut_off) ** 2 / 3,
+            "score_sum_exp": sum_variance,
             "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * (p @ e.k) ** 2),
             "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + p**2 * delta)),
             "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
+            "dSink_token": _sum_of_rows(e, d_sink_variance)
+            + (1 + d_sink.shape[1] / 36) * (eps * _sum_of_rows(e, abs(d_sink))) ** 2,
         }
 
     variance = _by_entry(case, given, entry, "float64", dead=0.0)
     return {
-        role: (x if role == "stats" else x + rounding(want[role])) ** 0.5
+        role: (x if role == "stats" else x + rounding(want[role], _TYPES.get(role))) ** 0.5
         for role, x in variance.items()
     }
 
@@ -176,7 +241,7 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     Args:
         given: q, k, v and dO, in the case's type.
-        got: any of o, stats, dQ, dK, dV.
+        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token.
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few
@@ -216,44 +281,53 @@ def _by_entry(
 ) -> dict[str, Any]:
     """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
 
-    What no entry computes is 0, and ``dead`` in stats. Key and value gradients are summed over the
-    query heads that share them.
+    What no entry computes is 0, and ``dead`` in stats and score_max. Key and value gradients are
+    summed over the query heads that share them, the sinks' over the batch.
     """
     q, k, v, d_o = (_cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
-    xp = _module(q)
-    like = {"o": d_o, "stats": q[..., :1], "dQ": q, "dK": k, "dV": v}
+    xp, row = _module(q), q[..., :1]
+    like = {"o": d_o, "stats": row, "score_max": row, "score_sum_exp": row}
+    like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
     full = {role: xp.zeros_like(x) for role, x in like.items()}
-    full["stats"] = full["stats"] + dead
+    full["stats"], full["score_max"] = full["stats"] + dead, full["score_max"] + dead
+    sink = full["dSink_token"][0] - np.inf
+    if case.sink is not None:
+        sink = _cast(given["sink_token"], dtype)[0]
     heads_of = {"dK": case.heads_k, "dV": case.heads_v}
     for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
-        if m == 0 or n == 0:
+        if m == 0:
             continue
+        # Without keys, one that is masked: no library takes the maximum of nothing.
+        keys, values = (x[index, :, :n] if n else xp.zeros_like(x[index, :, :1]) for x in (k, v))
         keep = _keep(case, xp, q, m, n)
         e = _Entry(
             xp=xp,
             q=q[index, :, :m],
-            k=_repeat(k[index, :, :n], case.heads_q),
-            v=_repeat(v[index, :, :n], case.heads_q),
+            k=_repeat(keys, case.heads_q),
+            v=_repeat(values, case.heads_q),
             d_o=d_o[index, :, :m],
+            sink=sink,
             keep=keep,
-            alive=keep.any(-1)[:, None],
+            alive=keep.any(-1)[:, None] | (sink > -np.inf),
         )
         for role, x in compute(e).items():
             if role in heads_of:
                 heads = heads_of[role]
                 x = xp.sum(x.reshape(heads, case.heads_q // heads, *x.shape[1:]), 1)
-                full[role][index, :, :n] = x
+                full[role][index, :, :n] = x[:, :n]
+            elif role == "dSink_token":
+                full[role][0] += x
             else:
                 full[role][index, :, :m] = x
     return full
 
 
 def _keep(case: Case, xp: Any, like: Any, m: int, n: int) -> Any:
-    """Which of (m, n) positions are attended: cuDNN's diagonal band."""
+    """Which of (m, n) positions are attended: cuDNN's diagonal band. Of no keys, one is not."""
     row = _positions(xp, like, m)[:, None]
-    column = _positions(xp, like, n)[None, :]
+    column = _positions(xp, like, max(n, 1))[None, :]
     ahead = column - row - (n - m if case.bottom_right else 0)
-    keep = ahead == ahead
+    keep = (ahead == ahead) & (column < n)
     if case.right is not None:
         keep = keep & (ahead <= case.right)
     if case.left is not None:
@@ -271,14 +345,17 @@ def _repeat(x: Any, heads: int) -> Any:
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
 
 
-def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
-    """Weights, 0 where masked, and the log-sum-exp (H, m, 1) of the kept scores."""
+def _softmax(e: _Entry, scores: Any) -> _Rows:
+    """Of the kept scores and the sink."""
     low = e.xp.where(e.keep, scores, -np.inf)
-    top = e.xp.where(e.alive, _row_max(e, low), 0.0)
+    largest = e.xp.maximum(_row_max(e, low), e.sink)
+    top = e.xp.where(e.alive, largest, 0.0)
     weights = e.xp.where(e.keep, e.xp.exp(low - top), 0.0)
-    total = _row_sum(e, weights)
+    sink = e.xp.exp(e.sink - top)
+    total = _row_sum(e, weights) + sink
     safe = e.xp.where(e.alive, total, 1.0)
-    return weights / safe, e.xp.where(e.alive, top + e.xp.log(safe), -np.inf)
+    stats = e.xp.where(e.alive, top + e.xp.log(safe), -np.inf)
+    return _Rows(weights / safe, sink / safe, stats, largest, total)
 
 
 def _t(x: Any) -> Any:
@@ -286,13 +363,12 @@ def _t(x: Any) -> Any:
     return x.swapaxes(-1, -2)
 
 
-def _stats_variance(case: Case, e: _Entry, p: Any, score: Any) -> Any:
-    """Variance that scores give stats. An offset's errors are a row's, and do not average out."""
-    return _row_sum(e, p * score**0.5) ** 2 if case.offset else _row_sum(e, p**2 * score)
-
-
 def _row_sum(e: _Entry, x: Any) -> Any:
     return e.xp.sum(x, -1)[..., None]
+
+
+def _sum_of_rows(e: _Entry, x: Any) -> Any:
+    return e.xp.sum(x, -2)[..., None]
 
 
 def _row_max(e: _Entry, x: Any) -> Any:

@@ -42,6 +42,8 @@ struct Params {
   TensorRef dQ;     // like q
   TensorRef dK;     // like k
   TensorRef dV;     // like v
+  TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
+  TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   LengthRef seq_len_q, seq_len_kv;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
@@ -51,6 +53,7 @@ struct Params {
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then -delta
+  float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;     // cuDNN's diagonal bounds
@@ -60,6 +63,8 @@ struct Params {
   int dq_places;        // for how many pairs there are sums of dQ
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
+
+  DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

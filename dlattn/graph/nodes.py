@@ -38,14 +38,23 @@ _NOT_SUPPORTED = {
     "sdpa": (
         *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
-        *("score_mod", "score_max", "score_sum_exp", "sink_token"),
+        "score_mod",
     ),
     "sdpa_backward": (
         *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
-        *("sink_token", "dSink_token"),
     ),
 }
+
+#: Tensors that the user may give, by operation: to read, and to write.
+_OPTIONAL_INPUTS = {
+    "sdpa": ("seq_len_q", "seq_len_kv", "sink_token"),
+    "sdpa_backward": ("seq_len_q", "seq_len_kv", "sink_token"),
+}
+_GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
+
+#: What an operation returns; ``None`` in place of what was not asked for.
+_RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class AttentionNode:
         operation: ``"sdpa"`` or ``"sdpa_backward"``.
         name: the node's name, in messages and in the default names of its outputs.
         inputs: role -> tensor; roles as in :class:`dlattn.problem.Geometry`.
-        outputs: role -> tensor.
+        outputs: role -> tensor; those that the operation makes, then those that the user gave.
         attn_scale: the scale when there is no ``attn_scale`` input.
         padding: ``use_padding_mask``.
         diagonal: the band.
@@ -90,6 +99,11 @@ class AttentionNode:
         return Direction.FORWARD if self.operation == "sdpa" else Direction.BACKWARD
 
     @property
+    def returned(self) -> list[tensor | None]:
+        """What the operation returns to the user."""
+        return [self.outputs.get(role) for role in _RETURNED[self.operation]]
+
+    @property
     def tensors(self) -> dict[str, tensor]:
         """Role -> tensor, inputs first."""
         return {**self.inputs, **self.outputs}
@@ -100,7 +114,7 @@ class AttentionNode:
 
 
 def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
-    """The forward node; its outputs are ``o`` and, if asked for, ``stats``.
+    """The forward node; it makes ``o`` and, if asked for, ``stats``.
 
     Raises:
         InvalidArgumentError: arguments contradict each other.
@@ -116,9 +130,13 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
 
 
 def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
-    """The backward node; its outputs are ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
+    """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(3,))
+    if given["dSink_token"] is not None and given["sink_token"] is None:
+        raise InvalidArgumentError(
+            "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
+        )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)
@@ -136,9 +154,11 @@ def _node(
         if given[role] is None:
             raise TypeError(f"{operation} needs the tensor {role}; got None.")
         inputs[role] = given[role]
-    for role in ("seq_len_q", "seq_len_kv"):
+    for role in _OPTIONAL_INPUTS[operation]:
         if given[role] is not None:
             inputs[role] = given[role]
+    written = {role: given[role] for role in _GIVEN_OUTPUTS[operation] if given[role] is not None}
+    _check_written(operation, inputs, written)
     scale = given["attn_scale"]
     if isinstance(scale, tensor):
         constant = scale.attributes.value
@@ -149,7 +169,7 @@ def _node(
         operation=operation,
         name=name,
         inputs=inputs,
-        outputs=outputs,
+        outputs={**outputs, **written},
         attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
         diagonal=_diagonal(given),
@@ -169,6 +189,18 @@ def _absent(argument: str, value: Any) -> bool:
     if argument == "dropout" and isinstance(value, tuple):
         return isinstance(value[0], (int, float)) and value[0] == 0
     return value is None or (isinstance(value, (bool, np.bool_)) and not value)
+
+
+def _check_written(
+    operation: str, inputs: Mapping[str, tensor], written: Mapping[str, tensor]
+) -> None:
+    for role, t in written.items():
+        for other, same in {**inputs, **written}.items():
+            if other != role and same is t:
+                raise InvalidArgumentError(
+                    f"{operation} was given one tensor as {role}, which it writes, and as {other}; "
+                    "give each its own."
+                )
 
 
 def _output(node: str, port: str) -> tensor:

@@ -31,7 +31,6 @@ def given(graph, argument):
     [
         *("bias", "block_mask", "use_alibi_mask", "dropout", "rng_dump", "score_mod"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
-        *("score_max", "score_sum_exp", "sink_token"),
     ],
 )
 def test_forward_arguments_without_a_plan(argument):
@@ -47,7 +46,6 @@ def test_forward_arguments_without_a_plan(argument):
     [
         *("bias", "dBias", "use_alibi_mask", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
-        *("sink_token", "dSink_token"),
     ],
 )
 def test_backward_arguments_without_a_plan(argument):
