@@ -139,13 +139,15 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     """Every tensor that a forward and a backward of the case need, by role.
 
     Inputs hold random data and, past the lengths, what ``case.tails`` says; outputs hold poison.
-    ``stats`` is absent without ``case.stats``; ``attn_scale``, bias, slopes and lengths where
-    the case gives none as tensors.
+    What the case does without is absent: ``stats``, other statistics, the sinks and their gradient;
+    ``attn_scale``, bias, slopes and lengths where the case gives none as tensors.
     """
     made = dict(_data(case, library))
     dims = case.dims()
-    for role in ("o", "dQ", "dK", "dV", *(["stats"] if case.stats else [])):
-        dtype = (case.stats if role == "stats" else None) or case.dtype
+    types = {"stats": case.stats} if case.stats else {}
+    types |= dict.fromkeys(case.row_outputs, "float32")
+    types |= {"dSink_token": "float32"} if case.sink is not None else {}
+    for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, dims[role], dtype)
         made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
     return made
@@ -170,6 +172,14 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             data[entry, :, length:] = _TAILS[case.tails]
         shifted = case.layout(role) == "odd"
         yield role, _guard(library, _spec(case, role, dim, case.dtype), case.dtype, data, shifted)
+    if case.sink is not None:
+        dim = case.dims()["sink_token"]
+        data = case.sink + library.normal(dim, 4 * case.seed + 4)
+        spec, shifted = (
+            _spec(case, "sink_token", dim, "float32"),
+            case.layout("sink_token") == "odd",
+        )
+        yield "sink_token", _guard(library, spec, "float32", data, shifted)
     one = (1, 1, 1, 1)
     if case.scale_as != "value":
         home = library.host() if case.scale_as == "host" else library

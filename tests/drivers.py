@@ -37,10 +37,11 @@ Tensors = Mapping[str, Guarded]
 _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
-OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv")
+OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token")
 
-_FORWARD = ("q", "k", "v", "o", "stats", *OPTIONS)
-_BACKWARD = (*_FORWARD, "dO", "dQ", "dK", "dV")
+_BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
+_FORWARD = (*_BOTH, "score_max", "score_sum_exp")
+_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token")
 
 
 def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
@@ -56,7 +57,8 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         run(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: t.tensor for role, t in tensors.items()}
-        outputs = ("o", "stats", "dQ", "dK", "dV") if case.stats else ("o",)
+        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
+        outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{case!r}"')
@@ -75,19 +77,20 @@ def run_plan(case: Case, tensors: Tensors) -> None:
 
 
 def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
-    """o and stats by the reference engine's function."""
+    """o, stats, score_max and score_sum_exp by the reference engine's function."""
     return attention_forward(
         *(arrays[role] for role in "qkv"),
         edits=edits_of(case),
         masks=masks_of(case),
         values=values_of(case, arrays),
+        sink=arrays.get("sink_token"),
         compute=compute,
     )
 
 
 def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
     """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
-    o, stats = forward(case, arrays, compute)
+    o, stats, *_ = forward(case, arrays, compute)
     return attention_backward(
         arrays["q"],
         arrays["k"],
@@ -104,9 +107,11 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
 
 def run_graph(case: Case, tensors: Tensors) -> None:
     """Runs a forward and a backward graph on the device of the tensors."""
-    _run_graph_of(case, tensors, ("q", "k", "v"), ("o", "stats") if case.stats else ("o",))
+    made = ("o", "stats") if case.stats else ("o",)
+    _run_graph_of(case, tensors, ("q", "k", "v"), made, case.row_outputs)
     if case.stats:
-        _run_graph_of(case, tensors, ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV"))
+        inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
+        _run_graph_of(case, tensors, inputs, made, () if case.sink is None else ("dSink_token",))
 
 
 def problem_of(case: Case, direction: Direction) -> Problem:
@@ -120,6 +125,9 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         edits=edits_of(case),
         masks=masks_of(case),
         stats=from_any(numpy.dtype(case.stats)) if case.stats else None,
+        score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
+        score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
+        sink=case.sink is not None,
     )
 
 
@@ -183,26 +191,29 @@ def gpu_library() -> Library:
 
 
 def _run_graph_of(
-    case: Case, tensors: Tensors, inputs: tuple[str, ...], outputs: tuple[str, ...]
+    case: Case,
+    tensors: Tensors,
+    inputs: tuple[str, ...],
+    made: tuple[str, ...],
+    written: tuple[str, ...],
 ) -> None:
     graph = cudnn.pygraph(
         io_data_type=from_any(Library().dtype(case.dtype)),
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
     )
-    options = [role for role in OPTIONS if role in tensors]
-    fed = [*inputs, *options]
+    fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
     given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if "dO" in inputs:
-        made = graph.sdpa_backward(**arguments)
+        results = graph.sdpa_backward(**arguments)
     else:
-        made = graph.sdpa(**arguments, generate_stats=case.stats is not None)
+        results = graph.sdpa(**arguments, generate_stats=case.stats is not None)
     pack = {given[role]: tensors[role].tensor for role in fed}
-    for role, t in zip(outputs, made, strict=False):
+    for role, t in zip(made, results, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":

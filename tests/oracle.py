@@ -1,78 +1,68 @@
-"""What attention is, written from its definition, and how far a computation may be from it.
+"""The oracle: the exact results of a case, and how far a computation may be from them.
 
-Nothing here uses dlattn. Every function takes arrays of NumPy, CuPy or PyTorch, and works on one
-batch entry at a time, cut to its lengths.
-
-A result is compared with the exact one by two yardsticks, both computed for the very data at hand:
-the error of a plain computation that rounds where any fused kernel must (:func:`rounded`), and the
-standard deviation that those roundings give each element (:func:`noise`). No tolerance is a number
-that someone chose for some data.
+Nothing here uses dlattn. A result is compared with the exact one by two yardsticks, both computed
+for the very data at hand: the error of a plain computation that rounds where any fused kernel must
+(:func:`rounded`), and the standard deviation that those roundings give each element
+(:func:`tests.noise.noise`). No tolerance is a number that someone chose for some data.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from tests.definition import (
+    Entry,
+    Tensors,
+    by_entry,
+    cast,
+    row_max,
+    row_sum,
+    scores_of,
+    softmax,
+    sum_of_rows,
+    transposed,
+)
+from tests.noise import RESULT_TYPES, compute_type, noise
 from tests.strategies import Case
 
-Tensors = Mapping[str, Any]
-
 #: How many times the larger yardstick the largest error may be.
-FACTORS = {"o": 2.0, "stats": 2.0, "dQ": 3.0, "dK": 3.0, "dV": 3.0}
+FACTORS = {
+    **{"o": 2.0, "stats": 2.0, "score_max": 2.0, "score_sum_exp": 2.0},
+    **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0},
+}
 
 #: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
 #: millions of elements; a wrong row that others dwarf does not.
 _DEVIATIONS = 8.0
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One batch entry: k and v repeated for the query heads, lengths cut off.
-
-    Attributes:
-        q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
-        added: (Hq, m, n): what edits add to scores, or ``None``.
-        keep: (m, n) or (Hq, m, n) booleans.
-        alive: (m, 1) or (Hq, m, 1) booleans: rows that attend to something.
-    """
-
-    xp: Any
-    q: Any
-    k: Any
-    v: Any
-    d_o: Any
-    added: Any
-    keep: Any
-    alive: Any
-
-
 def exact(case: Case, given: Tensors) -> dict[str, Any]:
-    """o, stats, dQ, dK, dV in float64, from q, k, v and dO; 0 and -inf where nothing is attended.
+    """Every result in float64, from q, k, v, dO and sinks; 0 and -inf where nothing is attended.
 
     The gradient is that of the softmax itself, ``dS = P * (dP - rowsum(P * dP))``; it uses neither
     o nor stats.
     """
 
-    def entry(e: _Entry) -> dict[str, Any]:
-        scores, slope, _ = _scores(case, e)
-        p, stats = _softmax(e, scores)
-        d_p = e.d_o @ _t(e.v)
-        d_s = case.scale_value * slope * p * (d_p - _row_sum(e, p * d_p))
+    def entry(e: Entry) -> dict[str, Any]:
+        scores, slope, _ = scores_of(case, e)
+        rows = softmax(e, scores)
+        p, d_p = rows.p, e.d_o @ transposed(e.v)
+        delta = row_sum(e, p * d_p)
+        d_s = case.scale_value * slope * p * (d_p - delta)
         return {
             "o": p @ e.v,
-            "stats": stats,
+            "stats": rows.stats,
+            "score_max": rows.largest,
+            "score_sum_exp": rows.total,
             "dQ": d_s @ e.k,
-            "dK": _t(d_s) @ e.q,
-            "dV": _t(p) @ e.d_o,
+            "dK": transposed(d_s) @ e.q,
+            "dV": transposed(p) @ e.d_o,
+            "dSink_token": sum_of_rows(e, -rows.sink * delta),
         }
 
-    return _by_entry(case, given, entry, "float64")
+    return by_entry(case, given, entry, "float64")
 
 
 def rounded(case: Case, given: Tensors) -> dict[str, Any]:
@@ -81,100 +71,38 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
     Arithmetic is float32 (float64 for float64 tensors); P and dS, which the tensor cores read, and
     the results are rounded to the case's type. The gradient uses the rounded o and stats.
     """
-    compute = _compute(case)
+    compute = compute_type(case)
 
-    def entry(e: _Entry) -> dict[str, Any]:
+    def entry(e: Entry) -> dict[str, Any]:
         def store(x: Any, dtype: str | None = None) -> Any:
-            return _cast(_cast(x, dtype or case.dtype), compute)
+            return cast(cast(x, dtype or case.dtype), compute)
 
-        scores, slope, _ = _scores(case, e)
-        p, stats = _softmax(e, scores)
-        stats = store(stats, case.stats or compute)
-        top = _row_max(e, p)
+        scores, slope, _ = scores_of(case, e)
+        rows = softmax(e, scores)
+        p, stats = rows.p, store(rows.stats, case.stats or compute)
+        top = row_max(e, p)
         unnormalised = p / e.xp.where(top > 0, top, 1.0)
         o = store(store(unnormalised) @ e.v * top)
-        d_p = e.d_o @ _t(e.v)
-        p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - e.xp.where(e.alive, stats, 0.0))
-        d_s = store(p * slope * (d_p - _row_sum(e, e.d_o * o)))
+        d_p = e.d_o @ transposed(e.v)
+        alive_stats = e.xp.where(e.alive, stats, 0.0)
+        p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - alive_stats)
+        delta = row_sum(e, e.d_o * o)
+        d_s = store(p * slope * (d_p - delta))
         return {
             "o": o,
             "stats": stats,
+            "score_max": store(rows.largest, RESULT_TYPES["score_max"]),
+            "score_sum_exp": store(rows.total, RESULT_TYPES["score_sum_exp"]),
             "dQ": store(case.scale_value * (d_s @ e.k)),
-            "dK": case.scale_value * (_t(d_s) @ e.q),
-            "dV": _t(store(p)) @ e.d_o,
+            "dK": case.scale_value * (transposed(d_s) @ e.q),
+            "dV": transposed(store(p)) @ e.d_o,
+            "dSink_token": sum_of_rows(e, -e.xp.exp(e.sink - alive_stats) * delta),
         }
 
-    results = _by_entry(case, given, entry, compute)
-    # Only now, because the query heads of a group are summed before they are rounded.
-    return results | {role: _cast(results[role], case.dtype) for role in ("dK", "dV")}
-
-
-def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
-    """Standard deviation of each element of :func:`rounded`, to first order.
-
-    Args:
-        want: the :func:`exact` results.
-
-    A value x that is rounded to a type carries an independent error, uniform within ``u * |x|`` (or
-    half of the smallest subnormal, or what the arithmetic may flush to 0): variance a third of the
-    square. A sum of n products carries the error of each partial sum, which grows to at most the
-    sum of absolute products: as variance, ``n / 36`` of the square of one ``eps`` of that, and one
-    more for the products' own.
-    """
-    arithmetic = np.finfo(_compute(case))
-    eps = float(arithmetic.eps)
-    flushed = max(float(arithmetic.tiny), 1e-150)  # its square must not underflow here
-
-    def rounding(x: Any, dtype: str | None = None) -> Any:
-        info = ml_dtypes.finfo(dtype or case.dtype)
-        least = max(float(info.smallest_subnormal) / 2, flushed)
-        return ((float(info.eps) / 2 * x) ** 2 + least**2) / 3
-
-    def product(x: Any, y: Any, x_variance: Any) -> Any:
-        """Variance of ``x @ y`` when only x has errors of its own."""
-        return x_variance @ y**2 + (1 + x.shape[-1] / 36) * (eps * (abs(x) @ abs(y))) ** 2
-
-    def entry(e: _Entry) -> dict[str, Any]:
-        scores, slope, rounded_by_edits = _scores(case, e)
-        p, stats = _softmax(e, scores)
-        stats = e.xp.where(e.alive, stats, 0.0)
-        o, d_p = p @ e.v, e.d_o @ _t(e.v)
-        score = (slope * case.scale_value) ** 2 * product(e.q, _t(e.k), 0 * e.q)
-        # What edits round: numbers as large as the score, and as what they add to it.
-        score = score + (eps * rounded_by_edits) ** 2
-        # An error in a score moves o by p times its key's distance from o.
-        o_score = (p**2 * score) @ e.v**2 + o**2 * _row_sum(e, p**2 * score)
-        o_own = product(p, e.v, rounding(p)) + o_score
-        # delta = rowsum(dO * o) has the errors of o: its own, and those of p, common to its row.
-        delta = (
-            _row_sum(e, e.d_o**2 * (rounding(o) + (eps * o) ** 2))
-            + _row_sum(e, rounding(p) * d_p**2)
-            + _row_sum(e, p**2 * score * d_p**2)
-        )
-        # The backward's p is exp(score - stats), with the rounding of stats.
-        p_variance = p**2 * (score + rounding(stats, case.stats or _compute(case))) + flushed**2
-        centred = d_p - _row_sum(e, p * d_p)
-        d_s = slope * p * centred
-        d_s_variance = rounding(d_s) + slope**2 * (
-            p_variance * centred**2 + p**2 * product(e.d_o, _t(e.v), 0 * e.d_o)
-        )
-        d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
-        scale = case.scale_value**2
-        return {
-            "o": o_own,
-            "stats": rounding(stats, case.stats or _compute(case))
-            + 4 * eps**2
-            + _stats_variance(case, e, p, score),
-            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
-            "dK": scale * product(_t(d_s), e.q, _t(d_s_variance + (slope * p) ** 2 * delta)),
-            "dV": product(_t(p), e.d_o, _t(rounding(p) + p_variance)),
-        }
-
-    variance = _by_entry(case, given, entry, "float64", dead=0.0)
-    return {
-        role: (x if role == "stats" else x + rounding(want[role])) ** 0.5
-        for role, x in variance.items()
-    }
+    results = by_entry(case, given, entry, compute)
+    # Only now, because these are sums of several heads, or batch entries, before they are rounded.
+    late = {"dK": case.dtype, "dV": case.dtype, "dSink_token": RESULT_TYPES["dSink_token"]}
+    return results | {role: cast(results[role], dtype) for role, dtype in late.items()}
 
 
 def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
@@ -182,7 +110,7 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     Args:
         given: q, k, v and dO, in the case's type.
-        got: any of o, stats, dQ, dK, dV.
+        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token.
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few
@@ -193,10 +121,10 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
     plain, sigma = rounded(case, given), noise(case, given, want)
     for role, result in got.items():
         finite = abs(want[role]) != np.inf
-        same = _cast(result, "float64") == want[role]
+        same = cast(result, "float64") == want[role]
         assert bool((same | finite).all()), f"{role}: infinities differ; {case!r}"
         x, y, z, deviation = (
-            _cast(a, "float64")[finite] for a in (result, want[role], plain[role], sigma[role])
+            cast(a, "float64")[finite] for a in (result, want[role], plain[role], sigma[role])
         )
         error, usual, luck = _largest(x - y), _largest(z - y), 3**0.5 * _largest(deviation)
         deviations = _largest((x - y) / deviation)
@@ -208,163 +136,6 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
         )
 
 
-def _compute(case: Case) -> str:
-    """The type of arithmetic that goes with a case's tensors."""
-    return "float64" if case.dtype == "float64" else "float32"
-
-
-def _by_entry(
-    case: Case,
-    given: Tensors,
-    compute: Callable[[_Entry], dict[str, Any]],
-    dtype: str,
-    dead: float = -np.inf,
-) -> dict[str, Any]:
-    """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
-
-    What no entry computes is 0, and ``dead`` in stats. Key and value gradients are summed over the
-    query heads that share them.
-    """
-    q, k, v, d_o = (_cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
-    xp = _module(q)
-    like = {"o": d_o, "stats": q[..., :1], "dQ": q, "dK": k, "dV": v}
-    full = {role: xp.zeros_like(x) for role, x in like.items()}
-    full["stats"] = full["stats"] + dead
-    heads_of = {"dK": case.heads_k, "dV": case.heads_v}
-    for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
-        if m == 0 or n == 0:
-            continue
-        keep, added = _keep(case, xp, q, m, n), None
-        if case.alibi:
-            added = _alibi(case, given, q, index, m, n)
-        if case.bias:
-            bias = _cast(given["bias"][index % given["bias"].shape[0]][:, :m, :n], dtype)
-            kept = bias != (0 if case.bias in ("bool", "uint8") else -np.inf)
-            keep = keep & kept
-            if case.bias not in ("bool", "uint8"):
-                bias = xp.where(kept, bias, 0.0)
-                added = bias if added is None else added + bias
-        e = _Entry(
-            xp=xp,
-            q=q[index, :, :m],
-            k=_repeat(k[index, :, :n], case.heads_q),
-            v=_repeat(v[index, :, :n], case.heads_q),
-            d_o=d_o[index, :, :m],
-            added=added,
-            keep=keep,
-            alive=keep.any(-1)[..., None],
-        )
-        for role, x in compute(e).items():
-            if role in heads_of:
-                heads = heads_of[role]
-                x = xp.sum(x.reshape(heads, case.heads_q // heads, *x.shape[1:]), 1)
-                full[role][index, :, :n] = x
-            else:
-                full[role][index, :, :m] = x
-    return full
-
-
-def _alibi(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
-    """ALiBi's part of the scores of one batch entry, (Hq, m, n)."""
-    xp = _module(like)
-    row, column = _positions(xp, like, m)[:, None], _positions(xp, like, n)[None, :]
-    if case.alibi == "cudnn":
-        return xp.stack(
-            [_cudnn_slope(h, case.heads_q) * (column - row) for h in range(case.heads_q)]
-        )
-    slopes = _cast(given["alibi_slopes"], str(like.dtype).removeprefix("torch."))
-    slopes = slopes.reshape(-1, case.heads_q)
-    slopes = slopes[index % slopes.shape[0]][:, None, None]
-    return -slopes * abs(row + (n - m) - column)
-
-
-def _cudnn_slope(head: int, heads: int) -> float:
-    """A slope of the ALiBi paper's recipe, as cuDNN has it: fp32."""
-    n = 1
-    while 2 * n <= heads:
-        n *= 2
-    exponent = -8 * (head + 1) / n if head < n else -4 * (2 * (head - n) + 1) / n
-    return float(np.float32(2.0**exponent))
-
-
-def _keep(case: Case, xp: Any, like: Any, m: int, n: int) -> Any:
-    """Which of (m, n) positions are attended: cuDNN's diagonal band."""
-    row = _positions(xp, like, m)[:, None]
-    column = _positions(xp, like, n)[None, :]
-    ahead = column - row - (n - m if case.bottom_right else 0)
-    keep = ahead == ahead
-    if case.right is not None:
-        keep = keep & (ahead <= case.right)
-    if case.left is not None:
-        keep = keep & (ahead > -case.left)
-    return keep
-
-
-def _positions(xp: Any, like: Any, size: int) -> Any:
-    """0, 1, ... on the device of ``like``."""
-    return xp.cumsum(xp.ones_like(like[0, 0, :1, :1].reshape(1).repeat(size)), 0) - 1
-
-
-def _repeat(x: Any, heads: int) -> Any:
-    """Head h of the result is head ``h // (heads / H)`` of x (H, n, D)."""
-    return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
-
-
-def _scores(case: Case, e: _Entry) -> tuple[Any, Any, Any]:
-    """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
-    largest number that edits round on the way."""
-    scores, slope, largest = case.scale_value * (e.q @ _t(e.k)), 1.0, 0.0
-    if case.softcap:
-        tanh = e.xp.tanh(scores / case.softcap)
-        scores, slope = case.softcap * tanh, 1 - tanh**2
-        largest = abs(scores)
-    if e.added is not None:
-        largest = abs(scores) + abs(e.added)
-        scores = scores + e.added
-    return scores, slope, largest
-
-
-def _softmax(e: _Entry, scores: Any) -> tuple[Any, Any]:
-    """Weights, 0 where masked, and the log-sum-exp (H, m, 1) of the kept scores."""
-    low = e.xp.where(e.keep, scores, -np.inf)
-    top = e.xp.where(e.alive, _row_max(e, low), 0.0)
-    weights = e.xp.where(e.keep, e.xp.exp(low - top), 0.0)
-    total = _row_sum(e, weights)
-    safe = e.xp.where(e.alive, total, 1.0)
-    return weights / safe, e.xp.where(e.alive, top + e.xp.log(safe), -np.inf)
-
-
-def _t(x: Any) -> Any:
-    """The transpose within each head."""
-    return x.swapaxes(-1, -2)
-
-
-def _stats_variance(case: Case, e: _Entry, p: Any, score: Any) -> Any:
-    """Variance that scores give stats. Errors of an offset, and of what is added to neighbours, are
-    a row's, and do not average out."""
-    common = case.offset or e.added is not None
-    return _row_sum(e, p * score**0.5) ** 2 if common else _row_sum(e, p**2 * score)
-
-
-def _row_sum(e: _Entry, x: Any) -> Any:
-    return e.xp.sum(x, -1)[..., None]
-
-
-def _row_max(e: _Entry, x: Any) -> Any:
-    return e.xp.amax(x, -1)[..., None]
-
-
 def _largest(x: Any) -> float:
     """The largest magnitude; NaN if any is NaN; 0 of nothing."""
     return float(abs(x).max()) if x.shape[0] else 0.0
-
-
-def _module(x: Any) -> Any:
-    """The library that made an array."""
-    return sys.modules[type(x).__module__.partition(".")[0]]
-
-
-def _cast(x: Any, dtype: str) -> Any:
-    if _module(x).__name__ == "torch":
-        return x.to(getattr(_module(x), dtype))
-    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

@@ -13,7 +13,10 @@ HEAD_DIMS = range(8, 257, 8)
 BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
 
 #: Roles whose memory layout a case may choose.
-ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
+ROLES = (
+    *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+)
 
 #: Layouts whose strides keep rows on 16-byte boundaries (see :func:`tests.builders.strides`).
 ALIGNED_LAYOUTS = ("bshd", "bhsd", "sbhd", "packed", "padded")
@@ -42,6 +45,8 @@ class Case:
         wild_strides: dimensions of size 1 carry a meaningless stride.
         stats: type of the stats that the forward writes and the backward reads; with ``None``
             there is no backward.
+        row_outputs: which of score_max and score_sum_exp the forward writes, too.
+        sink: about the mean of the heads' sinks; ``None`` is no sink.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -73,6 +78,8 @@ class Case:
     layouts: tuple[tuple[str, str], ...] = ()
     wild_strides: bool = False
     stats: str | None = "float32"
+    row_outputs: tuple[str, ...] = ()
+    sink: float | None = None
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -122,10 +129,11 @@ class Case:
         q = (*rows_q, self.head_dim_qk)
         k = (self.batch, self.heads_k, rows_kv, self.head_dim_qk)
         v = (self.batch, self.heads_v, rows_kv, self.head_dim_v)
-        o = (*rows_q, self.head_dim_v)
+        o, row, head = (*rows_q, self.head_dim_v), (*rows_q, 1), (1, self.heads_q, 1, 1)
         return {
-            **{"q": q, "k": k, "v": v, "o": o, "stats": (*rows_q, 1)},
-            **{"dO": o, "dQ": q, "dK": k, "dV": v},
+            **{"q": q, "k": k, "v": v, "o": o, "dO": o, "dQ": q, "dK": k, "dV": v},
+            **{"stats": row, "score_max": row, "score_sum_exp": row},
+            **{"sink_token": head, "dSink_token": head},
         }
 
 
@@ -170,6 +178,10 @@ PROFILES = {
 }
 
 
+_MAX, _SUM = "score_max", "score_sum_exp"
+_ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
+
+
 def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
     """Any case of a profile; ``fixed`` pins fields."""
     return families(profile, 1).map(lambda family: replace(family[0], **fixed))
@@ -187,7 +199,7 @@ def families(draw: st.DrawFn, profile: str = "cpu", size: int = 4) -> tuple[Case
 
 @st.composite
 def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
-    """A case whose fields that change code are drawn; bounds are only present or absent."""
+    """A case whose fields that change code are drawn; numbers are only present or absent."""
     head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
     scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
     dtype = draw(st.sampled_from(tuple(profile.dtypes)))
@@ -205,6 +217,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
+        row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
+        sink=draw(st.sampled_from((None, None, 0.0))),
     )
 
 
@@ -224,6 +238,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     logits = (1.0, 1.0, 1.0, 0.01, 10.0, 10.0, *([100.0, 1000.0] * exact_stats))
     offsets = (0.0, 0.0, 0.0, *([-120.0, 120.0] * exact_stats))
     len_dtype = st.sampled_from(("int32", "int32", "int64"))
+    chosen_logits, offset = draw(st.sampled_from(logits)), draw(st.sampled_from(offsets))
+    sinks = (0.0, -3.0, offset, offset + chosen_logits)
     return replace(
         kind,
         batch=batch,
@@ -247,8 +263,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),
         wild_strides=draw(st.booleans()),
-        logits=draw(st.sampled_from(logits)),
-        offset=draw(st.sampled_from(offsets)),
+        sink=None if kind.sink is None else draw(st.sampled_from(sinks)),
+        logits=chosen_logits,
+        offset=offset,
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -8,24 +8,57 @@
 
 namespace dlattn {
 
-// Divides the output by the sums and stores the statistics of a warp's rows. Rows beyond the actual
-// length get zeros and a log-sum-exp of -infinity.
-template <class Problem, int m_tiles, int v_tiles>
+// What the softmax knows of a row, in natural units; of one that attends to nothing, as it begins.
+struct RowStats {
+  float log_sum_exp = -infinity();
+  float largest = -infinity();  // score
+  float sum = 0.f;              // of exponentials relative to the largest
+
+  RowStats() = default;
+  template <class Softmax>
+  DLATTN_DEVICE RowStats(const Softmax& softmax, int r, float factor)
+      : log_sum_exp(softmax.log_sum_exp(r, factor)),
+        largest(softmax.largest_score(r, factor)),
+        sum(softmax.row_sum[r]) {}
+  // Of a row that attends to its sink alone.
+  DLATTN_DEVICE explicit RowStats(float sink)
+      : log_sum_exp(sink), largest(sink), sum(sink == -infinity() ? 0.f : 1.f) {}
+
+  template <class Problem>
+  DLATTN_DEVICE void store(const Params& p, int batch, int head, int query) const {
+    using Stats = typename Problem::Stats;
+    if constexpr (Problem::stats) {
+      *p.stats.rows<Stats>(batch, head, query) = from_float<Stats>(log_sum_exp);
+    }
+    if constexpr (Problem::score_max) *p.score_max.rows<float>(batch, head, query) = largest;
+    if constexpr (Problem::score_sum_exp) *p.score_sum_exp.rows<float>(batch, head, query) = sum;
+  }
+};
+
+template <class Problem>
+inline constexpr bool wants_row_stats = Problem::stats || wants_maxima<Problem>;
+
+// Completes the sums, divides the output by them, and stores the statistics of a warp's rows. Rows
+// beyond the actual length get zeros and the statistics of nothing.
+template <class Problem, class Softmax, int m_tiles, int v_tiles>
 DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_query, int length_q,
-                               OnlineSoftmax<m_tiles>& softmax,
-                               Accumulator<m_tiles, v_tiles>& output) {
+                               Softmax& softmax, Accumulator<m_tiles, v_tiles>& output) {
   using Output = Accumulator<m_tiles, v_tiles>;
+  if constexpr (Problem::sink) {
+    float shrink[Softmax::rows];
+    softmax.add_sink(p.sink(head), shrink);
+    softmax.rescale(output, shrink);
+  }
   softmax.finish(output);
   const float factor = Problem::Score::factor(ScoreValues(p));
 #pragma unroll
   for (int r = 0; r < 2 * m_tiles; ++r) {
     const int query = first_query + Output::row(r / 2, r % 2 * 2);
     const bool padded = query >= length_q;
-    if constexpr (Problem::stats) {
-      using Stats = typename Problem::Stats;
+    if constexpr (wants_row_stats<Problem>) {
       if (threadIdx.x % 4 == 0 && query < p.seq_q) {
-        *p.stats.rows<Stats>(batch, head, query) =
-            from_float<Stats>(padded ? -infinity() : softmax.log_sum_exp(r, factor));
+        const RowStats row = padded ? RowStats() : RowStats(softmax, r, factor);
+        row.store<Problem>(p, batch, head, query);
       }
     }
     if (padded) {
@@ -38,21 +71,27 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
   }
 }
 
-// Rows that attend to nothing: zeros, and a log-sum-exp of -infinity. By some threads side by side;
-// rows are 16-byte aligned.
+// Rows that attend to nothing but a sink: zeros, and what statistics they have. By some threads
+// side by side; rows are 16-byte aligned.
 template <class Problem>
 DLATTN_DEVICE void store_empty_rows(const Params& p, int batch, int head, int first, int rows,
-                                    int thread, int threads) {
+                                    int length_q, int thread, int threads) {
   using T = typename Problem::Element;
   constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
   for (int unit = thread; unit < rows * units; unit += threads) {
     T* row = p.o.rows<T>(batch, head, first + unit / units);
     reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
   }
-  if constexpr (Problem::stats) {
-    using Stats = typename Problem::Stats;
+  if constexpr (wants_row_stats<Problem>) {
+    // A loader has no registers for more than one statistic of several rows at a time.
+    constexpr int rows_at_a_time = wants_maxima<Problem> ? 1 : 4;
+#pragma unroll(rows_at_a_time)
     for (int row = thread; row < rows; row += threads) {
-      *p.stats.rows<Stats>(batch, head, first + row) = from_float<Stats>(-infinity());
+      RowStats stats;
+      if constexpr (Problem::sink) {
+        if (first + row < length_q) stats = RowStats(p.sink(head));
+      }
+      stats.store<Problem>(p, batch, head, first + row);
     }
   }
 }

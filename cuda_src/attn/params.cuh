@@ -56,27 +56,32 @@ struct Params {
   TensorRef dQ;     // like q
   TensorRef dK;     // like k
   TensorRef dV;     // like v
+  TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
+  TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;   // where lengths decide instead: tiles that blocks have asked for so far
+  int* items_taken;   // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
-  int* blocks_begun;  // and shares of dQ taken by those that nobody follows
+  int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then -delta
+  float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;     // cuDNN's diagonal bounds
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
-  int heads_per_block;  // query heads that a backward block walks: whole groups of K and V
+  int heads_per_block;  // query heads that a backward item has: whole groups of K and V
   int dq_places;        // for how many pairs there are sums of dQ
-  int dq_lag;  // a block stores the dQ that it would share in if it were so many blocks earlier
+  int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
+
+  DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 
   DLATTN_DEVICE float scale() const {
     return attn_scale_device == nullptr ? attn_scale : *attn_scale_device;

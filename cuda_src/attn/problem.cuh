@@ -7,6 +7,8 @@
 //     using Mask = Masks<Padding, Band<false, true>>;     // attn/mask.cuh
 //     static constexpr bool stats = true;                 // the forward writes them
 //     using Stats = float;
+//     static constexpr bool score_max = false, score_sum_exp = false;  // the forward writes them
+//     static constexpr bool sink = false;                 // the softmax has one; dSink is wanted
 //     static constexpr int access_bytes = 16;             // or 2: rows that are not 16-byte aligned
 //     static constexpr int shared_memory = 104448;        // what the launch asks for
 //   };
@@ -14,3 +16,11 @@
 
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
+
+namespace dlattn {
+
+// Row maxima are results, and not only what exponents are relative to.
+template <class Problem>
+inline constexpr bool wants_maxima = Problem::score_max || Problem::score_sum_exp;
+
+}  // namespace dlattn

@@ -23,14 +23,16 @@ struct SeenColumns {
   DLATTN_DEVICE bool any(int first) const { return seen.first < first + 32 && first < seen.last; }
 };
 
-// Row i of m tile m is index 2 m + i / 2, as accumulators have it.
-template <int m_tiles>
+// Row i of m tile m is index 2 m + i / 2, as accumulators have it. If exact, references are the
+// maxima of all scores that advance() has been given, and not only near them.
+template <int m_tiles, bool exact_ = false>
 struct OnlineSoftmax {
+  static constexpr bool exact = exact_;
   static constexpr int rows = 2 * m_tiles;
   // Exponentials may reach 2^8 before the running maximum is replaced: bf16 and fp16 represent
   // them as well as numbers below one, and the output is rescaled only where it matters. (Without
   // slack the largest probability of a row would be exactly one, at 5 to 8 % of the speed.)
-  static constexpr float slack = 8.f;
+  static constexpr float slack = exact ? 0.f : 8.f;
   // 32 exponentials of a lane stay below it after an advance(), and it is below fp16's largest.
   static constexpr float most_sum = 16384.f;
 
@@ -139,6 +141,20 @@ struct OnlineSoftmax {
     for (int r = 0; r < rows; ++r) row_sum[r] += sums.of[r];
   }
 
+  // Takes a score in natural units, without a value, into every row; the output must be multiplied by
+  // factor.
+  DLATTN_DEVICE void add_sink(float sink, float (&factor)[rows]) {
+    const float score = sink * log2_e;
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const float before = reference[r];
+      reference[r] = fmaxf(before, score);
+      factor[r] = exp2_approx(before - reference[r]);
+      const float weight = threadIdx.x % 4 == 0 ? exp2_approx(score - reference[r]) : 0.f;
+      row_sum[r] = row_sum[r] * factor[r] + weight;
+    }
+  }
+
   // Completes the sums and divides the output by them. Rows that saw no key become zero.
   template <int v_tiles>
   DLATTN_DEVICE void finish(Accumulator<m_tiles, v_tiles>& output) {
@@ -157,10 +173,20 @@ struct OnlineSoftmax {
   // Natural log of the sum of exponentials of row r; -infinity when it saw no key. The unit of the
   // reference is not quite factor / log2_factor of a natural one, which large scores would show.
   DLATTN_DEVICE float log_sum_exp(int r, float factor) const {
-    if (row_sum[r] == 0.f) return -infinity();
+    return row_sum[r] == 0.f ? -infinity() : natural(r, factor, logf(row_sum[r]));
+  }
+
+  // The largest score of row r, likewise; if exact.
+  DLATTN_DEVICE float largest_score(int r, float factor) const {
+    return row_sum[r] == 0.f ? -infinity() : natural(r, factor, 0.f);
+  }
+
+ private:
+  // The reference in natural units, and something added.
+  DLATTN_DEVICE float natural(int r, float factor, float addend) const {
     const float rounded_off = fmaf(-log2_factor, ln_2, factor) - log2_factor * ln_2_low;
     return fmaf(reference[r], ln_2,
-                fmaf(reference[r], rounded_off / log2_factor + ln_2_low, logf(row_sum[r])));
+                fmaf(reference[r], rounded_off / log2_factor + ln_2_low, addend));
   }
 };
 

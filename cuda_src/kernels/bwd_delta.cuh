@@ -1,5 +1,6 @@
 // Before the backward's main kernel: per query row, the log-sum-exp in log2 units and
-// -delta = -rowsum(dO * O); and zeros for the dQ sums. One block per query tile.
+// -delta = -rowsum(dO * O); what the tile adds to the gradient of its head's sink; and zeros for the
+// dQ sums. One block per query tile.
 #pragma once
 
 #include "attn/params.cuh"
@@ -7,6 +8,7 @@
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/convert.cuh"
+#include "tile/reduce.cuh"
 
 namespace dlattn {
 
@@ -42,6 +44,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   const Lengths length(p, batch);
   const int row_tile = Shapes::row_tile(p, batch, head, tile);
   float* g_stats = Shapes::row_stats(p, row_tile);
+  float sink_part = 0.f;  // of this thread
 
 #pragma unroll
   for (int pass = 0; pass < ceil_div(Shapes::tile_q, rows_per_pass); ++pass) {
@@ -67,11 +70,22 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       // log-sum-exp of +infinity makes their probabilities exactly zero.
       g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
       g_stats[Shapes::tile_q + row] = -delta;  // what the sums of dP begin with
+      if constexpr (Problem::sink) {
+        if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
+      }
     }
   }
 
-  if (p.blocks_begun != nullptr && row_tile == 0 && threadIdx.x < 2)
-    p.blocks_begun[threadIdx.x] = 0;
+  if constexpr (Problem::sink) {
+    const float part = block_sum<Shapes::threads>(sink_part);
+    const int64 entry = int64(head) * p.batch + batch;
+    if (threadIdx.x == 0) p.sink_parts[entry * gridDim.x + tile] = part;
+  }
+
+  if (p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
+    *p.items_taken = 0;
+    *p.shares_taken = 0;
+  }
   const int pair = Shapes::pair(p, batch, head);
   if (pair >= p.dq_places) return;
   const int sum_tile = Shapes::sum_tile(p, batch, head, tile);

@@ -24,6 +24,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Base = BwdSm90Queries<Problem, Tiling>;
   using Base::Base;
   using T = typename Base::T;
+  using Score = typename Problem::Score;
   using Base::by_product;
   using Base::dim_qk;
   using Base::dim_v;
@@ -38,6 +39,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
+  using typename Base::Nothing;
   using typename Base::Step;
 
   // Where dK and dV leave few registers, scores are made of half the queries at a time.
@@ -70,48 +72,61 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
       for (int e = 0; e < part_q / 4; ++e) at[e] = s_row_stats[Scores::column(e / 2, e)];
     }
+    DLATTN_DEVICE float2 columns(int n) const { return {at[2 * n], at[2 * n + 1]}; }
+  };
+
+  // The same, read where they are needed: edits need the registers.
+  struct RowStatsInPlace {
+    uint32 first;
+    DLATTN_DEVICE explicit RowStatsInPlace(const float* s_row_stats)
+        : first(shared_address(s_row_stats + Scores::column(0, 0))) {}
+    DLATTN_DEVICE float2 columns(int n) const { return load_in_place(first + n * 8 * 4); }
   };
 
   // What dP is multiplied by: probabilities times the derivative of the edits, or where that is a
   // constant, the probabilities themselves.
-  static constexpr bool constant_derivative = Problem::Score::constant_derivative;
+  static constexpr bool constant_derivative = Score::constant_derivative;
   using Weights = Either<constant_derivative, Scores, Rounded>;
+
+  using LogSumExp = Either<!Score::reads_positions, RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
-                                  int stage, Piece piece, const RowStats& log_sum_exp,
+                                  int stage, Piece piece, const LogSumExp& log_sum_exp,
                                   const ScoreValues& values) {
-    const float log2_factor = Problem::Score::factor(values) * log2_e;
+    const float log2_factor = Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
-    const auto exponential = [&](int n, int i) {
-      const float score =
-          Problem::Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
-      return exp2_approx(score * log2_factor - log_sum_exp.at[2 * n + i % 2]);
-    };
-    if constexpr (constant_derivative) {
-      probability.for_each([&](float& value, int, int n, int i) { value = exponential(n, i); });
-      if (step.masked) mask(step, piece, [&](int e, int i) { zero(probability, e, i); });
-      weights = probability;
-    } else {
-      // Rounded at once: no register holds a raw score longer than its exponential.
-      const auto weight = [&](int n, int i) {
-        float& p = probability.at[0][n][i];
-        p = exponential(n, i);
-        return Problem::Score::backward(p, raw.at[0][n][i], position(step, piece, n, i), values);
-      };
 #pragma unroll
-      for (int n = 0; n < part_q / 8; ++n)
+    for (int n = 0; n < part_q / 8; ++n) {
+      const float2 subtrahends = log_sum_exp.columns(n);
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          weights.at[0][n / 2][n % 2 * 2 + i / 2] =
-              Convert<T>::pack(weight(n, i), weight(n, i + 1));
-        }
-      if (step.masked) {
-        mask(step, piece, [&](int e, int i) {
-          zero(probability, e, i);
-          zero(weights, e, i);
-        });
+      for (int i = 0; i < 4; ++i) {
+        const float score = Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
+        probability.at[0][n][i] =
+            exp2_approx(score * log2_factor - (i % 2 == 0 ? subtrahends.x : subtrahends.y));
       }
+      // At once: no register holds a raw score longer than its exponential.
+      if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
+    }
+    if (step.masked) {
+      mask(step, piece, [&](int e, int i) {
+        zero(probability, e, i);
+        if constexpr (!constant_derivative) zero(weights, e, i);
+      });
+    }
+    if constexpr (constant_derivative) weights = probability;
+  }
+
+  // Column n of the weights, rounded.
+  DLATTN_DEVICE void weigh(Rounded& weights, const Scores& probability, const Scores& raw, int n,
+                           const Step& step, Piece piece, const ScoreValues& values) {
+    const auto weight = [&](int i) {
+      return Score::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
+                             values);
+    };
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight(i), weight(i + 1));
     }
   }
 
@@ -137,12 +152,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
+    const int key = keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, 0);
     return {work.batch,
             step.head,
             length.q,
             length.kv,
             step.tile * tile_q + piece.query + Scores::column(0, 0),
-            keys.first + piece.key + Base::first_row_of_warp() + Scores::row(0, 0),
+            few_registers ? anew<Score>(key) : key,
             Scores::column_step(n, i),
             Scores::row_step(0, i)};
   }
@@ -170,9 +186,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     if constexpr (!constant_derivative) {        // and for what preparing takes
       wgmma_wait<0>();
       tie(raw);
-      Problem::Score::prepare(raw, values);
+      // With positions, too, the scale has no register.
+      Score::prepare(raw, Score::reads_positions ? ScoreValues(p) : values);
     }
-    const RowStats log_sum_exp(shared.row_stats[stage] + piece.query);
+    const LogSumExp log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
     tie(raw);
     exponentiate(probability, weights, raw, stage, piece, log_sum_exp, values);
@@ -387,26 +404,44 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     gradient.clear();
   }
 
-  // ---- All query heads of the block ----
+  // ---- All query heads of the item ----
 
-  // Calls walk(i, last) for the heads from i to last, which share keys and values, once those are there.
+  // How far a key worker has come.
+  struct Steps {
+    Place<stages> place;
+    Either<stages == ds_stages, Nothing, Place<ds_stages>> ds;
+
+    DLATTN_DEVICE const Place<ds_stages>& ds_place() const {
+      if constexpr (stages == ds_stages) {
+        return place;
+      } else {
+        return ds;
+      }
+    }
+    DLATTN_DEVICE void advance() {
+      place.advance();
+      if constexpr (stages != ds_stages) ds.advance();
+    }
+  };
+
+  // Calls walk(i, last, some) for the heads from i to last, which share keys and values, once those are
+  // there; some: there are queries.
   template <class Walk>
   DLATTN_DEVICE void for_each_walk(Walk walk) {
+    const bool some = anew<Score>(!tiles.empty());  // in one register, not in two
     for (int i = 0; i < p.heads_per_block; i += this->heads_per_walk()) {
-      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
-      mbarrier_wait(shared.v_ring.full[0], i / p.heads_per_v % 2);
-      walk(i, i + this->heads_per_walk());
+      mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
+      mbarrier_wait(shared.v_ring.full[0], this->values_parity(i));
+      walk(i, i + this->heads_per_walk(), some);
     }
   }
 
   template <class Take>
-  DLATTN_DEVICE void take_steps(Place<stages>& place, Place<ds_stages>& ds_place, Take take) {
-    bool more = !tiles.empty();
+  DLATTN_DEVICE void take_steps(Steps& at, bool more, Take take) {
 #pragma unroll 1
     while (more) {
       more = take();
-      place.advance();
-      ds_place.advance();
+      at.advance();
     }
   }
 
@@ -417,7 +452,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
-            Problem::Score::gradient_factor(values));
+            Score::gradient_factor(values));
     }
   }
   template <int n>
@@ -429,40 +464,37 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void work_on_keys_and_values() {
+  DLATTN_DEVICE void work_on_keys_and_values(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DK dK[1];
     DV dV[1];
     dK[0].clear();
     dV[0].clear();
-    for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] {
-        if constexpr (few_registers) return step_in_parts(dK[0], dV[0], place, ds_place, values);
-        return step(dK[0], dV[0], place, ds_place, values);
+    for_each_walk([&](int i, int last, bool some) {
+      take_steps(at, some, [&] {
+        if constexpr (few_registers)
+          return step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values);
+        return step(dK[0], dV[0], at.place, at.ds_place(), values);
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head, values);
-        release(shared.k_ring.empty[0]);
-      }
       if (last % p.heads_per_v == 0) {
         store_dv(dV, first, head);
         release(shared.v_ring.empty[0]);
       }
+      if (last % p.heads_per_k == 0) {
+        store_dk(dK, first, head, values);
+        release(shared.k_ring.empty[0]);
+      }
     });
   }
 
-  DLATTN_DEVICE void work_on_values() {
+  DLATTN_DEVICE void work_on_values(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DV dV[blocks];
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
-    for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] { return step_on_values(dV, place, ds_place, values); });
+    for_each_walk([&](int i, int last, bool some) {
+      take_steps(at, some, [&] { return step_on_values(dV, at.place, at.ds_place(), values); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -474,15 +506,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     });
   }
 
-  DLATTN_DEVICE void work_on_keys() {
+  DLATTN_DEVICE void work_on_keys(Steps& at) {
     const ScoreValues values(p);
-    Place<stages> place;
-    Place<ds_stages> ds_place;
     DK dK[blocks];
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
-    for_each_walk([&](int i, int last) {
-      take_steps(place, ds_place, [&] { return step_on_keys(dK, place, ds_place); });
+    for_each_walk([&](int i, int last, bool some) {
+      take_steps(at, some, [&] { return step_on_keys(dK, at.place, at.ds_place()); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -496,27 +526,53 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   // ---- Who does what ----
 
-  DLATTN_DEVICE void load_and_add() {
+  using Shares = BwdSm90Shares<Problem, Tiling>;
+
+  template <class... Arguments>
+  static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
     switch (warp_index()) {
-      case 0:
-        return this->load_keys_and_queries();
-      case 1:
-        return this->load_values_and_gradients();
-      case 2:
-        return this->add_pieces();
+      case 0: {
+        typename Base::Loads loads;
+        return Base::template take_items<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
+      }
+      case 1: {
+        typename Base::Loads loads;
+        return Base::template for_each_item<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
+      }
+      case 2: {
+        Place<Base::dq_slots> place;
+        return Base::template for_each_item<BwdSm90>(
+            block..., [&](auto& kernel) { kernel.add_pieces(place); });
+      }
       case 3:
-        return this->count_additions();
+        return Base::template for_each_item<Shares>(
+            block..., [&](auto& kernel) { kernel.count_additions(); });
     }
   }
 
-  DLATTN_DEVICE void work_on_keys_or_values() {
-    if constexpr (!by_product) {
-      work_on_keys_and_values();
-    } else if (key_worker() == 0) {
-      work_on_values();
-    } else {
-      work_on_keys();
-    }
+  template <class... Arguments>
+  static DLATTN_DEVICE void work_on_queries_of_items(Arguments&... block) {
+    typename Base::Queries queries;
+    Base::template for_each_item<BwdSm90>(block...,
+                                          [&](auto& kernel) { kernel.work_on_queries(queries); });
+    Shares(block..., 0).template store_rest<true>();
+  }
+
+  template <class... Arguments>
+  static DLATTN_DEVICE void work_on_keys_of_items(Arguments&... block) {
+    Steps steps;
+    Base::template for_each_item<BwdSm90>(block..., [&](auto& kernel) {
+      if constexpr (!by_product) {
+        kernel.work_on_keys_and_values(steps);
+      } else if (key_worker() == 0) {
+        kernel.work_on_values(steps);
+      } else {
+        kernel.work_on_keys(steps);
+      }
+    });
+    Shares(block..., 0).template store_rest<false>();
   }
 };
 
@@ -528,24 +584,15 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel::init(shared);
-  // Each finds out anew what there is to do: else the first one's few registers are full of it.
-  const auto kernel = [&] {
-    const int block = uniform(opaque(blockIdx.x));
-    return Kernel(params, shared, Kernel::work_item(block, params.p));
-  };
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
-    kernel().load_and_add();
+    Kernel::copy_and_add(params, shared);
   } else if (Kernel::warpgroup_index() == 1) {
     give_registers<Tiling::query_registers>();
-    Kernel worker = kernel();
-    worker.work_on_queries();
-    worker.store_rest();
+    Kernel::work_on_queries_of_items(params, shared);
   } else {
     take_registers<(512 - 24 - Tiling::query_registers) / 2>();
-    Kernel worker = kernel();
-    worker.work_on_keys_or_values();
-    worker.store_rest();
+    Kernel::work_on_keys_of_items(params, shared);
   }
 }
 

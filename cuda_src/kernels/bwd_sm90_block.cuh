@@ -31,19 +31,19 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr bool by_product = Tiling::by_product;
   static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
-  static constexpr bool share_in_slot = Tiling::share_in_slot;
-  // Warps that work on keys: on dK and dV, and those of them that make dS.
-  static constexpr int key_warps = 8, ds_warps = by_product ? 4 : 8;
+  static constexpr int share_slots = Tiling::share_slots;
+  // Of a block; that work on keys: on dK and dV; and those of them that make dS.
+  static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
   using QTile = SlabTile<T, tile_q, dim_qk>;
   using DOTile = SlabTile<T, tile_q, dim_v>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
-  static constexpr int dq_columns = Tiling::dq_columns;
-  using DQ = Accumulator<1, dq_columns / 8>;  // a piece of 64 queries
-  static_assert(dim_qk % dq_columns == 0);
-  static constexpr int dq_pieces = tile_q / 64 * (dim_qk / dq_columns);
+  // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
+  using DQ = Accumulator<1, 64 / 8>;
+  static constexpr int piece_columns = Tiling::piece_columns;
+  static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   static_assert(dq_pieces % dq_slots == 0);
 
   // A query tile of a head, as the walk over heads that share keys and values meets it.
@@ -61,10 +61,17 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // A warp's 16 rows of a piece of dQ, as its accumulators are; four of them are a piece, and a sum is
   // made of pieces.
   struct alignas(128) DQRows {
-    float4 at[dq_columns / 8][32];  // 8 columns, lane
+    float4 at[piece_columns / 8][32];  // 8 columns, lane
   };
   struct DQPiece {
     DQRows warp[4];
+  };
+
+  // An earlier item's share of dQ: some query tiles of its pair.
+  struct Share {
+    DQPiece* sums;
+    int batch, first_head;
+    int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
 
   struct SharedMemory {
@@ -74,21 +81,24 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     DOTile dO[stages];
     DSTile dS[ds_stages];
     DQPiece dQ[dq_slots];
-    Either<share_in_slot, Nothing, DQPiece> share;  // a piece of an earlier block's share of dQ
+    Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
     Either<by_product, Weights, Nothing> weights[ds_stages];
     // Log-sum-exps in log2 units, then negative deltas; they come with q.
     alignas(16) float row_stats[stages][2 * tile_q];
     Step steps[stages];  // what is in q
+    Ring<2> item_ring;
+    int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
     Ring<stages> q_ring, do_ring;
     Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
     Ring<dq_slots> dq_ring;                     // from the query worker to the writer
     Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
-    Ring<2> sums_ring;                    // from the writer to the counter: a step's additions
-    uint64 landed[4];                     // what a loader is to clear: of k, v, q, dO
-    uint64 share_complete, share_stored;  // of the sums of an earlier block's share
-    uint64 share_landed[4];               // of each warp
-    int next_share;                       // of dQ, that is to be stored
+    Ring<2> sums_ring;                    // from the writer to the counter
+    int sums_added[2];                    // what a step has been added to
+    uint64 landed[2];                     // what a loader is to clear
+    uint64 share_complete, share_stored;
+    uint64 share_landed[most(share_slots, 1)][4];  // of each warp
+    Share share, rest;  // that goes with the item; that goes with none
   };
 
   // Named barriers, by event.
@@ -103,29 +113,31 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const MappedBwdParams& m;
   const Params& p;
   SharedMemory& shared;
-  const WorkItem work;
-  const Lengths length;
-  const Interval keys;   // of this tile that exist
-  const Interval tiles;  // of queries that attend to them
-
+  const int round;  // items that this block had before
   DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
-                             WorkItem work_item)
-      : m(params),
-        p(params.p),
-        shared(shared_memory),
-        work(work_item),
-        length(p, work.batch),
-        keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
-        tiles(uniform(query_tiles())) {}
+                             int items_before)
+      : m(params), p(params.p), shared(shared_memory), round(items_before) {}
 
-  DLATTN_DEVICE Interval query_tiles() const {
-    const Interval queries = Problem::Mask::queries(keys, length, p);
-    if (keys.empty() || queries.empty()) return {0, 0};
-    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
+  // In a fixed order of additions, those of items taken before this one come before: of later keys
+  // (last_keys_first), or of earlier ones. Items start at the diagonal, where later keys meet a query
+  // first, so that hardly one waits.
+  static constexpr bool last_keys_first = Problem::deterministic && Problem::Mask::bounded_right;
+
+  // What the item of this number is.
+  static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
+    constexpr auto order = last_keys_first ? longest_first : first_first;
+    return order(item, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
   }
+  static DLATTN_DEVICE int item_count(const Params& p) {
+    return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
+  }
+
+  // Of the item at work.
+  DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
+      shared.item_ring.init(warps - 1);
       shared.k_ring.init(key_warps);
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps);
@@ -135,7 +147,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
       mbarrier_init(shared.share_stored, 4);
-      for (uint64& landed : shared.share_landed) mbarrier_init(landed, 1);
+      for (auto& landed : shared.share_landed) {
+        for (uint64& of_warp : landed) mbarrier_init(of_warp, 1);
+      }
 #pragma unroll
       for (auto& ring : shared.weights_ring) ring.init(4, 4);
 #pragma unroll
@@ -152,11 +166,45 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Of 64, in an accumulator of the warpgroup.
   static DLATTN_DEVICE int first_row_of_warp() { return 16 * warp_of_group(); }
 
-  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+  // ---- Items ----
 
-  // Heads that share their keys and their values.
-  DLATTN_DEVICE int heads_per_walk() const {
-    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
+
+  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
+    int item = blockIdx.x;
+    for (int round = 0; item != none_left; ++round) {
+      const bool exists = item < item_count(m.p);
+      if (!exists) item = none_left;
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
+      __syncwarp();
+      release(shared.item_ring.full[place.stage]);
+      if (!exists) return;
+      Kernel kernel(m, shared, round);
+      work(kernel);
+      if (threadIdx.x % 32 == 0) item = gridDim.x + fetch_add(m.p.items_taken, 1);
+      item = uniform(item);
+    }
+  }
+
+  // Every other warp.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void for_each_item(const MappedBwdParams& m, SharedMemory& shared,
+                                          Work work) {
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const auto place = place_of<2>(round);
+      mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
+      const int item = uniform(shared.items[place.stage]);
+      if (item == none_left) return;
+      Kernel kernel(m, shared, round);
+      work(kernel);
+      __syncwarp();
+      release(shared.item_ring.empty[opaque(round) % 2]);
+    }
   }
 };
 

@@ -2,13 +2,13 @@
 // and values.
 #pragma once
 
-#include "kernels/bwd_sm90_block.cuh"
+#include "kernels/bwd_sm90_item.cuh"
 
 namespace dlattn {
 
 template <class Problem, class Tiling>
-struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
-  using Base = BwdSm90Block<Problem, Tiling>;
+struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
+  using Base = BwdSm90Item<Problem, Tiling>;
   using Base::Base;
   using Base::first_head;
   using Base::heads_per_walk;
@@ -25,41 +25,51 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zeros do. A tile with such rows is full once they are cleared.
   template <int ring_stages, class Tile, class Start>
-  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, Place<ring_stages>& place,
+  DLATTN_DEVICE void fill_rows(Ring<ring_stages>& ring, const Place<ring_stages>& place,
                                Tile (&tile)[ring_stages], int rows, uint64& landed,
-                               uint32& landings, uint32 bytes, Start start) {
-    if (rows >= Tile::rows) return fill(ring, place, bytes, start);
-    order(ring, place, landed, bytes, start);
-    mbarrier_wait(landed, landings);
-    landings ^= 1;
+                               uint32& clearings, uint32 bytes, Start start) {
+    const bool is_full = rows >= Tile::rows;
+    order(ring, place, is_full ? ring.full[place.stage] : landed, bytes, start);
+    if (is_full) return;
+    mbarrier_wait(landed, clearings++ % 2);
     tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);
     fence_proxy_async();
     __syncwarp();
     release(ring.full[place.stage]);
-    place.advance();
   }
 
-  // The keys or values that this head of the block is the first to need.
+  // The keys or values that this head of the item is the first to need.
   template <class Tile>
-  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, const TensorMap& map,
-                               int i, int heads_per_key) {
+  DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
+                               const TensorMap& map, int i, int heads_per_key) {
     if (i % heads_per_key != 0) return;
-    Place<1> place{0, uint32(i / heads_per_key % 2)};
-    uint32 landings = i / heads_per_key % 2;
+    const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
-    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, landings, Tile::bytes,
+    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, clearings, Tile::bytes,
               [&](int, uint64& full) { tile[0].load(map, full, keys.first, head, work.batch); });
   }
 
-  // Calls visit(i, tile) for the query tiles of the block's heads, in the order of the steps; and before
-  // those of a head, begin(i).
+  // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
+  template <class Visit>
+  DLATTN_DEVICE void for_each_step(Visit visit) {
+#pragma unroll 1
+    for (int i = 0; i < p.heads_per_block; ++i) {
+#pragma unroll 1
+      for (int tile = tiles.first; tile < tiles.last; ++tile) visit(i, tile);
+    }
+  }
+
+  // The same; and begin(i) after the first tile of a head, whose memory is free before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
-      begin(i);
+      int tile = tiles.first;
 #pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.last; ++tile) visit(i, tile);
+      do {
+        if (tile < tiles.last) visit(i, tile);
+        if (tile == tiles.first) begin(i);
+      } while (++tile < tiles.last);
     }
   }
 
@@ -73,40 +83,45 @@ struct BwdSm90Loads : BwdSm90Block<Problem, Tiling> {
                 .contains({keys.first, keys.first + Base::tile_k});
   }
 
-  DLATTN_DEVICE void load_keys_and_queries() {
-    constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
+  // How far a loader has come, in its ring and with what it was to clear.
+  struct Loads {
     Place<stages> place;
-    uint32 landings = 0;
+    uint32 clearings = 0;
+  };
+
+  DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
+    constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     const auto load_keys_of = [&](int i) {
-      load_keys(shared.k, shared.k_ring, shared.landed[0], m.k, i, p.heads_per_k);
+      load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
       const bool last = (i + 1) % heads_per_walk() == 0 && tile == tiles.last - 1;
+      auto& place = at.place;
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
-      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[2], landings,
+      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.clearings,
                 Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
                   shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
                 });
+      place.advance();
     });
   }
 
-  DLATTN_DEVICE void load_values_and_gradients() {
-    Place<stages> place;
-    uint32 landings = 0;
+  DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
     const auto load_values_of = [&](int i) {
-      load_keys(shared.v, shared.v_ring, shared.landed[1], m.v, i, p.heads_per_v);
+      load_keys(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
-      fill_rows(shared.do_ring, place, shared.dO, existing_rows(tile), shared.landed[3], landings,
+      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1], at.clearings,
                 Base::DOTile::bytes, [&](int stage, uint64& full) {
                   shared.dO[stage].load(m.dO, full, tile * tile_q, first_head() + i, work.batch);
                 });
+      at.place.advance();
     });
   }
 };

@@ -11,10 +11,11 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base = BwdSm90Sums<Problem, Tiling>;
   using Base::Base;
   using Base::dim_qk;
-  using Base::dq_columns;
+  using Base::dq_pieces;
   using Base::dq_slots;
   using Base::ds_stages;
   using Base::p;
+  using Base::piece_columns;
   using Base::shared;
   using Base::tile_q;
   using Base::tiles;
@@ -22,77 +23,80 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using typename Base::ShareWalk;
   using typename Base::T;
 
-  // Starts 64 rows of dQ = dS K, and dq_columns columns.
+  // Starts 64 rows of dQ = dS K, and 64 columns.
   DLATTN_DEVICE void start_dq(DQ& dQ, int first_row, int first_column, int stage) {
-    auto& d = reinterpret_cast<float (&)[dq_columns / 2]>(dQ.at);
+    auto& d = reinterpret_cast<float (&)[32]>(dQ.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Base::tile_k / 16; ++k) {
-      WgmmaShape<dq_columns>::template shared_shared<T, 1>(
+      WgmmaShape<64>::template shared_shared<T, 1>(
           d, shared.dS[stage].along_columns(first_row, k),
           shared.k[0].along_rows(k, first_column / 64), k > 0);
     }
     wgmma_commit();
   }
 
-  // Gives a piece to the writer.
-  DLATTN_DEVICE void send(const DQ& dQ, Place<dq_slots>& place) {
+  // Gives a piece to the writer, that begins with this column of the product.
+  DLATTN_DEVICE void send(const DQ& dQ, int first_column, const Place<dq_slots>& place) {
     mbarrier_wait(shared.dq_ring.empty[place.stage], place.parity ^ 1);
     auto& staged = shared.dQ[place.stage].warp[Base::warp_of_group()];
 #pragma unroll
-    for (int n = 0; n < dq_columns / 8; ++n) {
-      const auto& d = dQ.at[0][n];
+    for (int n = 0; n < piece_columns / 8; ++n) {
+      const auto& d = dQ.at[0][first_column / 8 + n];
       staged.at[n][threadIdx.x % 32] = float4{d[0], d[1], d[2], d[3]};
     }
     fence_proxy_async();
     __syncwarp();
     release(shared.dq_ring.full[place.stage]);
-    place.advance();
   }
 
   // The dQ of a step, piece by piece.
-  DLATTN_DEVICE void step_of_dq(int stage, Place<dq_slots>& slot) {
+  DLATTN_DEVICE void step_of_dq(uint32 step) {
+    const int stage = step % ds_stages;
 #pragma unroll
-    for (int row = 0; row < tile_q; row += 64) {
+    for (int i = 0; i < tile_q * dim_qk; i += 64 * 64) {
+      DQ dQ;
+      start_dq(dQ, i / 64 / dim_qk * 64, i / 64 % dim_qk, stage);
+      wgmma_wait<0>();
+      tie(dQ);
+      if (i + 64 * 64 == tile_q * dim_qk) release(shared.ds_ring.empty[stage]);
 #pragma unroll
-      for (int column = 0; column < dim_qk; column += dq_columns) {
-        DQ dQ;
-        start_dq(dQ, row, column, stage);
-        wgmma_wait<0>();
-        tie(dQ);
-        const bool last = row + 64 == tile_q && column + dq_columns == dim_qk;
-        if (last) release(shared.ds_ring.empty[stage]);
-        send(dQ, slot);
+      for (int column = 0; column < 64; column += piece_columns) {
+        send(dQ, column,
+             place_of<dq_slots>(step * dq_pieces + (i / 64 + column) / piece_columns));
       }
     }
   }
 
-  DLATTN_DEVICE void finish_share(ShareWalk& share, WorkItem item) {
-#pragma unroll 1
-    while (share.next < share.last) this->continue_share(share, item);
-  }
+  // How far the query worker has come.
+  struct Queries {
+    uint32 steps = 0;
+    ShareWalk share;
+  };
 
-  DLATTN_DEVICE void work_on_queries() {
-    Place<ds_stages> place;
-    Place<dq_slots> slot;
-    const WorkItem earlier = this->work_item(most(this->block_of_share(), 0), p);
-    this->count_block();
-    ShareWalk share = this->begin_share(earlier);
-    if (Base::share_in_slot) finish_share(share, earlier);
+  DLATTN_DEVICE void work_on_queries(Queries& at) {
+    this->begin_share(at.share);
 #pragma unroll 1
-    for (int i = 0; i < p.heads_per_block; ++i) {
+    for (int i = 0; i < p.heads_per_block; i += p.heads_per_k) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
-      mbarrier_wait(shared.k_ring.full[0], i / p.heads_per_k % 2);
+      mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
 #pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.last; ++tile) {
-        mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
-        step_of_dq(place.stage, slot);
-        if (!Base::share_in_slot) this->continue_share(share, earlier);
-        place.advance();
+      for (int steps = uniform(p.heads_per_k * (tiles.last - tiles.first)); steps > 0; --steps) {
+        const auto await_ds = [&] {
+          const auto place = place_of<ds_stages>(at.steps);
+          mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
+        };
+        if constexpr (Base::share_slots > 0) {
+          await_ds();
+        } else {
+          this->store_piece_beside(at.share, await_ds);
+        }
+        step_of_dq(at.steps++);
+        if constexpr (Base::share_slots > 0) this->continue_share(at.share);
       }
-      if ((i + 1) % p.heads_per_k == 0) named_barrier_arrive(Base::keys_read, 128 * 3);
+      named_barrier_arrive(Base::keys_read, 128 * 3);
     }
-    finish_share(share, earlier);
+    this->finish_share(at.share);
   }
 };
 

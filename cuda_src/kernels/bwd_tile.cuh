@@ -24,14 +24,14 @@ struct BwdTiling {
 };
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
-template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int dq_columns_,
-          int dq_slots_, bool share_in_slot_, int query_registers_>
+template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int piece_columns_,
+          int dq_slots_, int share_slots_, int query_registers_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = 64;
   static constexpr bool by_product = by_product_;
   static constexpr int stages = stages_, ds_stages = ds_stages_;
-  static constexpr int dq_columns = dq_columns_, dq_slots = dq_slots_;
-  static constexpr bool share_in_slot = share_in_slot_;
+  static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
+  static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
   static constexpr int warps = 8;  // of the kernel before
 };

@@ -43,6 +43,7 @@ struct FwdSm80 {
   using OTile = SharedTile<T, tile_q, dim_v>;
   using Scores = Accumulator<m_tiles, tile_k / 8>;
   using Output = Accumulator<m_tiles, dim_v / 8>;
+  using Softmax = OnlineSoftmax<m_tiles, wants_maxima<Problem>>;
 
   struct SharedMemory {
     union {
@@ -111,8 +112,8 @@ struct FwdSm80 {
   }
 
   // One key tile: scores, probabilities, output. Prefetches the tile before it.
-  DLATTN_DEVICE void step(int tile, int first_tile, Interval full, int stage,
-                          OnlineSoftmax<m_tiles>& softmax, Output& output) {
+  DLATTN_DEVICE void step(int tile, int first_tile, Interval full, int stage, Softmax& softmax,
+                          Output& output) {
     const bool more = tile > first_tile;
     cp_async_wait_all();
     __syncthreads();
@@ -142,7 +143,7 @@ struct FwdSm80 {
     gemm<T, tile_k / 16>(output, probabilities, SharedRight<VTile, true>(shared.v[stage], 0));
   }
 
-  DLATTN_DEVICE void attend(OnlineSoftmax<m_tiles>& softmax, Output& output) {
+  DLATTN_DEVICE void attend(Softmax& softmax, Output& output) {
     const Interval keys = Problem::Mask::keys(queries, length, p);
     if (queries.empty() || keys.empty()) return;
     const Interval full = Problem::Mask::full_keys(queries, length, p);
@@ -161,7 +162,7 @@ struct FwdSm80 {
     }
   }
 
-  DLATTN_DEVICE void store(OnlineSoftmax<m_tiles>& softmax, Output& output) {
+  DLATTN_DEVICE void store(Softmax& softmax, Output& output) {
     // Read again: a length kept for here would hold a register during the walk over keys.
     const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
     const int first_query = item.tile * tile_q;
@@ -184,7 +185,7 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
 
   Kernel kernel(p, shared,
                 longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
-  OnlineSoftmax<Kernel::m_tiles> softmax(Problem::Score::factor(kernel.values));
+  typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;
   output.clear();
   kernel.attend(softmax, output);

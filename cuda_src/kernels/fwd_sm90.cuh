@@ -5,7 +5,8 @@
 // tiles are walked from the last to the first. In the steady loop a consumer starts the scores of one
 // tile, then the output of the tile before it, and turns the first into exponentials while the tensor
 // cores work on the second. Exponentials are relative to a maximum of the tiles before: the scores of
-// a tile are searched for a new one only where they are masked, or where a sum shows that it is due.
+// a tile are searched for a new one only where they are masked, or where a sum shows that it is due;
+// everywhere if maxima are results.
 #pragma once
 
 #include "attn/epilogue.cuh"
@@ -63,7 +64,7 @@ struct FwdSm90 {
   using Scores = Accumulator<1, tile_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
-  using Softmax = OnlineSoftmax<1>;
+  using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
 
   // Query tiles handed out: one at work, the next being loaded, one more.
@@ -172,7 +173,7 @@ struct FwdSm90 {
   DLATTN_DEVICE void offer(Place<item_stages>& place, WorkItem item) {
     const Work work(p, item);
     if (work.empty()) {
-      store_nothing(item, threadIdx.x % 32, 32);
+      store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
       hand_out(place, item);
     }
@@ -202,10 +203,10 @@ struct FwdSm90 {
   }
 
   // By some threads side by side.
-  DLATTN_DEVICE void store_nothing(WorkItem at, int thread, int threads) {
+  DLATTN_DEVICE void store_nothing(WorkItem at, int length_q, int thread, int threads) {
     const int first = at.tile * tile_q;
-    store_empty_rows<Problem>(p, at.batch, at.head, first, least(tile_q, p.seq_q - first), thread,
-                              threads);
+    store_empty_rows<Problem>(p, at.batch, at.head, first, least(tile_q, p.seq_q - first), length_q,
+                              thread, threads);
   }
 
   // ---- Loaders: a warp each for q, k and v, of which one lane gives the orders ----
@@ -349,14 +350,14 @@ struct FwdSm90 {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
-  // Scores that have arrived become exponentials, and enter the maxima if they are the first or have
-  // gaps. True if the output must be rescaled.
+  // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
+  // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
     edit(state.scores, work, values, tile);
     if (work.is_full(tile)) {
-      const bool grew = first && softmax.advance(state.scores, state.factor);
+      const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
       sums = softmax.exponentiate(state.scores);
       return grew;
     }
@@ -422,7 +423,7 @@ struct FwdSm90 {
     pass_turn();
     wgmma_wait<1>();
     bool grew = take_scores(state, sums, work, tile, first, values, softmax);
-    const bool retake = !first && softmax.overflown(sums);
+    const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
     // ptxas moves arithmetic below waits for wgmma, but keeps memory accesses in order with them. This
     // one depends on all exponentials: they stand before the wait if it does.
     if (Tiling::exponentials_first && !retake) end_scores(state, work, tile);
@@ -500,7 +501,8 @@ struct FwdSm90 {
     const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
     for (int i = blockIdx.x; walk.find(i, p.batch, count); i += gridDim.x) {
       const int tile = tiles_with_queries(walk.batch) + walk.rest / p.heads_q;
-      store_nothing({tile, walk.rest % p.heads_q, walk.batch}, threadIdx.x - 128, 128 * consumers);
+      store_nothing({tile, walk.rest % p.heads_q, walk.batch}, 0, threadIdx.x - 128,
+                    128 * consumers);
     }
   }
 

@@ -25,6 +25,14 @@ DLATTN_DEVICE void store_shared_zeros(uint32 shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
+// Not before the reads and writes of memory that stand before it, and not kept: a register costs more
+// than another load. PTX ISA 9.7.9.8 (ld.volatile).
+DLATTN_DEVICE float2 load_in_place(uint32 shared) {
+  float2 v;
+  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(shared));
+  return v;
+}
+
 // Four-wide reductions need sm_90.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool wide_reductions = true;
@@ -75,6 +83,10 @@ DLATTN_DEVICE int load_acquire(const int* global) {
 DLATTN_DEVICE void add_release(int* global, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
+DLATTN_DEVICE void add_relaxed(int* global, int value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
+}
+DLATTN_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
 DLATTN_DEVICE int fetch_add(int* address, int value) {

@@ -36,6 +36,12 @@ struct Place {
   }
 };
 
+// The same of the n-th buffer that is passed through a ring.
+template <int stages>
+DLATTN_DEVICE Place<stages> place_of(uint32 n) {
+  return {int(n % stages), n / stages % 2};
+}
+
 // A warp is done with a buffer: has read it, or has filled it.
 DLATTN_DEVICE void release(uint64& event) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(event);

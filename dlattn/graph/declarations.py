@@ -145,8 +145,7 @@ class Declarations(Operations):
             if not any(t is known for known in self._tensors):
                 t.attributes.inferred = frozenset()  # what another graph inferred is given here
                 self._keep(t)
-        outputs: list[Any] = list(node.outputs.values())
-        return outputs if len(outputs) > 1 else [*outputs, None]
+        return list(node.returned)
 
 
 def _attributes_of(source: Any) -> Attributes:

@@ -10,6 +10,10 @@ from dlattn.graph.vocabulary import tensor_reordering
 
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
+    "score_max": data_type.FLOAT,
+    "score_sum_exp": data_type.FLOAT,
+    "sink_token": data_type.FLOAT,
+    "dSink_token": data_type.FLOAT,
     "attn_scale": data_type.FLOAT,
     "alibi_slopes": data_type.FLOAT,
     "seq_len_q": data_type.INT32,
@@ -17,6 +21,11 @@ _DEFAULT_TYPES = {
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
 _AXES = "(batch, heads, sequence, head dim)"
+_AXES_OF = {
+    "seq_len_q": "(batch, 1, 1, 1)",
+    "seq_len_kv": "(batch, 1, 1, 1)",
+    "sink_token": "(1, heads, 1, 1)",
+}
 
 
 def complete(node: AttentionNode, io_data_type: data_type) -> None:
@@ -109,9 +118,9 @@ def _check_declared(node: AttentionNode, role: str) -> None:
     elif role == "bias":
         _check_bias(node, it.dim)
     elif len(it.dim) != 4:
-        meaning = "(batch, 1, 1, 1)" if role.startswith("seq_len") else _AXES
         raise InvalidGraphError(
-            f"{label} must have four dimensions, {meaning}; got dim {it.dim}. Reshape it."
+            f"{label} must have four dimensions, {_AXES_OF.get(role, _AXES)}; got dim {it.dim}. "
+            "Reshape it."
         )
 
 
@@ -154,6 +163,10 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "o": (batch, heads, seq_q, head_dim_v),
         "dO": (batch, heads, seq_q, head_dim_v),
         "stats": (batch, heads, seq_q, 1),
+        "score_max": (batch, heads, seq_q, 1),
+        "score_sum_exp": (batch, heads, seq_q, 1),
+        "sink_token": (1, heads, 1, 1),
+        "dSink_token": (1, heads, 1, 1),
         "seq_len_q": (batch, 1, 1, 1),
         "seq_len_kv": (batch, 1, 1, 1),
         "dQ": q,

@@ -14,6 +14,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    Direction,
     Edit,
     Geometry,
     Mask,
@@ -31,7 +32,13 @@ IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
 #: A bound beyond every sequence, small enough to add to any position in 32 bits.
 FARTHEST = 2**30
 
+#: Roles whose element type is fp32, whatever the problem's is.
+_FP32_ROLES = (
+    *("attn_scale", "alibi_slopes", "score_max", "score_sum_exp", "sink_token", "dSink_token"),
+)
+
 _WIDEST_ACCESS = 16
+_SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
 _TYPES = {"stats": _FLOATS, "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)}
@@ -73,13 +80,19 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         edits=_edits(node, tensors),
         masks=_masks(node),
         stats=None if stats is None else stats.get_data_type(),
+        score_max="score_max" in tensors,
+        score_sum_exp="score_sum_exp" in tensors,
+        sink=_SINK_ROLE[node.direction] in tensors,
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
     )
     diagonal = node.diagonal
     geometry = Geometry(
-        tensors={role: _spec(node.label(role), t.attributes) for role, t in tensors.items()},
+        tensors={
+            role: _spec(node.label(role), t.attributes, is_output=role in node.outputs)
+            for role, t in tensors.items()
+        },
         attn_scale=node.attn_scale,
         band_left=_near(diagonal.left),
         band_right=_near(diagonal.right),
@@ -99,10 +112,10 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     )
 
 
-def _spec(label: str, it: Attributes) -> TensorSpec:
-    return TensorSpec(
-        label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, it.is_pass_by_value
-    )
+def _spec(label: str, it: Attributes, is_output: bool) -> TensorSpec:
+    # A number cannot be written to, whatever a CPU tensor of one element was taken for.
+    by_value = it.is_pass_by_value and not is_output
+    return TensorSpec(label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, by_value)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
@@ -149,11 +162,10 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
                     f"{', '.join(r for r in IO_ROLES if r in tensors)} of one type. Cast one, or "
                     "set_data_type() on the output."
                 )
-        elif role in ("attn_scale", "alibi_slopes"):
+        elif role in _FP32_ROLES:
             if dtype is not data_type.FLOAT:
-                kind = "a scale tensor" if role == "attn_scale" else "slopes"
                 raise cudnnGraphNotSupportedError(
-                    f"{node.label(role)} is {dtype}; {kind} must be {data_type.FLOAT}."
+                    f"{node.label(role)} is {dtype}; plans take {role} as {data_type.FLOAT} only."
                 )
         elif dtype not in _TYPES.get(role, _INTEGERS):
             wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))
@@ -166,7 +178,7 @@ def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Ta
     for role, t in tensors.items():
         if t.get_is_pass_by_value() and role != "attn_scale":
             raise InvalidGraphError(
-                f"{node.label(role)} is passed by value from the host, but {target} reads it from "
+                f"{node.label(role)} is passed by value from the host, but {target} wants it in "
                 "device memory; move it there."
             )
 

@@ -39,14 +39,20 @@ _NOT_SUPPORTED = {
     "sdpa": (
         *("block_mask", "dropout", "rng_dump"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
-        *("score_mod", "score_max", "score_sum_exp", "sink_token"),
+        "score_mod",
     ),
     "sdpa_backward": (
         *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
-        *("sink_token", "dSink_token"),
     ),
 }
+
+#: Tensors that the user may give: for any operation to read, and by operation to write.
+_OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
+_GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
+
+#: What an operation returns; ``None`` in place of what was not asked for.
+_RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
 
 
 #: Soft caps that float32 can divide by.
@@ -70,7 +76,7 @@ class AttentionNode:
         operation: ``"sdpa"`` or ``"sdpa_backward"``.
         name: the node's name, in messages and in the default names of its outputs.
         inputs: role -> tensor; roles as in :class:`dlattn.problem.Geometry`.
-        outputs: role -> tensor.
+        outputs: role -> tensor; those that the operation makes, then those that the user gave.
         attn_scale: the scale when there is no ``attn_scale`` input.
         softcap: the bound of soft-capped scores, or None.
         alibi: ``use_alibi_mask``: ALiBi with cuDNN's slopes.
@@ -99,6 +105,11 @@ class AttentionNode:
         return Direction.FORWARD if self.operation == "sdpa" else Direction.BACKWARD
 
     @property
+    def returned(self) -> list[tensor | None]:
+        """What the operation returns to the user."""
+        return [self.outputs.get(role) for role in _RETURNED[self.operation]]
+
+    @property
     def tensors(self) -> dict[str, tensor]:
         """Role -> tensor, inputs first."""
         return {**self.inputs, **self.outputs}
@@ -109,7 +120,7 @@ class AttentionNode:
 
 
 def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
-    """The forward node; its outputs are ``o`` and, if asked for, ``stats``.
+    """The forward node; it makes ``o`` and, if asked for, ``stats``.
 
     Raises:
         InvalidArgumentError: arguments contradict each other.
@@ -125,9 +136,13 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
 
 
 def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
-    """The backward node; its outputs are ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
+    """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(3,))
+    if given["dSink_token"] is not None and given["sink_token"] is None:
+        raise InvalidArgumentError(
+            "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
+        )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)
@@ -145,7 +160,7 @@ def _node(
         if given[role] is None:
             raise TypeError(f"{operation} needs the tensor {role}; got None.")
         inputs[role] = given[role]
-    for role in ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes"):
+    for role in _OPTIONAL_INPUTS:
         if given[role] is not None:
             inputs[role] = given[role]
     alibi = _flag("use_alibi_mask", given["use_alibi_mask"])
@@ -154,6 +169,8 @@ def _node(
             "use_alibi_mask=True means cuDNN's slopes, but alibi_slopes was given too; give one of "
             "them."
         )
+    written = {role: given[role] for role in _GIVEN_OUTPUTS[operation] if given[role] is not None}
+    _check_written(operation, inputs, written)
     scale = given["attn_scale"]
     if isinstance(scale, tensor):
         constant = scale.attributes.value
@@ -164,7 +181,7 @@ def _node(
         operation=operation,
         name=name,
         inputs=inputs,
-        outputs=outputs,
+        outputs={**outputs, **written},
         attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
         softcap=_softcap(given["softcap"]),
         alibi=alibi,
@@ -186,6 +203,18 @@ def _absent(argument: str, value: Any) -> bool:
     if argument == "dropout" and isinstance(value, tuple):
         return isinstance(value[0], (int, float)) and value[0] == 0
     return value is None or (isinstance(value, (bool, np.bool_)) and not value)
+
+
+def _check_written(
+    operation: str, inputs: Mapping[str, tensor], written: Mapping[str, tensor]
+) -> None:
+    for role, t in written.items():
+        for other, same in {**inputs, **written}.items():
+            if other != role and same is t:
+                raise InvalidArgumentError(
+                    f"{operation} was given one tensor as {role}, which it writes, and as {other}; "
+                    "give each its own."
+                )
 
 
 def _output(node: str, port: str) -> tensor:

@@ -60,9 +60,8 @@ class Operations(ABC):
     ) -> list[Any]:
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
-        ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and the log-sum-exp of the final
-        scores. Edits and masks take part in the order: softcap, bias, ALiBi,
-        padding, band.
+        ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and statistics of the final scores.
+        Edits and masks take part in the order: softcap, bias, ALiBi, padding, band.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -80,7 +79,8 @@ class Operations(ABC):
                 diagonal, with cuDNN's slopes, which fall from head to head (see
                 :func:`dlattn.problem.alibi_slopes`).
             use_padding_mask: mask what lies beyond ``seq_len_q`` and ``seq_len_kv``. Then rows of
-                o beyond seq_len_q are 0, and those of the stats -inf.
+                o and score_sum_exp beyond seq_len_q are 0, those of stats and score_max -inf; so
+                are rows that attend to nothing.
             seq_len_q, seq_len_kv: actual lengths, (B, 1, 1, 1), int32 or int64; either or both.
             use_causal_mask: top left alignment and right bound 0.
             use_causal_mask_bottom_right: bottom right alignment and right bound 0.
@@ -93,6 +93,11 @@ class Operations(ABC):
             compute_data_type: FLOAT; the reference engine also takes DOUBLE.
             name: the node's name; outputs are called ``<name>::O`` and ``<name>::Stats``.
             generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.
+            score_max, score_sum_exp: tensors to write, (B, Hq, Sq, 1), fp32: a row's largest score,
+                natural, and the sum of its exponentials relative to that. Either, or both.
+            sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
+                there is no value. All statistics include it; a row that attends to nothing else
+                has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o.
             implementation: accepted; dlattn has one implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
             softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
@@ -157,6 +162,8 @@ class Operations(ABC):
             o: the forward's output, (B, Hq, Sq, Dv).
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+            dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
+                summed in the same order.
 
         The other arguments are those of the forward call, and must be given alike.
 

@@ -38,7 +38,7 @@ class BackwardTiling(Tiling, Protocol):
 
 
 class BackwardPlan(CudaPlan):
-    """Delta and main kernel, and a dQ kernel unless the main one stores dQ.
+    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for a sink's gradient.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
     """
@@ -58,9 +58,15 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_block = self._heads_per_block
         # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        self._params.heads_per_wave = min(self._pairs, max(1, WAVE_BYTES // bytes_per_pair))
+        most = max(1, WAVE_BYTES // bytes_per_pair)
+        self._params.heads_per_wave = min(self._pairs, most, self.most_heads_per_wave)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
+
+    @property
+    def most_heads_per_wave(self) -> int:
+        """How many pairs share L2 at most, whatever fits."""
+        return self._pairs
 
     @property
     def _wave_blocks(self) -> int:
@@ -120,32 +126,44 @@ class BackwardPlan(CudaPlan):
         return 4 * self._row_tiles * 2 * self.tiling.tile_q
 
     @cached_property
+    def _sink_parts_bytes(self) -> int:
+        return 4 * self._row_tiles if self.problem.sink else 0
+
+    @cached_property
     def workspace_size(self) -> int:
         counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
-        return round_up(self._dq_accum_bytes + self._row_stats_bytes + counts, 256)
+        arrays = self._dq_accum_bytes + self._row_stats_bytes + self._sink_parts_bytes
+        return round_up(arrays + counts, 256)
 
     def place_workspace(self, workspace: int) -> None:
         params = self._params
         params.dq_accum = workspace
         params.row_stats = workspace + self._dq_accum_bytes
+        params.sink_parts = params.row_stats + self._row_stats_bytes
         if self.stores_dq:
-            params.dq_arrivals = params.row_stats + self._row_stats_bytes
+            params.dq_arrivals = params.sink_parts + self._sink_parts_bytes
             params.dq_stored = params.dq_arrivals + 4 * self._sums
-            params.blocks_begun = params.dq_stored + 4 * self._dq_places
+            params.items_taken = params.dq_stored + 4 * self._dq_places
+            params.shares_taken = params.items_taken + 4
 
     def kernels(self) -> list[KernelLaunch]:
         blocks = self._pairs * self._key_tiles
-        kernels = [self._row_kernel("bwd_delta", 0), self.main_kernel(blocks)]
+        grid = (self._query_tiles, self.geometry.heads_q, self.geometry.batch)
+        kernels = [self._small_kernel("bwd_delta", grid), self.main_kernel(blocks)]
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
-            kernels.append(self._row_kernel("bwd_dq", dq_shared))
+            kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
+        if self.problem.sink:
+            kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels
 
-    def _row_kernel(self, kernel: str, shared: int) -> KernelLaunch:
-        """A kernel with a block for each query tile. It reads no mask, so problems share it."""
-        unmasked = replace(self.problem, masks=(Padding(),))
-        grid = (self._query_tiles, self.geometry.heads_q, self.geometry.batch)
-        source = kernel_source(kernel, unmasked, self.row_tiling, shared)
+    def _small_kernel(
+        self, kernel: str, grid: tuple[int, int, int], shared: int = 0
+    ) -> KernelLaunch:
+        """A kernel before or after the main one. Of edits and masks it reads the scale alone, so
+        problems share it."""
+        plain = replace(self.problem, edits=self.problem.edits[:1], masks=(Padding(),))
+        source = kernel_source(kernel, plain, self.row_tiling, shared)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
 
     @property

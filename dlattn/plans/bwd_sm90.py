@@ -25,10 +25,10 @@ class Sm90BwdTiling:
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q and of dO in shared memory.
         ds_stages: tiles of dS.
-        dq_columns: columns of dQ that are computed at a time, for each 64 queries: a piece.
-        dq_slots: pieces on their way to memory.
-        share_in_slot: shared memory has no room for pieces of earlier blocks but in the slots,
-            before those are needed.
+        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32.
+        dq_slots: such pieces on their way to memory.
+        share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
+            through registers.
     """
 
     tile_q: int = 64
@@ -36,9 +36,9 @@ class Sm90BwdTiling:
     by_product: bool = False
     stages: int = 2
     ds_stages: int = 2
-    dq_columns: int = 64
+    piece_columns: int = 64
     dq_slots: int = 1
-    share_in_slot: bool = False
+    share_slots: int = 1
 
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 512
@@ -48,12 +48,10 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product, share_in_slot = (
-            str(flag).lower() for flag in (self.by_product, self.share_in_slot)
-        )
+        by_product = str(self.by_product).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
-            f"{self.ds_stages}, {self.dq_columns}, {self.dq_slots}, {share_in_slot}, "
+            f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.query_registers}>"
         )
 
@@ -65,27 +63,29 @@ class Sm90BwdTiling:
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         weights = ds if self.by_product else 16
-        piece = 4 * 64 * self.dq_columns
-        dq = self.dq_slots * piece + (128 if self.share_in_slot else piece)
-        ring_stages = 4 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
-        barriers = 8 * (2 * ring_stages + 4 + 2 + 4)
+        piece = 4 * 64 * self.piece_columns
+        dq = self.dq_slots * piece + (self.share_slots * piece or 128)
+        ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
+        barriers = 8 * (2 * ring_stages + 1 + 2 + 2 + 4 * max(1, self.share_slots))
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8, 1024)
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8 + 48, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    if max(dim_qk, dim_v) == 64 and not problem.is_edited:
-        return Sm90BwdTiling(tile_q=128, dq_slots=2)
+    if max(dim_qk, dim_v) == 64 and not problem.keeps_scores:
+        return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(tile_k=64, by_product=True, ds_stages=1, share_in_slot=True)
-    scores = 64 if problem.keeps_scores or problem.has_bias else 0
+        return Sm90BwdTiling(
+            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
+        )
+    scores = 64 if problem.keeps_scores else 0
     if dim_qk + dim_v + scores > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=1 if problem.is_edited else dim_qk // 64)
+    return Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,20 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
 
     @property
+    def most_heads_per_wave(self) -> int:
+        """Sums of dQ shall stay in L2, too, which speaks for one; but under a causal mask the first
+        tiles of a pair take much longer than its last, and other pairs must fill the time."""
+        right = self.geometry.band_right is not None
+        return 8 if right else 1
+
+    @property
     def row_tiling(self) -> Tiling:
         return RowTiling(self.tiling.cpp)
 
-    def main_kernel(self, blocks: int) -> KernelLaunch:
+    def main_kernel(self, items: int) -> KernelLaunch:
+        grid = min(items, self.target.multiprocessors)
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(
             self.name, self.problem, self.tiling, shared, argument=MappedBwdParams
         )
-        return KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared)
+        return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from typing import Self
 
 #: Roles that are (batch, head, row, column) tensors, in the order of the struct.
-TENSOR_ROLES = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
+TENSOR_ROLES = (
+    *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+)
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
 
@@ -74,8 +77,9 @@ class Params(ctypes.Structure):
         ("dq_accum", ctypes.c_uint64),
         ("dq_arrivals", ctypes.c_uint64),
         ("dq_stored", ctypes.c_uint64),
-        ("blocks_begun", ctypes.c_uint64),
+        ("shares_taken", ctypes.c_uint64),
         ("row_stats", ctypes.c_uint64),
+        ("sink_parts", ctypes.c_uint64),
         ("batch", ctypes.c_int32),
         ("heads_q", ctypes.c_int32),
         ("seq_q", ctypes.c_int32),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,17 +72,22 @@ class Reference(Plan):
         q, k, v = (tensors[role] for role in "qkv")
         values = self._values(tensors)
         edits, masks, compute = self.problem.edits, self.problem.masks, self.compute
+        sink = tensors.get("sink_token")
         if self.problem.direction is Direction.FORWARD:
-            o, stats = attention_forward(
-                q, k, v, edits=edits, masks=masks, values=values, compute=compute
+            rows = attention_forward(
+                q, k, v, edits=edits, masks=masks, values=values, sink=sink, compute=compute
             )
-            results = {"o": o, "stats": stats}
+            results = rows._asdict()
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
             dq, dk, dv = attention_backward(
                 q, k, v, o, d_o, stats, edits=edits, masks=masks, values=values, compute=compute
             )
             results = {"dQ": dq, "dK": dk, "dV": dv}
+            if sink is not None and self.problem.sink:
+                results["dSink_token"] = sink_gradient(
+                    o, d_o, stats, sink, len_q=values.len_q, compute=compute
+                )
         with np.errstate(all="ignore"):
             for role, result in results.items():
                 if role in tensors:
@@ -104,6 +109,22 @@ class Reference(Plan):
         )
 
 
+class Forward(NamedTuple):
+    """A forward's results.
+
+    Attributes:
+        o: (B, Hq, Sq, Dv).
+        stats: (B, Hq, Sq, 1), the natural log of the sum of a row's exponentials.
+        score_max, score_sum_exp: (B, Hq, Sq, 1), a row's largest score, and the sum of its
+            exponentials relative to that.
+    """
+
+    o: Array
+    stats: Array
+    score_max: Array
+    score_sum_exp: Array
+
+
 def attention_forward(
     q: Array,
     k: Array,
@@ -112,33 +133,47 @@ def attention_forward(
     edits: Sequence[Edit] = (),
     masks: Sequence[Mask] = (),
     values: Values | None = None,
+    sink: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
-) -> tuple[Array, Array]:
-    """``softmax(masked(edited(q k^T))) v``, and the log-sum-exp of its rows.
+) -> Forward:
+    """``softmax(masked(edited(q k^T))) v``, and what the softmax knows of its rows.
 
     Args:
         q, k, v: (B, Hq, Sq, Dqk), (B, Hk, Skv, Dqk), (B, Hv, Skv, Dv), of any float type and
             strides; Hk and Hv divide Hq. Elements past the lengths in ``values`` are never read.
         edits, masks: as in :class:`dlattn.problem.Problem`.
         values: what edits and masks read; without it, a scale of 1 and full lengths.
+        sink: (1, Hq, 1, 1), one more score of every row, for which there is no value.
         compute: type of all arithmetic and of the results.
 
     Returns:
-        o (B, Hq, Sq, Dv) and stats (B, Hq, Sq, 1), natural logarithm. Rows that attend to nothing,
-        and rows past the query length, hold 0 and -inf.
+        Rows past the query length, and without a sink those that attend to nothing, hold 0 in o
+        and score_sum_exp, -inf in stats and score_max.
     """
     batch, heads, seq_q, _ = q.shape
     values = values or _full_values(q, k)
-    o = np.zeros((batch, heads, seq_q, v.shape[-1]), compute)
-    stats = np.full((batch, heads, seq_q, 1), -np.inf, compute)
+    row = (batch, heads, seq_q, 1)
+    results = Forward(
+        o=np.zeros((batch, heads, seq_q, v.shape[-1]), compute),
+        stats=np.full(row, -np.inf, compute),
+        score_max=np.full(row, -np.inf, compute),
+        score_sum_exp=np.zeros(row, compute),
+    )
+    sinks = np.full((heads, 1, 1), -np.inf, compute)
+    if sink is not None:
+        sinks[...] = sink.reshape(heads, 1, 1)
     for entry in range(batch):
         q_b, k_b, v_b, values_b = _entry(entry, q, k, v, values, compute)
+        # What a row is that attends to nothing but its sink.
+        valid = slice(0, int(values_b.len_q.item()))
+        results.stats[entry, :, valid] = results.score_max[entry, :, valid] = sinks
+        results.score_sum_exp[entry, :, valid] = ~np.isneginf(sinks)
         for block in _blocks(entry, heads, masks, values_b):
             scores, _ = _scores(q_b, k_b, block, edits, values_b)
-            o[entry, :, block.rows], stats[entry, :, block.rows] = _softmax_times_v(
-                scores, v_b[:, block.keys]
-            )
-    return o, stats
+            rows = _softmax_times_v(scores, v_b[:, block.keys], sinks)
+            for whole, part in zip(results, rows, strict=True):
+                whole[entry, :, block.rows] = part
+    return results
 
 
 def attention_backward(
@@ -185,6 +220,33 @@ def attention_backward(
                 dk[entry, :, keys] += _transpose_times(grad, q_b[:, rows], len(k_b))
                 dv[entry, :, keys] += _transpose_times(weights, d_o_r, len(v_b))
     return dq, dk, dv
+
+
+def sink_gradient(
+    o: Array,
+    d_o: Array,
+    stats: Array,
+    sink: Array,
+    *,
+    len_q: Array,
+    compute: type[np.floating[Any]] = np.float64,
+) -> Array:
+    """The gradient of ``sum(o * d_o)`` for the sink, (1, Hq, 1, 1).
+
+    Args:
+        o, d_o, stats: as in :func:`attention_backward`.
+        sink: as in :func:`attention_forward`.
+        len_q: (B, 1, 1, 1); rows past it are not read.
+    """
+    gradient = np.zeros(sink.shape, compute)
+    for entry, length in enumerate(len_q.ravel()):
+        o_b, d_o_b, stats_b = (x[entry, :, :length].astype(compute) for x in (o, d_o, stats))
+        # A row without a sum has no share to give.
+        stats_b[np.isneginf(stats_b)] = np.inf
+        share = np.exp(sink[0].astype(compute) - stats_b)
+        delta = (d_o_b * o_b).sum(axis=-1, keepdims=True)
+        gradient[0] -= (share * delta).sum(axis=1, keepdims=True)
+    return gradient
 
 
 @dataclass(frozen=True)
@@ -246,16 +308,17 @@ def _scores(
     return scores, trail
 
 
-def _softmax_times_v(scores: Array, v: Array) -> tuple[Array, Array]:
-    """Rows of o, and their log-sum-exp; 0 and -inf for a row whose scores are all -inf."""
+def _softmax_times_v(scores: Array, v: Array, sinks: Array) -> Forward:
+    """Rows of the results; sinks (H, 1, 1) are -inf where there are none."""
     with np.errstate(all="ignore"):
-        row_max = scores.max(axis=-1, keepdims=True)
+        row_max = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
         # Without this, a row of only -inf would ask for exp(-inf - -inf).
-        weights = np.exp(scores - np.where(np.isneginf(row_max), 0, row_max))
-        row_sum = weights.sum(axis=-1, keepdims=True)
+        safe_max = np.where(np.isneginf(row_max), 0, row_max)
+        weights = np.exp(scores - safe_max)
+        row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - safe_max)
         sums = _times(weights, v)
         o = np.divide(sums, row_sum, out=np.zeros_like(sums), where=row_sum != 0)
-        return o, row_max + np.log(row_sum)
+        return Forward(o, row_max + np.log(row_sum), row_max, row_sum)
 
 
 def _times(x: Array, y: Array) -> Array:

@@ -58,6 +58,7 @@ struct Problem {{
   using Mask = Masks<{masks}>;
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
+{_flags(problem, "score_max", "score_sum_exp", "sink")}
   static constexpr int access_bytes = {problem.access_bytes};
   static constexpr bool deterministic = {str(problem.deterministic).lower()};
   static constexpr int shared_memory = {shared_memory};{extra}
@@ -71,3 +72,8 @@ extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_block
 }}
 """
     return KernelSource(entry, text)
+
+
+def _flags(problem: Problem, *names: str) -> str:
+    values = ", ".join(f"{name} = {str(getattr(problem, name)).lower()}" for name in names)
+    return f"  static constexpr bool {values};"

@@ -35,6 +35,9 @@ class Problem:
         masks: masks, all of which must keep a position for it to be attended.
         stats: element type of the log-sum-exp that the forward writes or the backward reads;
             ``None`` when a forward writes none.
+        score_max, score_sum_exp: the forward writes them.
+        sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
+            stats hold all that a backward needs of a sink).
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -48,6 +51,9 @@ class Problem:
     edits: tuple[Edit, ...] = ()
     masks: tuple[Mask, ...] = ()
     stats: data_type | None = None
+    score_max: bool = False
+    score_sum_exp: bool = False
+    sink: bool = False
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -97,8 +103,9 @@ class Geometry:
     """The run-time values of a problem: sizes, strides, scale, window bounds.
 
     Attributes:
-        tensors: role -> spec. Roles: ``q k v o stats dO dQ dK dV attn_scale seq_len_q
-            seq_len_kv bias alibi_slopes``; an absent role is an absent feature.
+        tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``; an absent role is an
+            absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

@@ -123,9 +123,19 @@ def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
     return [kernel.source for kernel in plan.kernels()] + plan.companions()
 
 
+#: What a problem does with its rows beside o and stats, by direction.
+ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
+    Direction.FORWARD: (
+        {}, {"sink": True}, {}, {"score_max": True}, {}, {"score_sum_exp": True}, {},
+        {"score_max": True, "score_sum_exp": True}, {}, {"score_sum_exp": True, "sink": True}, {},
+    ),
+    Direction.BACKWARD: ({}, {}, {"sink": True}),
+}  # fmt: skip
+
+
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets."""
+    pair meets. Each class of a forward also with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -152,8 +162,13 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 mask,
                 stats[i % len(stats)],
                 access_bytes=widths[i % len(widths)],
+                **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
+    if direction is Direction.FORWARD:
+        everything = {"score_max": True, "score_sum_exp": True, "sink": True}
+        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
+        found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     return found
 
 

@@ -80,6 +80,20 @@ CASES = {
         batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=90, seq_kv=300, head_dim_qk=192,
         head_dim_v=128, scale=0.07, bias="bool", bias_axes="bk", alibi="H",
     ),
+    "sinks, every statistic, a window, entries without keys or queries": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, left=50, right=0,
+        bottom_right=True, len_q=(200, 70, 0), len_kv=(330, 0, 90), head_dim_qk=64, head_dim_v=64,
+        scale=0.125, sink=0.5, row_outputs=("score_max", "score_sum_exp"),
+    ),
+    "sinks and every statistic, growing scores": Case(
+        dtype="float16", heads_q=2, heads_k=1, heads_v=1, seq_q=129, seq_kv=400, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, logits=100.0, sink=100.0,
+        row_outputs=("score_max", "score_sum_exp"),
+    ),
+    "one query and a sink far above its scores": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=40,
+        head_dim_v=40, scale=-0.2, offset=-120.0, sink=0.0, row_outputs=("score_max",),
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 
-from dlattn.plans.reference import attention_backward, attention_forward
+from dlattn.plans.reference import attention_backward, attention_forward, sink_gradient
 from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
-from tests.drivers import backward, forward, run_plan
+from tests.drivers import backward, forward, run_plan, values_of
 from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import Case, cases
 
@@ -27,7 +27,8 @@ def _arrays(case: Case) -> dict[str, Any]:
 
 def _directions(case: Case, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    return {role: rng.standard_normal(case.dims()[role]) for role in "qkv"}
+    roles = [*"qkv", *(["sink_token"] if case.sink is not None else [])]
+    return {role: rng.standard_normal(case.dims()[role]) for role in roles}
 
 
 @settings(max_examples=60)
@@ -36,7 +37,7 @@ def test_adjoint(case: Case) -> None:
     """<dO, J t> = <J^T dO, t> for any direction t; J t by central differences."""
     arrays, direction, step = _arrays(case), _directions(case, case.seed), 1e-5
     ahead, behind = (
-        forward(case, arrays | {role: arrays[role] + sign * direction[role] for role in "qkv"})[0]
+        forward(case, arrays | {role: arrays[role] + sign * d for role, d in direction.items()}).o
         for sign in (step, -step)
     )
     moved = sum(
@@ -44,8 +45,13 @@ def test_adjoint(case: Case) -> None:
         for b, m in enumerate(case.lengths_q())
     )
     gradients = dict(zip("qkv", backward(case, arrays), strict=True))
-    pulled = sum((gradients[role] * direction[role]).sum() for role in "qkv")
-    size = sum(np.abs(gradients[role] * direction[role]).sum() for role in "qkv")
+    if case.sink is not None:
+        o, stats, *_ = forward(case, arrays)
+        gradients["sink_token"] = sink_gradient(
+            o, arrays["dO"], stats, arrays["sink_token"], len_q=values_of(case, arrays).len_q
+        )
+    pulled = sum((gradients[role] * d).sum() for role, d in direction.items())
+    size = sum(np.abs(gradients[role] * d).sum() for role, d in direction.items())
     assert abs(moved - pulled) <= 1e-7 * (1 + size)
 
 
@@ -59,7 +65,7 @@ def test_adjoint_of_any_edit_and_mask() -> None:
         attention_forward(*(arrays[role] + sign * direction[role] for role in "qkv"), **features)[0]
         for sign in (step, -step)
     )
-    o, stats = attention_forward(q, k, v, **features)
+    o, stats, *_ = attention_forward(q, k, v, **features)
     gradients = attention_backward(q, k, v, o, d_o, stats, **features)
     pulled = sum((g * direction[role]).sum() for g, role in zip(gradients, "qkv", strict=True))
     assert np.isclose((d_o * (ahead - behind)).sum() / (2 * step), pulled, rtol=1e-6)
@@ -87,7 +93,7 @@ def test_masked_scores_have_no_gradient() -> None:
     k[:, :, 0::3] = 0  # head 0 of batch entry 0 drops keys 0, 3, 6 in its first row
     q, d_o, k, v = (x[:1, :1] for x in (q[:, :, :1], d_o[:, :, :1], k, v))
     features: dict[str, Any] = {"edits": (_Reciprocal(),), "masks": (Weave(),)}
-    o, stats = attention_forward(q, k, v, **features)
+    o, stats, *_ = attention_forward(q, k, v, **features)
     gradients = attention_backward(q, k, v, o, d_o, stats, **features)
     assert all(np.isfinite(x).all() for x in (o, stats, *gradients))
 
@@ -97,7 +103,11 @@ def test_masked_scores_have_no_gradient() -> None:
 def test_gradients_of_a_shift(case: Case) -> None:
     """Adding one vector to every key moves no weight, if no soft cap bends the scores, so key
     gradients of a head sum to 0; adding one to every value moves o by it, so value gradients sum to
-    dO's rows that attend at all."""
+    dO's rows that attend at all.
+
+    A sink, which has neither key nor value, would stay behind.
+    """
+    case = replace(case, sink=None)
     arrays = _arrays(case)
     _, d_k, d_v = backward(case, arrays)
     assert np.abs(d_k.sum(2)).max() <= 1e-12 * (1 + np.abs(d_k).sum())

@@ -75,7 +75,7 @@ def test_nan_among_the_keys_reaches_the_rows_that_attend_to_it() -> None:
     case = replace(CASE, right=0)
     arrays = {role: t.tensor.copy() for role, t in make_tensors(case, Library()).items()}
     arrays["k"][0, 1, 3, 0] = np.nan
-    o, stats = forward(case, arrays)
+    o, stats, *_ = forward(case, arrays)
     spoilt = np.zeros(o.shape[:3], bool)
     spoilt[0, 2:, 3:] = True
     assert (np.isnan(o).any(-1) == spoilt).all() and (np.isnan(stats[..., 0]) == spoilt).all()
@@ -144,7 +144,7 @@ def test_a_mask_takes_the_place_of_minus_infinity() -> None:
     case = replace(CASE, bias="bool", bias_axes="qk")
     arrays = _run(case)
     added = np.where(arrays["bias"], 0.0, -np.inf)
-    o, stats = forward(replace(case, bias="float64"), arrays | {"bias": added})
+    o, stats, *_ = forward(replace(case, bias="float64"), arrays | {"bias": added})
     assert (arrays["o"] == o).all() and (arrays["stats"] == stats).all()
 
 
@@ -156,7 +156,7 @@ def test_computes_as_told() -> None:
     problem = replace(problem_of(case, Direction.FORWARD), compute=data_type.DOUBLE)
     plan = Reference(problem, geometry_of(case, used), CPU)
     plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
-    exact, _ = forward(case, {role: t.tensor for role, t in tensors.items()})
+    exact, *_ = forward(case, {role: t.tensor for role, t in tensors.items()})
     assert (tensors["o"].tensor == exact.astype(tensors["o"].tensor.dtype)).all()
 
 
@@ -175,7 +175,7 @@ def test_any_edit_and_mask() -> None:
     """Edits and masks run through their twins alone, in order."""
     case = replace(CASE, heads_k=4, heads_v=4)
     q, k, v = (make_tensors(case, Library())[role].tensor for role in "qkv")
-    o, _ = attention_forward(q, k, v, edits=(Cube(), Cube()), masks=(Weave(),))
+    o, *_ = attention_forward(q, k, v, edits=(Cube(), Cube()), masks=(Weave(),))
     b, h, i, j = np.ogrid[:2, :4, :5, :9]
     scores = q @ k.swapaxes(2, 3)
     for _ in range(2):
@@ -183,3 +183,25 @@ def test_any_edit_and_mask() -> None:
     scores = np.where((b + h + i + j) % 3 > 0, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     assert np.allclose(o, weights @ v / weights.sum(-1, keepdims=True), rtol=1e-12)
+
+
+@pytest.mark.parametrize("sink", [None, 0.75])
+def test_statistics_of_rows_that_attend_to_nothing(sink: float | None) -> None:
+    """Without keys a valid row is its sink's, or empty; rows past the length are always empty."""
+    case = replace(CASE, len_q=(5, 3), right=0, bottom_right=True, sink=sink)
+    case = replace(case, seq_kv=3, len_kv=(3, 0), row_outputs=("score_max", "score_sum_exp"))
+    got = _run(case)
+    sinks = np.full((1, 4, 1, 1), -np.inf) if sink is None else got["sink_token"]
+    # The first entry's rows 0 and 1 stand before its keys; the second entry has none.
+    alone = [(0, slice(0, 2)), (1, slice(0, 3))]
+    for entry, rows in alone:
+        for role in ("stats", "score_max"):
+            assert (got[role][entry, :, rows] == sinks[0]).all()
+        assert (got["score_sum_exp"][entry, :, rows] == (sink is not None)).all()
+        assert (got["o"][entry, :, rows] == 0).all() and (got["dQ"][entry, :, rows] == 0).all()
+    assert (got["stats"][1, :, 3:] == -np.inf).all() and (
+        got["score_max"][1, :, 3:] == -np.inf
+    ).all()
+    assert (got["score_sum_exp"][1, :, 3:] == 0).all() and (got["o"][1, :, 3:] == 0).all()
+    if sink is not None:
+        assert np.isfinite(got["dSink_token"]).all() and (got["dSink_token"] != 0).all()

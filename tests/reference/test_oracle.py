@@ -26,7 +26,12 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
     arrays = {role: given[role].astype(np.float32) for role in ("q", "k", "v", "dO")}
     dims, log2e = case.dims(), np.float32(np.log2(np.e))
     out = {role: np.zeros(dims[role], np.float32) for role in ("o", "dQ", "dK", "dV")}
-    out["stats"] = np.full(dims["stats"], -np.inf, np.float32)
+    out |= {role: np.full(dims[role], -np.inf, np.float32) for role in ("stats", "score_max")}
+    out["score_sum_exp"] = np.zeros(dims["stats"], np.float32)
+    out["dSink_token"] = np.zeros(dims["dSink_token"], np.float32)
+    sinks = np.full(case.heads_q, -np.inf, np.float32)
+    if case.sink is not None:
+        sinks = given["sink_token"].reshape(-1)
 
     def store(x: Any) -> Any:
         return given["q"].dtype.type(x).astype(np.float32)
@@ -61,13 +66,24 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             total = total * shrink + p.sum(1, keepdims=True)
             acc = acc * shrink + store(p) @ v[j : j + tile]
             top = new
+        sink = sinks[h] * log2e
+        new = np.maximum(top, sink)
+        safe = np.where(np.isinf(new), 0, new)
+        shrink = np.exp2(top - safe)
+        total, acc, top = total * shrink + np.exp2(sink - safe), acc * shrink, new
         alive = total > 0
         o = store(acc / np.where(alive, total, 1))
         stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
         p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
-        d_s = store(p * slope * (d_o @ v.T - (d_o * o).sum(1, keepdims=True)))
+        delta = (d_o * o).sum(1, keepdims=True)
+        d_s = store(p * slope * (d_o @ v.T - delta))
         out["o"][b, h, :m] = o
         out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
+        out["score_max"][b, h, :m] = top / log2e
+        out["score_sum_exp"][b, h, :m] = total
+        out["dSink_token"][0, h] -= (
+            np.exp2(sink - np.where(alive, stats * log2e, np.inf)) * delta
+        ).sum(0, keepdims=True)
         for j in range(0, n, tile):
             out["dQ"][b, h, :m] += d_s[:, j : j + tile] @ k[j : j + tile]
         out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
@@ -192,6 +208,95 @@ def test_refuses_one_wrong_element(role: str) -> None:
     good[role][0, 0, 5, 7] += 0.1 * np.std(good[role])
     with pytest.raises(AssertionError):
         oracle.assert_close(_TYPICAL, given, good)
+
+
+#: Every score is far from 0, and so is every partial sum of it.
+_OFFSET = replace(_TYPICAL, offset=-120.0)
+
+
+def _cut(x: Any, bits: int) -> Any:
+    """x, towards zero, with so many bits."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.trunc(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+def _tensor_core(q: Any, k: Any, block: int, extra: int) -> Any:
+    """``q @ k.T`` as tensor cores are known to add: a block of products and the sum so far at a
+    time, all cut off ``extra`` bits below the last place of the largest, and their sum at its own.
+    """
+    total = np.zeros((len(q), len(k)))
+    for first in range(0, q.shape[1], block):
+        columns = slice(first, first + block)
+        terms = np.stack([*(q.T[columns, :, None] * k.T[columns, None, :]), total])
+        unit = np.exp2(np.frexp(abs(terms).max(0))[1] - 24.0 - extra)
+        total = _cut((np.trunc(terms / unit) * unit).sum(0), 24)
+    return total
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize(("block", "extra"), [(8, 1), (16, 2)], ids=["Ampere", "Hopper"])
+def test_admits_the_sums_of_tensor_cores(head_dim: int, block: int, extra: int) -> None:
+    """Scores with an offset, cut off as tensor cores do it, have an admissible log-sum-exp."""
+    for seed in range(5):
+        case = Case(
+            seq_q=30, seq_kv=300, head_dim_qk=head_dim, scale=head_dim**-0.5, offset=-120.0,
+            logits=(0.01, 1.0, 10.0)[seed % 3], seed=seed,
+        )  # fmt: skip
+        given = _given(case)
+        q, k = (given[role][0, 0].astype(np.float64) for role in "qk")
+        scores = _tensor_core(q, k, block, extra) * case.scale_value
+        stats = np.logaddexp.reduce(scores, 1).astype(np.float32)
+        oracle.assert_close(case, given, {"stats": stats.reshape(1, 1, -1, 1)})
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_noise_of_a_sum_with_an_offset(head_dim: int) -> None:
+    """The deviation of float32 sums, added in order, is what the model says, and not half of it.
+
+    With a single key the log-sum-exp is the score. A first term in the middle of a binade is
+    rounded like others of the same unit in the last place, which the model takes at its largest.
+    """
+    case = Case(
+        dtype="float32", seq_q=2000, head_dim_qk=head_dim, scale=1.0, offset=96.0, logits=0.5
+    )
+    given = _given(case)
+    terms = given["q"][0, 0].astype(np.float64) * given["k"][0, 0].astype(np.float64)
+    total = np.zeros(len(terms), np.float32)
+    for term in terms.T:
+        total = (total + term).astype(np.float32)  # the product itself is exact: a fused add
+    want = oracle.exact(case, given)
+    sigma = oracle.noise(case, given, want)["stats"].ravel()
+    share = np.sqrt(np.mean(((total - terms.sum(1)) / sigma) ** 2))
+    assert 0.3 < share < 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_refuses_wrong_scores_with_an_offset(dtype: str) -> None:
+    """A part in a million of a log-sum-exp near -120 is too much; so is one key too few."""
+    case = replace(_OFFSET, dtype=dtype)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    with pytest.raises(AssertionError, match="stats"):
+        oracle.assert_close(case, given, {"stats": good["stats"] * np.float32(1 + 1e-6)})
+    for role in ("o", "stats", "dQ", "dK", "dV"):
+        other = replace(case, len_kv=(55, 41))
+        with pytest.raises(AssertionError), np.errstate(all="ignore"):
+            oracle.assert_close(case, given, {role: _tiled(other, given, 16)[role]})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_refuses_another_sink(dtype: str) -> None:
+    """The results of sinks 0.05 off, and of sinks that are far away, fail."""
+    case = replace(_TYPICAL, sink=3.0, right=None, dtype=dtype)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    for other in (given["sink_token"] + np.float32(0.05), np.full_like(given["sink_token"], -20)):
+        wrong = _tiled(case, given | {"sink_token": other}, 16)
+        for role in ("o", "stats", "score_sum_exp", "dSink_token"):
+            with pytest.raises(AssertionError):
+                oracle.assert_close(case, given, {role: wrong[role]})
 
 
 @pytest.mark.parametrize("role", ["o", "stats", "dQ", "dK", "dV"])

@@ -39,7 +39,7 @@ def _close(x: Any, y: Any, size: float = 1.0) -> bool:
 def test_rows_are_convex_combinations(case: Case) -> None:
     """No channel of o leaves the range that the valid values span in it."""
     arrays = _arrays(case)
-    o, _ = forward(case, arrays)
+    o, *_ = forward(case, arrays)
     v = arrays["v"].repeat(case.heads_q // case.heads_v, axis=1)
     for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         if m and n:
@@ -66,8 +66,9 @@ def test_order_of_keys_is_free(case: Case, random: Any) -> None:
 @_few
 @given(_unmasked, st.integers(0, 40))
 def test_parts_combine_by_their_stats(case: Case, cut: int) -> None:
-    """Attention over two parts of the keys, weighted by exp(stats), is attention over all."""
-    cut = min(cut, case.seq_kv)
+    """Attention over two parts of the keys, weighted by exp(stats), is attention over all; a sink
+    belongs to one of them."""
+    case, cut = replace(case, sink=None), min(cut, case.seq_kv)
     arrays = _arrays(case)
     parts = [
         forward(
@@ -76,9 +77,11 @@ def test_parts_combine_by_their_stats(case: Case, cut: int) -> None:
         )
         for keys in (slice(0, cut), slice(cut, case.seq_kv))
     ]
-    whole_o, whole_stats = forward(case, arrays)
-    assert _close(np.logaddexp(parts[0][1], parts[1][1]), whole_stats)
-    assert _close(sum(o * np.exp(stats - whole_stats) for o, stats in parts), whole_o)
+    whole_o, whole_stats, largest, total = forward(case, arrays)
+    assert _close(np.maximum(*(part.score_max for part in parts)), largest)
+    assert _close(sum(p.score_sum_exp * np.exp(p.score_max - largest) for p in parts), total)
+    assert _close(np.logaddexp(*(part.stats for part in parts)), whole_stats)
+    assert _close(sum(part.o * np.exp(part.stats - whole_stats) for part in parts), whole_o)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def test_a_mask_is_minus_infinity(case: Case) -> None:
         *(arrays[role] for role in "qkv"),
         edits=(*edits_of(case), _AddMinusInfinity(case)),
         values=values_of(case, arrays),
+        sink=arrays.get("sink_token"),
     )
     for x, y in zip(biased, forward(case, arrays), strict=True):
         assert _close(x, y)
@@ -143,6 +147,8 @@ def test_batch_entries_and_heads_are_independent(case: Case) -> None:
         if case.alibi:
             slopes = values_of(case, arrays).alibi_slopes
             part["alibi_slopes"] = slopes[b % len(slopes), h].reshape(1, 1, 1, 1)
+        if case.sink is not None:
+            part["sink_token"] = arrays["sink_token"][:, h : h + 1]
         pieces = (*forward(alone, part), backward(alone, part)[0])
         for piece, all_of_it in zip(pieces, whole, strict=True):
             assert _close(piece, all_of_it[b : b + 1, h : h + 1], case.logits)
@@ -158,6 +164,45 @@ def test_padding_never_matters(case: Case, tails: str) -> None:
         (*forward(case, other), *backward(case, other)),
         strict=True,
     ):
+        assert x.tobytes() == y.tobytes()
+
+
+@_few
+@given(_doubles)
+def test_stats_are_the_maximum_and_the_sum(case: Case) -> None:
+    """The log-sum-exp is that of the others; a sum is at least its largest term, 1."""
+    o, stats, largest, total = forward(case, _arrays(case))
+    with np.errstate(divide="ignore"):
+        assert _close(largest + np.log(total), stats, case.logits)
+    alive = np.isfinite(stats)
+    assert (total[alive] >= 1).all() and (total[~alive] == 0).all()
+    assert (largest[~alive] == -np.inf).all() and (o[~alive[..., 0]] == 0).all()
+
+
+@_few
+@given(_doubles)
+def test_a_sink_is_a_key_without_a_value(case: Case) -> None:
+    """A sink does what one more key would do whose score is the same for every query, and whose
+    value is 0; one of -infinity does nothing, in no bit."""
+    case = replace(
+        case, scale=1.0, scale_as="value", left=None, right=None, len_q=None, len_kv=None
+    )
+    case = replace(case, heads_k=case.heads_q, sink=0.5)
+    arrays = _arrays(case)
+    sinks = arrays["sink_token"]
+    q, k, v = (arrays[role].astype(float) for role in "qkv")
+    # A column of its own in q and k holds the score.
+    q = np.concatenate([q, np.ones_like(q[..., :1])], -1)
+    k = np.concatenate([k, np.zeros_like(k[..., :1])], -1)
+    key = np.zeros_like(k[:, :, :1])
+    key[..., -1] = sinks[..., 0]
+    with_key = attention_forward(
+        q, np.concatenate([k, key], 2), np.concatenate([v, np.zeros_like(v[:, :, :1])], 2)
+    )
+    for x, y in zip(attention_forward(q, k, v, sink=sinks), with_key, strict=True):
+        assert _close(x, y, abs(case.offset) + case.logits)
+    nothing = attention_forward(q, k, v, sink=np.full_like(sinks, -np.inf))
+    for x, y in zip(nothing, attention_forward(q, k, v), strict=True):
         assert x.tobytes() == y.tobytes()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +92,21 @@ def test_the_workspace_is_linear(batch: int, seq: int) -> None:
     sums_of_all, row_stats = 4 * 128 * rows, 8 * rows
     assert plan.workspace_size <= sums_of_all + row_stats + rows + 4096
     assert plan.workspace_size <= max(2**27, 6 * 4 * 128 * seq) + 2 * row_stats + 2**20
+
+
+@pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
+def test_a_sink_takes_one_kernel_and_a_number_for_each_query_tile(family) -> None:
+    """The gradient's scratch is a part of the workspace, and of nobody else's part."""
+    shape = geometry(seq_q=1000)
+    plain, sunk = (family(replace(problem(), sink=sink), shape, HOPPER) for sink in (False, True))
+    names = [kernel.source.name for kernel in sunk.kernels()]
+    assert names == [*(kernel.source.name for kernel in plain.kernels()), "dlattn_bwd_sink"]
+    assert sunk.kernels()[-1].grid == (shape.heads_q, 1, 1)
+
+    sunk.place_workspace(4096)
+    parts = 4 * shape.batch * shape.heads_q * -(-shape.seq_q // sunk.tiling.tile_q)
+    params = sunk.params_in(sunk._argument)
+    assert params.sink_parts == params.row_stats + 2 * sunk.tiling.tile_q * parts
+    assert params.dq_arrivals in (0, params.sink_parts + parts)
+    assert params.sink_parts + parts <= 4096 + sunk.workspace_size
+    assert abs(sunk.workspace_size - plain.workspace_size - parts) < 256

@@ -1,0 +1,50 @@
+// An item of a Hopper backward block: a tile of keys, and the queries of some heads that attend to them.
+#pragma once
+
+#include "kernels/bwd_sm90_shares.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
+  using Base = BwdSm90Shares<Problem, Tiling>;
+  using Base::p;
+  using Base::round;
+  using Base::tile_k;
+  using Base::tile_q;
+  using typename Base::SharedMemory;
+
+  const WorkItem work;
+  const Lengths length;
+  const Interval keys;   // of this tile that exist
+  const Interval tiles;  // of queries that attend to them
+
+  DLATTN_DEVICE BwdSm90Item(const MappedBwdParams& params, SharedMemory& shared_memory, int round)
+      : Base(params, shared_memory, round),
+        work(Base::work_item(this->number(), p)),
+        length(p, work.batch),
+        keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
+        tiles(uniform(query_tiles())) {}
+
+  DLATTN_DEVICE Interval query_tiles() const {
+    const Interval queries = Problem::Mask::queries(keys, length, p);
+    if (keys.empty() || queries.empty()) return {0, 0};
+    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
+  }
+
+  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+
+  // The parity of the keys of head i in k_ring, and of its values in v_ring.
+  DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
+  DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
+  DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+    return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
+  }
+
+  // Heads that share their keys and their values.
+  DLATTN_DEVICE int heads_per_walk() const {
+    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  }
+};
+
+}  // namespace dlattn

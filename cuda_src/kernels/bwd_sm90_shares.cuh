@@ -1,0 +1,340 @@
+// The sums of dQ over key tiles, in global memory: they exist for a few pairs of batch entry and group of
+// heads at a time, so that they stay in L2. Blocks add to them, and count. A complete sum is stored as dQ,
+// and zeros are left, with an item some time later: its query worker does it beside its own work, a piece
+// a step. All workers store what goes with no item, when none is left.
+#pragma once
+
+#include "kernels/bwd_sm90_block.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/tma.cuh"
+#include "tile/quad.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
+  using Base = BwdSm90Block<Problem, Tiling>;
+  using Base::Base;
+  using Base::dim_qk;
+  using Base::dq_pieces;
+  using Base::none_left;
+  using Base::p;
+  using Base::piece_columns;
+  using Base::share_slots;
+  using Base::shared;
+  using Base::tile_k;
+  using Base::tile_q;
+  using typename Base::DQPiece;
+  using typename Base::DQRows;
+  using typename Base::Share;
+  using typename Base::T;
+
+  // ---- Who adds to a sum ----
+
+  // The key tiles that add to a query tile.
+  DLATTN_DEVICE Interval visitors(int tile, const Lengths& lengths) const {
+    const Interval queries{tile * tile_q, least((tile + 1) * tile_q, lengths.q)};
+    if (queries.empty()) return {0, 0};
+    const Interval attended = Problem::Mask::keys(queries, lengths, p);
+    if (attended.empty()) return {0, 0};
+    return {attended.first / tile_k, ceil_div(attended.last, tile_k)};
+  }
+
+  // ---- Where the sums are ----
+
+  DLATTN_DEVICE int pair(WorkItem item) const {
+    return Base::pair(p, item.batch, item.head * p.heads_per_block);
+  }
+  DLATTN_DEVICE int query_tiles_per_pair() const {
+    return p.heads_per_block * ceil_div(p.seq_q, tile_q);
+  }
+  DLATTN_DEVICE DQPiece* sum(int sum_tile) const {
+    return reinterpret_cast<DQPiece*>(Base::dq_accum(p, sum_tile));
+  }
+
+  static DLATTN_DEVICE bool gives_orders() { return threadIdx.x % 32 == 0; }
+
+  static constexpr int end_of_item = -1;  // in the place of a sum
+
+  // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
+  DLATTN_DEVICE void await_place(WorkItem item) const {
+    const int stored = pair(item) / p.dq_places * query_tiles_per_pair();
+    if (stored == 0) return;
+    while (load_acquire(p.dq_stored + pair(item) % p.dq_places) < stored) __nanosleep(100);
+  }
+
+  // ---- The counter ----
+
+  DLATTN_DEVICE void count_additions() {
+    // With an item goes the share of one so long ago that its sums are complete, or nearly so.
+    prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
+    release(shared.share_complete);
+    uint32 told = 0;  // in an item, a multiple of four times: its first message has always the same place
+    bool more = true;
+    while (more) {
+      // One release for as many as wait.
+      const int first = listen(told);
+      const int second = first != end_of_item && is_told(told) ? listen(told) : first;
+      more = second != end_of_item;
+      const bool two = more && second != first;
+      if (gives_orders() && first != end_of_item) {
+        if (two) {
+          fence_gpu();
+          add_relaxed(p.dq_arrivals + second, 1);
+          add_relaxed(p.dq_arrivals + first, 1);
+        } else {
+          add_release(p.dq_arrivals + first, 1);
+        }
+      }
+      __syncwarp();
+    }
+    while (told % 4 != 0) listen(told);
+    mbarrier_wait(shared.share_stored, this->round % 2);
+    if (shared.share.pieces > 0) free_sums(shared.share);
+  }
+
+  // What the writer tells: a sum that has been added to, or end_of_item.
+  DLATTN_DEVICE int listen(uint32& told) const {
+    const auto place = place_of<2>(told++);
+    mbarrier_wait(shared.sums_ring.full[place.stage], place.parity);
+    const int added = uniform(shared.sums_added[place.stage]);
+    release(shared.sums_ring.empty[place.stage]);
+    return added;
+  }
+  DLATTN_DEVICE bool is_told(uint32 told) const {
+    const auto place = place_of<2>(told);
+    return has_ended(shared.sums_ring.full[place.stage], place.parity);
+  }
+
+  static DLATTN_DEVICE bool has_ended(uint64& barrier, uint32 parity) {
+    return __all_sync(0xffffffffu, mbarrier_test(barrier, parity));
+  }
+
+  // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
+
+
+  DLATTN_DEVICE Interval share(WorkItem item) const {
+    const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
+    return {least(item.tile * each, tiles), least((item.tile + 1) * each, tiles)};
+  }
+
+  DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
+    return Base::sum_tile(p, item.batch, item.head * p.heads_per_block, 0) + tile_of_pair;
+  }
+
+  // A warp waits until a share can be stored, or tells that it has been. Before the place is the pair's,
+  // the counts there are another pair's.
+  DLATTN_DEVICE void await_sums(WorkItem item) const {
+    await_place(item);
+    const Lengths lengths(p, item.batch);
+    const Interval tiles = share(item);
+    const int first = sum_tile_of(item, 0);
+#pragma unroll 1
+    for (int tile = tiles.first + opaque(threadIdx.x) % 32; tile < tiles.last; tile += 32) {
+      const Interval all = visitors(tile % ceil_div(p.seq_q, tile_q), lengths);
+      while (load_acquire(p.dq_arrivals + first + tile) != all.last - all.first) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+  DLATTN_DEVICE void free_sums(const Share& share) const {
+    const int tiles = share.pieces / dq_pieces;
+    const int pair = Base::pair(p, share.batch, share.first_head);
+    int* arrivals = p.dq_arrivals + Base::sum_tile(p, share.batch, share.first_head, share.tile);
+    if (gives_orders()) {
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) arrivals[tile] = 0;
+      add_release(p.dq_stored + pair % p.dq_places, tiles);
+    }
+    __syncwarp();
+  }
+
+  // A warp describes an item's share once it can be stored; there is none of items before the first.
+  template <class Number>
+  DLATTN_DEVICE void prepare_share(Share& described, Number number) {
+    if (number() < 0) {
+      if (gives_orders()) described.pieces = 0;
+      return __syncwarp();
+    }
+    await_sums(Base::work_item(number(), p));
+    const WorkItem item = Base::work_item(number(), p);
+    const Interval tiles = share(item);
+    if (gives_orders()) {
+      described = {sum(sum_tile_of(item, tiles.first)), item.batch,
+                      item.head * p.heads_per_block, tiles.first,
+                      most(tiles.last - tiles.first, 0) * dq_pieces};
+    }
+    __syncwarp();
+  }
+
+  // A warp's rows of a piece of the share's sums.
+  static DLATTN_DEVICE DQRows& sum_rows(const Share& share, int piece, int warp) {
+    return share.sums[piece].warp[warp];
+  }
+
+  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
+  template <class Load>
+  DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
+    constexpr int per_row = dim_qk / piece_columns;
+    const int piece = piece_of_share % dq_pieces;
+    int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
+    if (p.heads_per_block > 1) {
+      const int tiles_per_head = ceil_div(p.seq_q, tile_q);
+      head += tile / tiles_per_head;
+      tile %= tiles_per_head;
+    }
+    const int lane = threadIdx.x % 32;
+    const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
+    const int column = piece % per_row * piece_columns + lane % 4 * 8;
+    T* g_dq = p.dQ.template rows<T>(share.batch, head, query) + column;
+    const float factor = Problem::Score::gradient_factor(ScoreValues(p));
+    DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
+#pragma unroll
+    for (int first = 0; first < piece_columns / 8; first += 4) {
+      float4 values[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) values[n] = load(first + n);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) g_rows.at[first + n][lane] = float4{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32 row[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float4 v = values[n];
+          row[n] = half == 0 ? Convert<T>::pack(v.x * factor, v.y * factor)
+                             : Convert<T>::pack(v.z * factor, v.w * factor);
+        }
+        transpose_quad(row);
+        if (query + 8 * half < p.seq_q && column + 8 * first < Problem::head_dim_qk) {
+          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + 8 * first) =
+              uint4{row[0], row[1], row[2], row[3]};
+        }
+      }
+    }
+  }
+
+  // A warp's part of a piece of the sums, in registers.
+  struct LoadedRows {
+    float4 at[piece_columns / 8];
+  };
+  static DLATTN_DEVICE LoadedRows load_rows(const Share& share, int piece) {
+    LoadedRows rows;
+    const DQRows& g_rows = sum_rows(share, piece, Base::warp_of_group());
+#pragma unroll
+    for (int n = 0; n < piece_columns / 8; ++n) {
+      rows.at[n] = load_relaxed(&g_rows.at[n][threadIdx.x % 32]);
+    }
+    return rows;
+  }
+
+  // A warp's walk through the pieces of the item's share.
+  struct ShareWalk {
+    int next = 0, ordered = 0;  // pieces to be stored, to be copied
+    int last = 0;               // their end; unknown while the share's sums are not complete
+    uint32 copies = 0;          // stored by this block before, of all shares
+    static constexpr int unknown = -1;
+
+    DLATTN_DEVICE bool goes_on() const { return uniform(uint32(next) < uint32(last)) != 0; }
+  };
+
+  DLATTN_DEVICE void begin_share(ShareWalk& walk) {
+    walk.next = walk.ordered = 0;
+    walk.last = ShareWalk::unknown;
+  }
+
+  // Whether a piece can be stored.
+  DLATTN_DEVICE bool has_piece(ShareWalk& walk) {
+    if (walk.last == ShareWalk::unknown && has_ended(shared.share_complete, this->round % 2)) {
+      walk.last = uniform(shared.share.pieces);
+      if (walk.last == 0) release(shared.share_stored);
+      __syncwarp();
+    }
+    return uniform(walk.next < walk.last) != 0;
+  }
+  DLATTN_DEVICE void end_piece(ShareWalk& walk) {
+    __syncwarp();
+    if (++walk.next == walk.last) release(shared.share_stored);
+    __syncwarp();
+  }
+
+  // Stores a piece, if there is one, that is loaded while wait() waits for something else.
+  template <class Wait>
+  DLATTN_DEVICE void store_piece_beside(ShareWalk& walk, Wait wait) {
+    if (!has_piece(walk)) return wait();
+    const LoadedRows rows = load_rows(shared.share, walk.next);
+    wait();
+    store_rows(shared.share, walk.next, [&](int n) { return rows.at[n]; });
+    end_piece(walk);
+  }
+
+  // Goes on, by way of shared memory, as far as it can without waiting.
+  DLATTN_DEVICE void continue_share(ShareWalk& walk) {
+    if (!has_piece(walk)) return;
+    const int warp = Base::warp_of_group();
+    if (walk.next < walk.ordered) {
+      const auto place = place_of<share_slots>(walk.copies);
+      if (has_ended(shared.share_landed[place.stage][warp], place.parity)) {
+        DQRows& rows = shared.share_pieces[place.stage].warp[warp];
+        store_rows(shared.share, walk.next, [&](int n) { return rows.at[n][threadIdx.x % 32]; });
+        ++walk.copies;
+        end_piece(walk);
+      }
+    }
+    if (walk.ordered < walk.last && walk.ordered < walk.next + share_slots) {
+      const int slot = (walk.copies + walk.ordered - walk.next) % share_slots;
+      const DQRows& g_rows = sum_rows(shared.share, walk.ordered, warp);
+      if (walk.ordered == 0) fence_proxy_async_global();
+      if (gives_orders()) {
+        uint64& landed = shared.share_landed[slot][warp];
+        mbarrier_arrive_expect(landed, sizeof(DQRows));
+        bulk_load(shared_address(&shared.share_pieces[slot].warp[warp]), &g_rows, sizeof(DQRows),
+                  landed);
+      }
+      __syncwarp();
+      ++walk.ordered;
+    }
+  }
+
+  DLATTN_DEVICE void finish_share(ShareWalk& walk) {
+#pragma unroll 1
+    while (walk.goes_on()) {
+      if constexpr (share_slots > 0) {
+        continue_share(walk);
+      } else {
+        store_piece_beside(walk, [] {});
+      }
+    }
+  }
+
+  // All workers, when no item is left: shares that go with no item.
+  template <bool tells>
+  DLATTN_DEVICE void store_rest() {
+    const int worker = Base::warpgroup_index() - 1;
+    const int items = Base::item_count(p);
+    while (true) {
+      if (tells && Base::warp_of_group() == 0) {
+        int taken = 0;
+        if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
+        const int number = items - least(items, p.dq_lag) + uniform(taken);
+        if (number < items) {
+          prepare_share(shared.rest, [=] { return opaque(number); });
+        } else if (gives_orders()) {
+          shared.rest.pieces = none_left;
+        }
+        __syncwarp();
+      }
+      named_barrier_sync(Base::share_told, 128 * 3);
+      const int pieces = uniform(shared.rest.pieces);
+      if (pieces == none_left) return;
+#pragma unroll 1
+      for (int piece = worker; piece < pieces; piece += 3) {
+        const LoadedRows rows = load_rows(shared.rest, piece);
+        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
+      }
+      named_barrier_sync(Base::share_stored, 128 * 3);
+      if (tells && Base::warp_of_group() == 0) free_sums(shared.rest);
+    }
+  }
+};
+
+}  // namespace dlattn

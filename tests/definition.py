@@ -1,0 +1,226 @@
+"""What attention is, written from its definition.
+
+Nothing here uses dlattn. Every function takes arrays of NumPy, CuPy or PyTorch, and works on one
+batch entry at a time, cut to its lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.strategies import Case
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One batch entry: k and v repeated for the query heads, lengths cut off.
+
+    Attributes:
+        q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
+        added: (Hq, m, n): what edits add to scores, or ``None``.
+        sink: (Hq, 1, 1), -inf without.
+        keep: (m, n) or (Hq, m, n) booleans.
+        alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
+    """
+
+    xp: Any
+    q: Any
+    k: Any
+    v: Any
+    d_o: Any
+    added: Any
+    sink: Any
+    keep: Any
+    alive: Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A softmax: the weights (Hq, m, n) of the keys, 0 where masked, and numbers (Hq, m, 1) of its
+    rows, of which ``sink`` is the sink's weight."""
+
+    p: Any
+    sink: Any
+    stats: Any
+    largest: Any
+    total: Any
+
+
+def by_entry(
+    case: Case,
+    given: Tensors,
+    compute: Callable[[Entry], dict[str, Any]],
+    dtype: str,
+    dead: float = -np.inf,
+) -> dict[str, Any]:
+    """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
+
+    What no entry computes is 0, and ``dead`` in stats and score_max. Key and value gradients are
+    summed over the query heads that share them, the sinks' over the batch.
+    """
+    q, k, v, d_o = (cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
+    xp, row = _module(q), q[..., :1]
+    like = {"o": d_o, "stats": row, "score_max": row, "score_sum_exp": row}
+    like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
+    full = {role: xp.zeros_like(x) for role, x in like.items()}
+    full["stats"], full["score_max"] = full["stats"] + dead, full["score_max"] + dead
+    sink = full["dSink_token"][0] - np.inf
+    if case.sink is not None:
+        sink = cast(given["sink_token"], dtype)[0]
+    heads_of = {"dK": case.heads_k, "dV": case.heads_v}
+    for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+        if m == 0:
+            continue
+        # Without keys, one that is masked: no library takes the maximum of nothing.
+        keys, values = (x[index, :, :n] if n else xp.zeros_like(x[index, :, :1]) for x in (k, v))
+        keep, added = _keep(case, xp, q, m, n), None
+        if case.alibi:
+            added = _alibi(case, given, q, index, m, n)
+        if case.bias and n:
+            kept, bias = _bias(case, given, q, index, m, n)
+            keep = keep & kept
+            if bias is not None:
+                added = bias if added is None else added + bias
+        e = Entry(
+            xp=xp,
+            q=q[index, :, :m],
+            k=_repeat(keys, case.heads_q),
+            v=_repeat(values, case.heads_q),
+            d_o=d_o[index, :, :m],
+            added=added,
+            sink=sink,
+            keep=keep,
+            alive=keep.any(-1)[..., None] | (sink > -np.inf),
+        )
+        for role, x in compute(e).items():
+            if role in heads_of:
+                heads = heads_of[role]
+                x = xp.sum(x.reshape(heads, case.heads_q // heads, *x.shape[1:]), 1)
+                full[role][index, :, :n] = x[:, :n]
+            elif role == "dSink_token":
+                full[role][0] += x
+            else:
+                full[role][index, :, :m] = x
+    return full
+
+
+def _alibi(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
+    """ALiBi's part of the scores of one batch entry, (Hq, m, n)."""
+    xp = _module(like)
+    row, column = _positions(xp, like, m)[:, None], _positions(xp, like, max(n, 1))[None, :]
+    if case.alibi == "cudnn":
+        return xp.stack(
+            [_cudnn_slope(h, case.heads_q) * (column - row) for h in range(case.heads_q)]
+        )
+    slopes = cast(given["alibi_slopes"], _dtype(like))
+    slopes = slopes.reshape(-1, case.heads_q)
+    slopes = slopes[index % slopes.shape[0]][:, None, None]
+    return -slopes * abs(row + (n - m) - column)
+
+
+def _bias(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> tuple[Any, Any]:
+    """Which positions of a batch entry a bias keeps, and what it adds to them."""
+    bias = cast(given["bias"][index % given["bias"].shape[0]][:, :m, :n], _dtype(like))
+    if case.bias in ("bool", "uint8"):
+        return bias != 0, None
+    kept = bias != -np.inf
+    return kept, _module(like).where(kept, bias, 0.0)
+
+
+def _cudnn_slope(head: int, heads: int) -> float:
+    """A slope of the ALiBi paper's recipe, as cuDNN has it: fp32."""
+    n = 1
+    while 2 * n <= heads:
+        n *= 2
+    exponent = -8 * (head + 1) / n if head < n else -4 * (2 * (head - n) + 1) / n
+    return float(np.float32(2.0**exponent))
+
+
+def _keep(case: Case, xp: Any, like: Any, m: int, n: int) -> Any:
+    """Which of (m, n) positions are attended: cuDNN's diagonal band. Of no keys, one is not."""
+    row = _positions(xp, like, m)[:, None]
+    column = _positions(xp, like, max(n, 1))[None, :]
+    ahead = column - row - (n - m if case.bottom_right else 0)
+    keep = (ahead == ahead) & (column < n)
+    if case.right is not None:
+        keep = keep & (ahead <= case.right)
+    if case.left is not None:
+        keep = keep & (ahead > -case.left)
+    return keep
+
+
+def _positions(xp: Any, like: Any, size: int) -> Any:
+    """0, 1, ... on the device of ``like``."""
+    return xp.cumsum(xp.ones_like(like[0, 0, :1, :1].reshape(1).repeat(size)), 0) - 1
+
+
+def _repeat(x: Any, heads: int) -> Any:
+    """Head h of the result is head ``h // (heads / H)`` of x (H, n, D)."""
+    return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
+
+
+def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
+    """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
+    largest number that edits round on the way."""
+    scores, slope, largest = case.scale_value * (e.q @ transposed(e.k)), 1.0, 0.0
+    if case.softcap:
+        tanh = e.xp.tanh(scores / case.softcap)
+        scores, slope = case.softcap * tanh, 1 - tanh**2
+        largest = abs(scores)
+    if e.added is not None:
+        largest = abs(scores) + abs(e.added)
+        scores = scores + e.added
+    return scores, slope, largest
+
+
+def softmax(e: Entry, scores: Any) -> Rows:
+    """Of the kept scores and the sink."""
+    low = e.xp.where(e.keep, scores, -np.inf)
+    largest = e.xp.maximum(row_max(e, low), e.sink)
+    top = e.xp.where(e.alive, largest, 0.0)
+    weights = e.xp.where(e.keep, e.xp.exp(low - top), 0.0)
+    sink = e.xp.exp(e.sink - top)
+    total = row_sum(e, weights) + sink
+    safe = e.xp.where(e.alive, total, 1.0)
+    stats = e.xp.where(e.alive, top + e.xp.log(safe), -np.inf)
+    return Rows(weights / safe, sink / safe, stats, largest, total)
+
+
+def transposed(x: Any) -> Any:
+    """The transpose within each head."""
+    return x.swapaxes(-1, -2)
+
+
+def row_sum(e: Entry, x: Any) -> Any:
+    return e.xp.sum(x, -1)[..., None]
+
+
+def sum_of_rows(e: Entry, x: Any) -> Any:
+    return e.xp.sum(x, -2)[..., None]
+
+
+def row_max(e: Entry, x: Any) -> Any:
+    return e.xp.amax(x, -1)[..., None]
+
+
+def _module(x: Any) -> Any:
+    """The library that made an array."""
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def cast(x: Any, dtype: str) -> Any:
+    if _module(x).__name__ == "torch":
+        return x.to(getattr(_module(x), dtype))
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

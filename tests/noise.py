@@ -1,0 +1,139 @@
+"""How far roundings that no fused kernel can avoid may move each element of a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.definition import (
+    Entry,
+    Tensors,
+    by_entry,
+    row_max,
+    row_sum,
+    scores_of,
+    softmax,
+    sum_of_rows,
+    transposed,
+)
+from tests.strategies import Case
+
+#: Results whose type is not that of q, besides stats.
+RESULT_TYPES = {"score_max": "float32", "score_sum_exp": "float32", "dSink_token": "float32"}
+
+
+def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
+    """Standard deviation of each element of :func:`rounded`, to first order.
+
+    Args:
+        want: the :func:`exact` results.
+
+    A value x that is rounded to a type carries an independent error, uniform within ``u * |x|`` (or
+    half of the smallest subnormal, or what the arithmetic may flush to 0): variance a third of the
+    square. A sum of n products carries the error of each partial sum. Those grow from the first
+    product f, which counts only where the case gives it an offset, to at most the sum s of absolute
+    products: the mean of their squares is ``(f^2 + f s + s^2) / 3``. As variance that is n times
+    ``eps^2 / 12`` of it, and ``eps^2`` of ``s^2`` for the products' own errors.
+
+    Tensor cores, which multiply 16-bit types, do not round partial sums but cut them off: about a
+    quarter of a unit in the last place for each eight products (Fasi, Higham, Mikaitis, Pranesh:
+    "Numerical behavior of NVIDIA tensor cores", 2021). Scores with an offset share that error, so
+    that it is the log-sum-exp's, too; P does not see it, unless there is a sink beside them. What
+    moves all scores against the sink is also the rounding of factors that both are multiplied by.
+
+    What edits add to a score is rounded at its own size, alike for neighbours.
+    """
+    arithmetic = np.finfo(compute_type(case))
+    eps = float(arithmetic.eps)
+    flushed = max(float(arithmetic.tiny), 1e-150)  # its square must not underflow here
+    is_short = case.dtype in ("bfloat16", "float16")
+
+    def rounding(x: Any, dtype: str | None = None) -> Any:
+        info = ml_dtypes.finfo(dtype or case.dtype)
+        least = max(float(info.smallest_subnormal) / 2, flushed)
+        return ((float(info.eps) / 2 * x) ** 2 + least**2) / 3
+
+    def product(x: Any, y: Any, x_variance: Any, first: Any = 0.0) -> Any:
+        """Variance of ``x @ y`` when only x has errors of its own."""
+        reach = abs(x) @ abs(y)
+        partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
+        return x_variance @ y**2 + eps**2 * (reach**2 + partial_sums)
+
+    def entry(e: Entry) -> dict[str, Any]:
+        scores, slope, edited = scores_of(case, e)
+        rows = softmax(e, scores)
+        p, stats, largest = rows.p, e.xp.where(e.alive, rows.stats, 0.0), rows.largest
+        largest = e.xp.where(e.alive, largest, 0.0)
+        o, d_p = p @ e.v, e.d_o @ transposed(e.v)
+        first = abs(e.q[..., :1] @ transposed(e.k)[..., :1, :]) * bool(case.offset)
+        score = (slope * case.scale_value) ** 2 * product(e.q, transposed(e.k), 0 * e.q, first)
+        # What edits round: numbers as large as the score, and as what they add to it.
+        score = score + (eps * edited) ** 2
+        # What all scores of a row have in common, and what moves them against the sink.
+        cut_off = eps / 32 * e.q.shape[-1] * abs(slope * case.scale_value) * first * is_short
+        common = row_sum(e, p * cut_off) ** 2 / 3
+        if e.added is not None:
+            # Neighbours to which alike numbers are added are rounded alike.
+            alike = p * eps * edited
+            common = common + row_sum(e, alike) ** 2 - row_sum(e, alike**2)
+        sink = e.xp.where(e.sink > -np.inf, e.sink, 0.0)
+        apart = common + eps**2 * (sink**2 + largest**2) / 3
+        sunk = rows.sink**2 * apart
+        # An error in a score moves o by p times its key's distance from o.
+        o_score = (p**2 * score) @ e.v**2 + o**2 * (row_sum(e, p**2 * score) + sunk)
+        o_own = product(p, e.v, rounding(p)) + o_score
+        # delta = rowsum(dO * o) has the errors of o: its own, and those of p, common to its row.
+        delta = (
+            row_sum(e, e.d_o**2 * (rounding(o) + (eps * o) ** 2))
+            + row_sum(e, rounding(p) * d_p**2)
+            + row_sum(e, p**2 * score * d_p**2)
+        )
+        # The backward's p is exp(score - stats), with the rounding of stats.
+        stored = rounding(stats, case.stats or compute_type(case))
+        p_variance = p**2 * (score + sunk + stored) + flushed**2
+        stats_variance = stored + 4 * eps**2 + row_sum(e, p**2 * score) + common + sunk
+        # A sink's weight has all errors of stats.
+        d_sink = rows.sink * row_sum(e, e.d_o * o)
+        d_sink_variance = rows.sink**2 * delta + d_sink**2 * (stats_variance + sunk)
+        # The sum is of weights relative to the largest score, which is rounded at its own size.
+        is_largest = e.keep & (scores >= largest)
+        own = row_max(e, e.xp.where(is_largest, score, 0.0))
+        size = eps**2 * largest**2 / 3
+        moved = e.xp.where(e.sink >= largest, rows.total - 1, rows.sink * rows.total)
+        sum_variance = (
+            rows.total**2 * (row_sum(e, p**2 * score) + size + eps**2 * (4 + p.shape[-1] / 36))
+            + (rows.total - 1) ** 2 * own
+            + moved**2 * apart
+        )
+        centred = d_p - row_sum(e, p * d_p)
+        d_s = slope * p * centred
+        d_s_variance = rounding(d_s) + slope**2 * (
+            p_variance * centred**2 + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+        )
+        d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
+        scale = case.scale_value**2
+        return {
+            "o": o_own,
+            "stats": stats_variance,
+            "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,
+            "score_sum_exp": sum_variance,
+            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
+            "dK": scale
+            * product(transposed(d_s), e.q, transposed(d_s_variance + (slope * p) ** 2 * delta)),
+            "dV": product(transposed(p), e.d_o, transposed(rounding(p) + p_variance)),
+            "dSink_token": sum_of_rows(e, d_sink_variance)
+            + (1 + d_sink.shape[1] / 36) * (eps * sum_of_rows(e, abs(d_sink))) ** 2,
+        }
+
+    variance = by_entry(case, given, entry, "float64", dead=0.0)
+    return {
+        role: (x if role == "stats" else x + rounding(want[role], RESULT_TYPES.get(role))) ** 0.5
+        for role, x in variance.items()
+    }
+
+
+def compute_type(case: Case) -> str:
+    """The type of arithmetic that goes with a case's tensors."""
+    return "float64" if case.dtype == "float64" else "float32"
