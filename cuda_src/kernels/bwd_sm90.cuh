@@ -88,7 +88,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   static constexpr bool constant_derivative = Score::constant_derivative;
   using Weights = Either<constant_derivative, Scores, Rounded>;
 
-  using LogSumExp = Either<!Score::reads_positions, RowStats, RowStatsInPlace>;
+  using LogSumExp =
+      Either<constant_derivative && !Score::reads_positions, RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
@@ -105,10 +106,11 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         probability.at[0][n][i] =
             exp2_approx(score * log2_factor - (i % 2 == 0 ? subtrahends.x : subtrahends.y));
       }
-      // At once: no register holds a raw score longer than its exponential.
       if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
     }
-    if (step.masked) {
+    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
+    constexpr bool reread = !constant_derivative && !Score::reads_positions;
+    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
       mask(step, piece, [&](int e, int i) {
         zero(probability, e, i);
         if constexpr (!constant_derivative) zero(weights, e, i);
@@ -117,7 +119,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     if constexpr (constant_derivative) weights = probability;
   }
 
-  // Column n of the weights, rounded.
+  // Column n, at once: no register holds a raw score longer than its exponential.
   DLATTN_DEVICE void weigh(Rounded& weights, const Scores& probability, const Scores& raw, int n,
                            const Step& step, Piece piece, const ScoreValues& values) {
     const auto weight = [&](int i) {
@@ -424,8 +426,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   };
 
-  // Calls walk(i, last, some) for the heads from i to last, which share keys and values, once those are
-  // there; some: there are queries.
+  // Calls walk(i, last, some), once keys and values of heads i to last are there; some: for queries.
   template <class Walk>
   DLATTN_DEVICE void for_each_walk(Walk walk) {
     const bool some = anew<Score>(!tiles.empty());  // in one register, not in two
