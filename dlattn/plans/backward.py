@@ -46,7 +46,6 @@ class BackwardPlan(CudaPlan):
     #: Whether the main kernel stores dQ, and not one after it.
     stores_dq: ClassVar[bool] = False
 
-
     tiling: BackwardTiling
 
     @abstractmethod
