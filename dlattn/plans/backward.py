@@ -54,19 +54,18 @@ class BackwardPlan(CudaPlan):
 
     def set_waves(self) -> None:
         """Decides how many query heads a block walks, and how many pairs share L2."""
-        problem, geometry = self.problem, self.geometry
         self._params.heads_per_block = self._heads_per_block
-        # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
-        bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        most = max(1, WAVE_BYTES // bytes_per_pair)
-        self._params.heads_per_wave = min(self._pairs, most, self.most_heads_per_wave)
+        self._params.heads_per_wave = min(self._pairs, self.heads_per_wave)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
 
     @property
-    def most_heads_per_wave(self) -> int:
-        """How many pairs share L2 at most, whatever fits."""
-        return self._pairs
+    def heads_per_wave(self) -> int:
+        """Pairs whose blocks start together: as many as L2 holds."""
+        problem = self.problem
+        # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
+        bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * self.geometry.seq_q
+        return max(1, WAVE_BYTES // bytes_per_pair)
 
     @property
     def _wave_blocks(self) -> int:

@@ -125,11 +125,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
 
     @property
-    def most_heads_per_wave(self) -> int:
-        """Sums of dQ shall stay in L2, too, which speaks for one; but under a causal mask the first
-        tiles of a pair take much longer than its last, and other pairs must fill the time."""
-        right = self.geometry.band_right is not None
-        return 8 if right else 1
+    def heads_per_wave(self) -> int:
+        """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
+        pair's first tiles take much longer than its last, and other pairs must fill the time."""
+        if self.geometry.band_right is None:
+            return 1
+        return min(8, max(1, 3 * self.target.multiprocessors // (2 * self._key_tiles)))
 
     @property
     def row_tiling(self) -> Tiling:
