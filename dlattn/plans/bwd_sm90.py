@@ -21,7 +21,7 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
-        tile_k: keys of a block: 128, or 64 by product.
+        tile_k: keys of an item: 128, or 64 by product.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q and of dO in shared memory.
         ds_stages: tiles of dS.
