@@ -33,7 +33,6 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // others wait for them.
   static constexpr bool counts_late = !Problem::deterministic;
 
-
   DLATTN_DEVICE void add_pieces(Place<dq_slots>& place) {
     Place<2> told;
     const auto tell = [&](int added) {
