@@ -127,10 +127,14 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
-        pair's first tiles take much longer than its last, and other pairs must fill the time."""
+        pair's first tiles take much longer than its last, and other pairs must fill the time: all
+        of them where there are few items."""
+        blocks, tiles = self.target.multiprocessors, self._key_tiles
         if self.geometry.band_right is None:
             return 1
-        return min(8, max(1, 3 * self.target.multiprocessors // (2 * self._key_tiles)))
+        if self._pairs * tiles <= 4 * blocks:
+            return self._pairs
+        return min(8, max(1, 3 * blocks // (2 * tiles)))
 
     @property
     def row_tiling(self) -> Tiling:
