@@ -29,6 +29,7 @@ class Case:
         window: keys that a query of a ``window`` mask attends to, its own position included.
         lengths: actual length of each batch entry, of queries and keys alike; ``None`` when all
             are full. Tensors stay padded to ``seq_q`` and ``seq_kv``.
+        deterministic: a backward's results are asked to be the same bits in every run.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     dtype: str = "bf16"
     window: int | None = None
     lengths: tuple[int, ...] | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS or (self.mask == "window") != (self.window is not None):
@@ -103,6 +105,7 @@ def case(
     dtype: str = "bf16",
     window: int | None = None,
     lengths: tuple[int, ...] | None = None,
+    deterministic: bool = False,
 ) -> Case:
     """A self-attention, named like ``b4 h16/16 s4096 d128 causal``.
 
@@ -119,8 +122,11 @@ def case(
         words.append("padded")
     if dtype != "bf16":
         words.append(dtype)
+    if deterministic:
+        words.append("deterministic")
     return Case(
-        " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths
+        " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths,
+        deterministic,
     )  # fmt: skip
 
 
@@ -183,6 +189,16 @@ def _short() -> list[Case]:
     ]
 
 
+def _deterministic() -> list[Case]:
+    """Beside the same without a fixed order."""
+    sizes = [(4, 16, 4096, (128, 128)), (1, 128, 16384, (192, 128))]
+    return [
+        case(batch, (heads, heads), seq, dims, "causal", deterministic=deterministic)
+        for batch, heads, seq, dims in sizes
+        for deterministic in (False, True)
+    ]
+
+
 def _presets() -> dict[str, tuple[Case, ...]]:
     parts = {
         "dense": _dense(),
@@ -193,6 +209,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "mla": [case(1, (128, 128), 8192, (192, 128), "causal")],
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),
+        "deterministic": _deterministic(),
     }
     every = {c.name: c for cases in parts.values() for c in cases}
     return {name: tuple(cases) for name, cases in (parts | {"all": [*every.values()]}).items()}

@@ -48,21 +48,21 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, ds_stages, dq_columns, dq_slots, share_in_slot.
+#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots.
 BACKWARD = {
     64: [
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1),
-        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 0),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 2),
     ],
     128: [
-        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2),
-        Sm90BwdTiling(64, 128, False, 2, 2, 64, 1),
-        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1),
-        Sm90BwdTiling(64, 128, True, 2, 2, 64, 1, True),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 1),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1),
     ],
     256: [
-        Sm90BwdTiling(64, 64, True, 2, 1, 64, 1, True),
+        Sm90BwdTiling(64, 64, True, 2, 1, 32, 2, 0),
+        Sm90BwdTiling(64, 64, True, 2, 1, 64, 1, 0),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {

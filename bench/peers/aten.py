@@ -20,6 +20,8 @@ class TorchPeer(Peer):
     def refuses(self, case: Case, direction: str) -> str | None:
         if case.lengths is not None:
             return f"{self.name}: torch's operator has no lengths for padded batches."
+        if case.deterministic:
+            return f"{self.name}: torch's operator does not promise an order of additions."
         if case.mask != "full" and case.seq_q != case.seq_kv:
             return f"{self.name}: torch's operator aligns masks to the top left corner."
         return None

@@ -42,7 +42,8 @@ class Fa3(Peer):
             )
         backward = torch.ops.flash_attn_3.bwd
         return Prepared(
-            lambda: backward(dO, q, k, v, o, stats, **options), lambda made: tuple(made[:3])
+            lambda: backward(dO, q, k, v, o, stats, deterministic=case.deterministic, **options),
+            lambda made: tuple(made[:3]),
         )
 
 
@@ -73,7 +74,9 @@ class Fa4(Peer):
                 lambda made: (made[0],),
             )
         return Prepared(
-            lambda: interface._flash_attn_bwd(q, k, v, o, dO, stats, **options),
+            lambda: interface._flash_attn_bwd(
+                q, k, v, o, dO, stats, deterministic=case.deterministic, **options
+            ),
             lambda made: tuple(made[:3]),
         )
 

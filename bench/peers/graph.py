@@ -46,7 +46,8 @@ class GraphPeer(Peer):
             written["stats"] = torch.empty_like(tensors.stats).unsqueeze(-1)
             results = graph.sdpa(**arguments, generate_stats=True)
         else:
-            results = graph.sdpa_backward(**arguments)
+            fixed = {"use_deterministic_algorithm": True} if case.deterministic else {}
+            results = graph.sdpa_backward(**arguments, **fixed)
         pack = {given[role]: t for role, t in fed.items()}
         for result, (role, t) in zip(results, written.items(), strict=True):
             result.set_output(True).set_dim(list(t.shape)).set_stride(list(t.stride()))

@@ -93,12 +93,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
     Ring<dq_slots> dq_ring;                     // from the query worker to the writer
     Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
-    Ring<2> sums_ring;                    // from the writer to the counter
-    int sums_added[2];                    // what a step has been added to
-    uint64 landed[2];                     // what a loader is to clear
+    Ring<2> sums_ring;                          // from the writer to the counter
+    int sums_added[2];                          // what a step has been added to
+    uint64 landed[2];                           // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
-    Share share, rest;  // that goes with the item; that goes with none
+    Share share, rest;                             // that goes with the item; that goes with none
   };
 
   // Named barriers, by event.
@@ -114,6 +114,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   const Params& p;
   SharedMemory& shared;
   const int round;  // items that this block had before
+
   DLATTN_DEVICE BwdSm90Block(const MappedBwdParams& params, SharedMemory& shared_memory,
                              int items_before)
       : m(params), p(params.p), shared(shared_memory), round(items_before) {}

@@ -117,8 +117,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       load_keys(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
-      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1], at.clearings,
-                Base::DOTile::bytes, [&](int stage, uint64& full) {
+      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1],
+                at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
                   shared.dO[stage].load(m.dO, full, tile * tile_q, first_head() + i, work.batch);
                 });
       at.place.advance();

@@ -29,9 +29,9 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Base::tile_k / 16; ++k) {
-      WgmmaShape<64>::template shared_shared<T, 1>(
-          d, shared.dS[stage].along_columns(first_row, k),
-          shared.k[0].along_rows(k, first_column / 64), k > 0);
+      WgmmaShape<64>::template shared_shared<T, 1>(d, shared.dS[stage].along_columns(first_row, k),
+                                                   shared.k[0].along_rows(k, first_column / 64),
+                                                   k > 0);
     }
     wgmma_commit();
   }
@@ -62,8 +62,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       if (i + 64 * 64 == tile_q * dim_qk) release(shared.ds_ring.empty[stage]);
 #pragma unroll
       for (int column = 0; column < 64; column += piece_columns) {
-        send(dQ, column,
-             place_of<dq_slots>(step * dq_pieces + (i / 64 + column) / piece_columns));
+        send(dQ, column, place_of<dq_slots>(step * dq_pieces + (i / 64 + column) / piece_columns));
       }
     }
   }

@@ -69,7 +69,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
     release(shared.share_complete);
-    uint32 told = 0;  // in an item, a multiple of four times: its first message has always the same place
+    uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
     bool more = true;
     while (more) {
       // One release for as many as wait.
@@ -112,7 +112,6 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
 
-
   DLATTN_DEVICE Interval share(WorkItem item) const {
     const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
     return {least(item.tile * each, tiles), least((item.tile + 1) * each, tiles)};
@@ -122,8 +121,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return Base::sum_tile(p, item.batch, item.head * p.heads_per_block, 0) + tile_of_pair;
   }
 
-  // A warp waits until a share can be stored, or tells that it has been. Before the place is the pair's,
-  // the counts there are another pair's.
+  // A warp waits until a share can be stored. Before the place is the pair's, the counts there are
+  // another pair's.
   DLATTN_DEVICE void await_sums(WorkItem item) const {
     await_place(item);
     const Lengths lengths(p, item.batch);
@@ -136,6 +135,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     __syncwarp();
   }
+  // A warp tells that a share has been stored.
   DLATTN_DEVICE void free_sums(const Share& share) const {
     const int tiles = share.pieces / dq_pieces;
     const int pair = Base::pair(p, share.batch, share.first_head);
@@ -159,9 +159,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const WorkItem item = Base::work_item(number(), p);
     const Interval tiles = share(item);
     if (gives_orders()) {
-      described = {sum(sum_tile_of(item, tiles.first)), item.batch,
-                      item.head * p.heads_per_block, tiles.first,
-                      most(tiles.last - tiles.first, 0) * dq_pieces};
+      described = {sum(sum_tile_of(item, tiles.first)), item.batch, item.head * p.heads_per_block,
+                   tiles.first, most(tiles.last - tiles.first, 0) * dq_pieces};
     }
     __syncwarp();
   }

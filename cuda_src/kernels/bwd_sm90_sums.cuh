@@ -29,19 +29,18 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     return Base::last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
   }
 
-  // Additions are counted a step late, once they are surely done; in a fixed order at once, because
-  // others wait for them.
-  static constexpr bool counts_late = !Problem::deterministic;
-
+  // A step's additions are counted when so many pieces of the next step are on their way: a step late,
+  // once they are surely done; in a fixed order sooner, because others wait for them.
+  static constexpr int pieces_before_count = Problem::deterministic ? 1 : dq_pieces;
 
   DLATTN_DEVICE void add_pieces(Place<dq_slots>& place) {
-    Place<2> told;
+    uint32 told = 0;
     const auto tell = [&](int added) {
-      mbarrier_wait(shared.sums_ring.empty[told.stage], told.parity ^ 1);
-      if (gives_orders()) shared.sums_added[told.stage] = added;
+      const auto at = place_of<2>(told++);
+      mbarrier_wait(shared.sums_ring.empty[at.stage], at.parity ^ 1);
+      if (gives_orders()) shared.sums_added[at.stage] = added;
       __syncwarp();
-      release(shared.sums_ring.full[told.stage]);
-      told.advance();
+      release(shared.sums_ring.full[at.stage]);
     };
     int pieces = 0, last = end_of_item;
     this->await_place(work);
@@ -49,7 +48,16 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     this->for_each_step([&](int i, int tile) {
       const int at = Base::sum_tile(p, work.batch, first_head() + i, tile);
       if constexpr (Problem::deterministic) {
-        while (load_acquire(p.dq_arrivals + at) != turn(tile)) __nanosleep(20);
+        const int own_turn = turn(tile);
+        if (uniform(load_acquire(p.dq_arrivals + at)) != own_turn) {
+          if (last != end_of_item) {
+            await_additions<0>();
+            tell(last);
+            last = end_of_item;
+          }
+          while (load_acquire(p.dq_arrivals + at) != own_turn) __nanosleep(20);
+          __syncwarp();
+        }
       }
 #pragma unroll 1
       for (int piece = 0; piece < dq_pieces; ++piece) {
@@ -64,10 +72,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         // The slot of dq_slots - 1 pieces ago.
         if (++pieces >= dq_slots) release(shared.dq_ring.empty[(place.stage + 1) % dq_slots]);
         place.advance();
-      }
-      if (!counts_late || last != end_of_item) {
-        await_additions<counts_late ? dq_pieces : 0>();
-        tell(counts_late ? last : at);
+        if (piece == pieces_before_count - 1 && last != end_of_item) {
+          await_additions<pieces_before_count>();
+          tell(last);
+        }
       }
       last = at;
     });
@@ -75,11 +83,11 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       await_additions<0>();
 #pragma unroll
       for (int slot = 1; slot < dq_slots; ++slot) release(shared.dq_ring.empty[slot]);
-      if (counts_late) tell(last);
+      tell(last);
     }
     do {
       tell(end_of_item);
-    } while (told.stage != 0 || told.parity != 0);
+    } while (told % 4 != 0);
   }
 
   // All but the last `pending` pieces are in their sums.

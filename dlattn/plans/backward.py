@@ -49,33 +49,32 @@ class BackwardPlan(CudaPlan):
     tiling: BackwardTiling
 
     @abstractmethod
-    def main_kernel(self, blocks: int) -> KernelLaunch:
+    def main_kernel(self, items: int) -> KernelLaunch:
         """The kernel that computes dK, dV and the sums of dQ."""
 
     def set_waves(self) -> None:
-        """Decides how many query heads a block walks, and how many pairs share L2."""
-        problem, geometry = self.problem, self.geometry
+        """Decides how many query heads an item has, and how many pairs share L2."""
         self._params.heads_per_block = self._heads_per_block
-        # What the blocks of a pair read and add to at a time: one head, as all walk them in order.
-        bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * geometry.seq_q
-        most = max(1, WAVE_BYTES // bytes_per_pair)
-        self._params.heads_per_wave = min(self._pairs, most, self.most_heads_per_wave)
+        self._params.heads_per_wave = min(self._pairs, self.heads_per_wave)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
 
     @property
-    def most_heads_per_wave(self) -> int:
-        """How many pairs share L2 at most, whatever fits."""
-        return self._pairs
+    def heads_per_wave(self) -> int:
+        """Pairs whose items are taken side by side: as many as L2 holds."""
+        problem = self.problem
+        # What the items of a pair read and add to at a time: one head, as all walk them in order.
+        bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * self.geometry.seq_q
+        return max(1, WAVE_BYTES // bytes_per_pair)
 
     @property
-    def _wave_blocks(self) -> int:
+    def _wave_items(self) -> int:
         return self._params.heads_per_wave * self._key_tiles
 
     @property
     def _dq_lag(self) -> int:
-        """How many blocks later a block stores dQ: those of a wave, and those that run at once."""
-        return self._wave_blocks + self.target.multiprocessors
+        """How many items later dQ is stored: those of a wave, and those that run at once."""
+        return self._wave_items + self.target.multiprocessors
 
     @property
     def _dq_places(self) -> int:
@@ -84,7 +83,7 @@ class BackwardPlan(CudaPlan):
         A pair gets the place of one whose dQ was stored when the wave before its own began.
         """
         stored = self._dq_lag + self.target.multiprocessors
-        waves = 1 + -(-stored // self._wave_blocks)
+        waves = 1 + -(-stored // self._wave_items)
         most = waves * self._params.heads_per_wave
         return min(self._pairs, most) if self.stores_dq else self._pairs
 
@@ -147,9 +146,9 @@ class BackwardPlan(CudaPlan):
             params.shares_taken = params.items_taken + 4
 
     def kernels(self) -> list[KernelLaunch]:
-        blocks = self._pairs * self._key_tiles
+        items = self._pairs * self._key_tiles
         grid = (self._query_tiles, self.geometry.heads_q, self.geometry.batch)
-        kernels = [self._small_kernel("bwd_delta", grid), self.main_kernel(blocks)]
+        kernels = [self._small_kernel("bwd_delta", grid), self.main_kernel(items)]
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))

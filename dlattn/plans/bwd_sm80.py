@@ -140,7 +140,7 @@ class BwdSm80(BackwardPlan):
             return "use_deterministic_algorithm: its sums of dQ depend on the order of blocks."
         return backward_refusal(problem, geometry, target, cls.name)
 
-    def main_kernel(self, blocks: int) -> KernelLaunch:
+    def main_kernel(self, items: int) -> KernelLaunch:
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(self.name, self.problem, self.tiling, shared)
-        return KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared)
+        return KernelLaunch(source, (items, 1, 1), self.tiling.threads, shared)

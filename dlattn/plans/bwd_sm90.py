@@ -21,7 +21,7 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
-        tile_k: keys of a block: 128, or 64 by product.
+        tile_k: keys of an item: 128, or 64 by product.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q and of dO in shared memory.
         ds_stages: tiles of dS.
@@ -126,11 +126,16 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
 
     @property
-    def most_heads_per_wave(self) -> int:
-        """Sums of dQ shall stay in L2, too, which speaks for one; but under a causal mask the first
-        tiles of a pair take much longer than its last, and other pairs must fill the time."""
-        right = self.geometry.band_right is not None
-        return 8 if right else 1
+    def heads_per_wave(self) -> int:
+        """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
+        pair's first tiles take much longer than its last, and other pairs must fill the time: all
+        of them where there are few items."""
+        blocks, tiles = self.target.multiprocessors, self._key_tiles
+        if self.geometry.band_right is None:
+            return 1
+        if self._pairs * tiles <= 4 * blocks:
+            return self._pairs
+        return min(8, max(1, 3 * blocks // (2 * tiles)))
 
     @property
     def row_tiling(self) -> Tiling:

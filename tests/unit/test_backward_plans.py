@@ -29,7 +29,7 @@ def problem(head_dim: int = 128, *, deterministic: bool = False) -> Problem:
 
 def geometry(
     batch: int = 2, groups: int = 2, heads: int = 4, seq_q: int = 300, seq_kv: int = 300,
-    head_dim: int = 128,
+    head_dim: int = 128, *, causal: bool = False,
 ) -> Geometry:  # fmt: skip
     """Contiguous tensors."""
 
@@ -39,7 +39,7 @@ def geometry(
 
     tensors = {role: spec(role, heads, seq_q) for role in ("q", "o", "dO")}
     tensors |= {role: spec(role, groups, seq_kv) for role in ("k", "v", "dK", "dV")}
-    return Geometry(tensors, 1.0)
+    return Geometry(tensors, 1.0, band_right=0 if causal else None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -60,26 +60,29 @@ def test_who_promises_an_order_of_additions(deterministic: bool) -> None:
     seq_q=st.integers(1, 20_000),
     seq_kv=st.integers(1, 20_000),
     head_dim=st.sampled_from([64, 128, 192, 256]),
+    causal=st.booleans(),
 )
 def test_places_are_free_and_sums_complete(
-    batch: int, groups: int, heads_per_group: int, seq_q: int, seq_kv: int, head_dim: int
-) -> None:
-    """A Hopper block waits for blocks before it only, and hardly for any that run beside it.
+    batch: int, groups: int, heads_per_group: int, seq_q: int, seq_kv: int, head_dim: int,
+    causal: bool,
+) -> None:  # fmt: skip
+    """A Hopper item waits for items before it only, and hardly for any that run beside it.
 
     It waits for the sums that it stores as dQ, and for the place of its own sums.
     """
-    tensors = geometry(batch, groups, groups * heads_per_group, seq_q, seq_kv, head_dim)
+    heads = groups * heads_per_group
+    tensors = geometry(batch, groups, heads, seq_q, seq_kv, head_dim, causal=causal)
     plan = BwdSm90(problem(head_dim), tensors, HOPPER)
     params, key_tiles = plan._params, -(-seq_kv // plan.tiling.tile_k)
     wave, pairs = params.heads_per_wave, batch * groups
     for pair in {0, pairs // 3, max(0, pairs - 1 - params.dq_places), pairs - 1}:
-        first = pair // wave * wave * key_tiles  # blocks of the pair's wave
+        first = pair // wave * wave * key_tiles  # items of the pair's wave
         end = min(first + wave * key_tiles, pairs * key_tiles)
-        # The first block that stores a part of this pair's dQ comes after all that add to it.
+        # The first item that stores a part of this pair's dQ comes after all that add to it.
         assert first + params.dq_lag >= end - 1 + HOPPER.multiprocessors
         follower = pair + params.dq_places
         if follower < pairs:
-            # Its blocks come after the last one that stores a part of this pair's dQ.
+            # Its items come after the last one that stores a part of this pair's dQ.
             first_follower = follower // wave * wave * key_tiles
             assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
 

@@ -145,10 +145,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     window = PRESETS["window"][0]
     padded = next(c for c in PRESETS["padding"] if c.lengths)
     mla, dense = PRESETS["mla"][0], PRESETS["dense"][0]
+    fixed = next(c for c in PRESETS["deterministic"] if c.deterministic)
     refused = [
         ("torch_cudnn", window, "windows"),
         ("fa2", padded, "lengths"),
         ("fa2", mla, "equal head dimensions"),
+        ("fa2", fixed, "order of additions"),
         ("fa2", SMALL[5], "top left"),
         ("dlattn:bwd_sm80", dense, "forward pass"),
     ]
