@@ -46,11 +46,8 @@ _NOT_SUPPORTED = {
     ),
 }
 
-#: Tensors that the user may give, by operation: to read, and to write.
-_OPTIONAL_INPUTS = {
-    "sdpa": ("seq_len_q", "seq_len_kv", "sink_token"),
-    "sdpa_backward": ("seq_len_q", "seq_len_kv", "sink_token"),
-}
+#: Tensors that the user may give: to read; and to write, by operation.
+_OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "sink_token")
 _GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
 
 #: What an operation returns; ``None`` in place of what was not asked for.
@@ -154,7 +151,7 @@ def _node(
         if given[role] is None:
             raise TypeError(f"{operation} needs the tensor {role}; got None.")
         inputs[role] = given[role]
-    for role in _OPTIONAL_INPUTS[operation]:
+    for role in _OPTIONAL_INPUTS:
         if given[role] is not None:
             inputs[role] = given[role]
     written = {role: given[role] for role in _GIVEN_OUTPUTS[operation] if given[role] is not None}
