@@ -8,7 +8,7 @@
 // dimensions leave no registers for both, one product, of 64 keys. Only dS passes through shared memory
 // to a third warpgroup, the query worker (bwd_sm90_queries.cuh), which computes
 //   dQ = dS K
-// summed over key tiles in global memory (bwd_sm90_sums.cuh).
+// summed over key tiles in global memory (bwd_sm90_shares.cuh).
 #pragma once
 
 #include "base/math.cuh"

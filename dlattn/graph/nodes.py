@@ -47,7 +47,7 @@ _NOT_SUPPORTED = {
     ),
 }
 
-#: Tensors that the user may give: for any operation to read, and by operation to write.
+#: Tensors that the user may give: to read; and to write, by operation.
 _OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
 _GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
 

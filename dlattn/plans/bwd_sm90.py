@@ -66,9 +66,11 @@ class Sm90BwdTiling:
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
-        barriers = 8 * (2 * ring_stages + 1 + 2 + 2 + 4 * max(1, self.share_slots))
+        barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
+        items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
+        told = items + sums_added + shares
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + 8 + 48, 1024)
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + told, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
