@@ -140,7 +140,8 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
 
     Inputs hold random data and, past the lengths, what ``case.tails`` says; outputs hold poison.
     What the case does without is absent: ``stats``, other statistics, the sinks and their gradient;
-    ``attn_scale``, bias, slopes and lengths where the case gives none as tensors.
+    ``attn_scale``, bias, slopes, lengths and what dropout reads or writes where the case gives none
+    as tensors.
     """
     made = dict(_data(case, library))
     dims = case.dims()
@@ -150,6 +151,11 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, dims[role], dtype)
         made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
+    if case.rng_dump:
+        dim = case.scores_dim()
+        stride = (*(2 * step for step in _packed(dim)[:-1]), 1)
+        spec = TensorSpec("rng_dump", dim, stride, data_type.FLOAT)
+        made["rng_dump"] = _guard(library, spec, "float32", None, False)
     return made
 
 
@@ -191,6 +197,7 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             "bias", case.bias_dim(), case.bias_stride(), from_any(Library().dtype(case.bias))
         )
         yield "bias", _guard(library, spec, case.bias, _bias(case, library), False)
+    yield from _dropout(case, library)
     slopes_dim = case.slopes_dim()
     if slopes_dim is not None:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
@@ -203,6 +210,34 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             dim = (case.batch, 1, 1, 1)
             data = library.values(given, dtype).reshape(dim)
             yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+
+
+def _dropout(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
+    """The mask, and what is given as tensors of one number."""
+    numbers: tuple[tuple[str, float, str], ...] = ()
+    if case.is_random:
+        roles = ("dropout_seed", "dropout_offset")
+        numbers = tuple(zip(roles, case.philox(), case.dropout_dtypes, strict=True))
+    elif case.dropout is not None:
+        dtype = str(case.dropout)
+        spec = TensorSpec(
+            "dropout_mask", case.mask_dim(), case.mask_stride(), from_any(Library().dtype(dtype))
+        )
+        data = library.normal(case.mask_dim(), 4 * case.seed + 7) > -0.8
+        data = library.cast(data, "float32")
+        yield "dropout_mask", _guard(library, spec, dtype, data, False)
+        scale = case.dropout_scale()
+        scales = (("dropout_scale", scale), ("dropout_scale_inv", 1 / scale))
+        numbers = tuple((role, value, "float32") for role, value in scales)
+    if case.dropout_as == "value":
+        return
+    home = library.host() if case.dropout_as == "host" else library
+    for role, number, dtype in numbers:
+        spec = TensorSpec(
+            role, (1,) * 4, (1,) * 4, from_any(Library().dtype(dtype)), home is not library
+        )
+        data = home.values([number], dtype).reshape((1,) * 4)
+        yield role, _guard(home, spec, dtype, data, False)
 
 
 def _score_factor(case: Case) -> float:

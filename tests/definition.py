@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests import philox
 from tests.strategies import Case
 
 Tensors = Mapping[str, Any]
@@ -29,6 +30,7 @@ class Entry:
         sink: (Hq, 1, 1), -inf without.
         keep: (m, n) or (Hq, m, n) booleans.
         alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
+        kept: (Hq, m, n): 1 where a probability is kept, 0 where it is dropped; 1.0 without dropout.
     """
 
     xp: Any
@@ -40,6 +42,7 @@ class Entry:
     sink: Any
     keep: Any
     alive: Any
+    kept: Any
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def by_entry(
     sink = full["dSink_token"][0] - np.inf
     if case.sink is not None:
         sink = cast(given["sink_token"], dtype)[0]
+    not_dropped = None if case.dropout is None else kept_by(case, given, dtype)
     heads_of = {"dK": case.heads_k, "dV": case.heads_v}
     for index, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         if m == 0:
@@ -99,6 +103,7 @@ def by_entry(
             sink=sink,
             keep=keep,
             alive=keep.any(-1)[..., None] | (sink > -np.inf),
+            kept=1.0 if not_dropped is None else not_dropped[index, :, :m, : max(n, 1)],
         )
         for role, x in compute(e).items():
             if role in heads_of:
@@ -133,6 +138,17 @@ def _bias(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> 
         return bias != 0, None
     kept = bias != -np.inf
     return kept, _module(like).where(kept, bias, 0.0)
+
+
+def kept_by(case: Case, given: Tensors, dtype: str) -> Any:
+    """1 where dropout keeps a probability, else 0, (B, Hq, S_q, S_kv)."""
+    q = given["q"]
+    xp = _module(q)
+    if isinstance(case.dropout, float):
+        mask = philox.kept(case.dropout, *case.philox(), case.scores_dim())
+        device = {"device": q.device} if xp.__name__ == "torch" else {}
+        return cast(xp.asarray(mask, **device), dtype)
+    return xp.broadcast_to(cast(given["dropout_mask"] != 0, dtype), case.scores_dim())
 
 
 def _cudnn_slope(head: int, heads: int) -> float:

@@ -16,10 +16,13 @@ from dlattn.problem import (
     Band,
     Bias,
     Direction,
+    Dropout,
     Edit,
     Geometry,
+    GivenMask,
     Mask,
     Padding,
+    Philox,
     Problem,
     Scale,
     SoftCap,
@@ -37,9 +40,12 @@ Tensors = Mapping[str, Guarded]
 _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
-OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token")
+OPTIONS = (
+    *("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token"),
+    *("dropout_seed", "dropout_offset", "dropout_mask", "dropout_scale", "dropout_scale_inv"),
+)
 
-_BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
+_BOTH = ("q", "k", "v", "o", "stats", *OPTIONS, "rng_dump")
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
 _BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token")
 
@@ -59,6 +65,9 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         arrays = {role: t.tensor for role, t in tensors.items()}
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
+        if "rng_dump" in outputs:
+            outputs.remove("rng_dump")
+            oracle.assert_dump(case, arrays, arrays["rng_dump"])
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{case!r}"')
@@ -71,6 +80,9 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if direction is Direction.BACKWARD and not case.stats:
             return
         used = {role: tensors[role] for role in roles if role in tensors}
+        if not case.drops:
+            used = {role: t for role, t in used.items() if not role.startswith("dropout_")}
+        _forget_dump(tensors)
         plan = Reference(problem_of(case, direction), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
@@ -84,6 +96,7 @@ def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) ->
         masks=masks_of(case),
         values=values_of(case, arrays),
         sink=arrays.get("sink_token"),
+        dropout=dropout_of(case),
         compute=compute,
     )
 
@@ -101,6 +114,7 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
         edits=edits_of(case),
         masks=masks_of(case),
         values=values_of(case, arrays),
+        dropout=dropout_of(case),
         compute=compute,
     )
 
@@ -108,10 +122,12 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
 def run_graph(case: Case, tensors: Tensors) -> None:
     """Runs a forward and a backward graph on the device of the tensors."""
     made = ("o", "stats") if case.stats else ("o",)
-    _run_graph_of(case, tensors, ("q", "k", "v"), made, case.row_outputs)
+    dump = ("rng_dump",) * case.rng_dump
+    _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump))
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
-        _run_graph_of(case, tensors, inputs, made, () if case.sink is None else ("dSink_token",))
+        d_sink = () if case.sink is None else ("dSink_token",)
+        _run_graph_of(case, tensors, inputs, made, (*d_sink, *dump))
 
 
 def problem_of(case: Case, direction: Direction) -> Problem:
@@ -128,6 +144,7 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
+        dropout=dropout_of(case),
     )
 
 
@@ -144,6 +161,25 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
     return tuple(edits)
 
 
+def dropout_of(case: Case) -> Dropout | None:
+    if not case.drops:
+        return None
+    if case.is_random:
+        return Philox()
+    contiguous = case.mask_dim()[3] > 1 and case.mask_stride()[3] == 1
+    return GivenMask(from_any(Library().dtype(str(case.dropout))), contiguous)
+
+
+def dropout_numbers(case: Case) -> dict[str, Any]:
+    """What a geometry, or values, know of dropout besides tensors."""
+    scale = case.dropout_scale()
+    numbers: dict[str, Any] = {"dropout_scale": scale, "dropout_scale_inv": 1 / scale}
+    if isinstance(case.dropout, float):
+        seed, offset = case.philox()
+        numbers |= {"dropout_p": case.dropout, "dropout_seed": seed, "dropout_offset": offset}
+    return numbers
+
+
 def masks_of(case: Case) -> tuple[Mask, ...]:
     band = Band(left=case.left is not None, right=case.right is not None)
     return (Padding(), band) if band.left or band.right else (Padding(),)
@@ -157,6 +193,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
         band_left=case.left,
         band_right=case.right,
         bottom_right=case.bottom_right,
+        **dropout_numbers(case),
     )
 
 
@@ -173,6 +210,9 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
         band_left=case.left,
         band_right=case.right,
         bottom_right=case.bottom_right,
+        heads_q=case.heads_q,
+        dropout_mask=arrays.get("dropout_mask"),
+        **dropout_numbers(case),
     )
 
 
@@ -202,11 +242,17 @@ def _run_graph_of(
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
     )
-    fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
+    options = [role for role in OPTIONS if role in tensors]
+    if "dO" not in inputs and "dropout_scale_inv" in options:
+        options.remove("dropout_scale_inv")
+    fed = [*inputs, *options, *written]
+    _forget_dump(tensors)
     given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
-    arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
+    named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
+    arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
+    arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if "dO" in inputs:
         results = graph.sdpa_backward(**arguments)
@@ -225,6 +271,24 @@ def _run_graph_of(
     graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
+
+
+def dropout_argument(case: Case, given: Mapping[str, Any], backward: bool) -> Any:
+    """``dropout``: of the graph's tensors, and of numbers where the case has no tensors."""
+    if case.dropout is None:
+        return None
+    numbers = dropout_numbers(case)
+    roles = ["dropout_seed", "dropout_offset"]
+    if not case.is_random:
+        roles = ["dropout_scale", *["dropout_scale_inv"] * backward]
+    first = case.dropout if case.is_random else given["dropout_mask"]
+    return (first, *(given.get(role, numbers.get(role)) for role in roles))
+
+
+def _forget_dump(tensors: Tensors) -> None:
+    """So that the backward's dump is seen to be its own."""
+    if "rng_dump" in tensors:
+        tensors["rng_dump"].tensor[...] = float("nan")
 
 
 def edit_arguments(case: Case) -> dict[str, Any]:

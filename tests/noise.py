@@ -43,7 +43,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
     that it is the log-sum-exp's, too; P does not see it, unless there is a sink beside them. What
     moves all scores against the sink is also the rounding of factors that both are multiplied by.
 
-    What edits add to a score is rounded at its own size, alike for neighbours.
+    What edits add to a score is rounded at its own size, alike for neighbours. Dropout's scale is a
+    factor of results, after P and dS are rounded.
     """
     arithmetic = np.finfo(compute_type(case))
     eps = float(arithmetic.eps)
@@ -66,7 +67,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         rows = softmax(e, scores)
         p, stats, largest = rows.p, e.xp.where(e.alive, rows.stats, 0.0), rows.largest
         largest = e.xp.where(e.alive, largest, 0.0)
-        o, d_p = p @ e.v, e.d_o @ transposed(e.v)
+        kept, factor = e.kept * case.dropout_scale(), case.dropout_scale()
+        o, d_p = (kept * p) @ e.v, kept * (e.d_o @ transposed(e.v))
         first = abs(e.q[..., :1] @ transposed(e.k)[..., :1, :]) * bool(case.offset)
         score = (slope * case.scale_value) ** 2 * product(e.q, transposed(e.k), 0 * e.q, first)
         # What edits round: numbers as large as the score, and as what they add to it.
@@ -82,8 +84,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         apart = common + eps**2 * (sink**2 + largest**2) / 3
         sunk = rows.sink**2 * apart
         # An error in a score moves o by p times its key's distance from o.
-        o_score = (p**2 * score) @ e.v**2 + o**2 * (row_sum(e, p**2 * score) + sunk)
-        o_own = product(p, e.v, rounding(p)) + o_score
+        o_score = (p**2 * score * kept**2) @ e.v**2 + o**2 * (row_sum(e, p**2 * score) + sunk)
+        o_own = product(kept * p, e.v, rounding(p) * kept**2) + o_score
         # delta = rowsum(dO * o) has the errors of o: its own, and those of p, common to its row.
         delta = (
             row_sum(e, e.d_o**2 * (rounding(o) + (eps * o) ** 2))
@@ -109,8 +111,9 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         centred = d_p - row_sum(e, p * d_p)
         d_s = slope * p * centred
-        d_s_variance = rounding(d_s) + slope**2 * (
-            p_variance * centred**2 + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+        own_d_p = kept**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+        d_s_variance = rounding(d_s / factor) * factor**2 + slope**2 * (
+            p_variance * centred**2 + p**2 * own_d_p
         )
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
@@ -122,7 +125,9 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
             "dK": scale
             * product(transposed(d_s), e.q, transposed(d_s_variance + (slope * p) ** 2 * delta)),
-            "dV": product(transposed(p), e.d_o, transposed(rounding(p) + p_variance)),
+            "dV": product(
+                transposed(kept * p), e.d_o, transposed((rounding(p) + p_variance) * kept**2)
+            ),
             "dSink_token": sum_of_rows(e, d_sink_variance)
             + (1 + d_sink.shape[1] / 36) * (eps * sum_of_rows(e, abs(d_sink))) ** 2,
         }

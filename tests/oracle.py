@@ -17,6 +17,7 @@ from tests.definition import (
     Tensors,
     by_entry,
     cast,
+    kept_by,
     row_max,
     row_sum,
     scores_of,
@@ -48,17 +49,18 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
     def entry(e: Entry) -> dict[str, Any]:
         scores, slope, _ = scores_of(case, e)
         rows = softmax(e, scores)
-        p, d_p = rows.p, e.d_o @ transposed(e.v)
+        p, kept = rows.p, e.kept * case.dropout_scale()
+        d_p = kept * (e.d_o @ transposed(e.v))
         delta = row_sum(e, p * d_p)
         d_s = case.scale_value * slope * p * (d_p - delta)
         return {
-            "o": p @ e.v,
+            "o": (kept * p) @ e.v,
             "stats": rows.stats,
             "score_max": rows.largest,
             "score_sum_exp": rows.total,
             "dQ": d_s @ e.k,
             "dK": transposed(d_s) @ e.q,
-            "dV": transposed(p) @ e.d_o,
+            "dV": transposed(kept * p) @ e.d_o,
             "dSink_token": sum_of_rows(e, -rows.sink * delta),
         }
 
@@ -82,12 +84,13 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         p, stats = rows.p, store(rows.stats, case.stats or compute)
         top = row_max(e, p)
         unnormalised = p / e.xp.where(top > 0, top, 1.0)
-        o = store(store(unnormalised) @ e.v * top)
-        d_p = e.d_o @ transposed(e.v)
+        scale = case.dropout_scale()
+        o = store((store(unnormalised) * e.kept) @ e.v * top * scale)
+        d_p = e.kept * (e.d_o @ transposed(e.v))
         alive_stats = e.xp.where(e.alive, stats, 0.0)
         p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - alive_stats)
         delta = row_sum(e, e.d_o * o)
-        d_s = store(p * slope * (d_p - delta))
+        d_s = store(p * slope * (d_p - delta / scale)) * scale
         return {
             "o": o,
             "stats": stats,
@@ -95,7 +98,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
             "score_sum_exp": store(rows.total, RESULT_TYPES["score_sum_exp"]),
             "dQ": store(case.scale_value * (d_s @ e.k)),
             "dK": case.scale_value * (transposed(d_s) @ e.q),
-            "dV": transposed(store(p)) @ e.d_o,
+            "dV": transposed(store(p) * e.kept) @ e.d_o * scale,
             "dSink_token": sum_of_rows(e, -e.xp.exp(e.sink - alive_stats) * delta),
         }
 
@@ -134,6 +137,12 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
             f"{usual:.3e}, noise reaches {luck:.3e}, values reach {_largest(y):.3e}); one is "
             f"{deviations:.1f} deviations off, allowed {_DEVIATIONS}; {case!r}"
         )
+
+
+def assert_dump(case: Case, given: Tensors, dump: Any) -> None:
+    """Fails unless a dump is the mask, to the bit and wherever it is."""
+    wrong = int((dump != kept_by(case, given, "float32")).sum())
+    assert wrong == 0, f"rng_dump: {wrong} elements are wrong; {case!r}"
 
 
 def _largest(x: Any) -> float:

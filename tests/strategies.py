@@ -47,6 +47,12 @@ class Case:
             there is no backward.
         row_outputs: which of score_max and score_sum_exp the forward writes, too.
         sink: about the mean of the heads' sinks; ``None`` is no sink.
+        dropout: the probability to drop, by Philox, or the element type of a mask; or ``None``.
+        dropout_as: how seed and offset, or the mask's scales, are given: ``"value"`` (Python
+            numbers), ``"host"`` (tensors passed by value) or ``"device"``.
+        dropout_dtypes: integer types of seed and offset.
+        dropout_axes, dropout_layout: of the mask, as of the bias.
+        rng_dump: forward and backward write the mask.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -80,6 +86,12 @@ class Case:
     stats: str | None = "float32"
     row_outputs: tuple[str, ...] = ()
     sink: float | None = None
+    dropout: float | str | None = None
+    dropout_as: str = "device"
+    dropout_dtypes: tuple[str, str] = ("int64", "int64")
+    dropout_axes: str = "bhqk"
+    dropout_layout: str = "keys"
+    rng_dump: bool = False
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -98,17 +110,47 @@ class Case:
         scale = 1.0 if self.scale is None else self.scale
         return scale if self.scale_as == "value" else struct.unpack("f", struct.pack("f", scale))[0]
 
+    def scores_dim(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.heads_q, self.seq_q, self.seq_kv)
+
     def bias_dim(self) -> tuple[int, ...]:
-        full = (self.batch, self.heads_q, self.seq_q, self.seq_kv)
-        return tuple(
-            size if axis in self.bias_axes else 1 for axis, size in zip("bhqk", full, strict=True)
-        )
+        return self._broadcast_dim(self.bias_axes)
 
     def bias_stride(self) -> tuple[int, ...]:
-        """With gaps after each head."""
-        b, h, q, k = self.bias_dim()
-        head = q * k + 3
-        return (h * head, head, *((k, 1) if self.bias_layout == "keys" else (1, q)))
+        return _gapped_stride(self.bias_dim(), self.bias_layout)
+
+    def mask_dim(self) -> tuple[int, ...]:
+        """Of dropout's."""
+        return self._broadcast_dim(self.dropout_axes)
+
+    def mask_stride(self) -> tuple[int, ...]:
+        return _gapped_stride(self.mask_dim(), self.dropout_layout)
+
+    def _broadcast_dim(self, axes: str) -> tuple[int, ...]:
+        named = zip("bhqk", self.scores_dim(), strict=True)
+        return tuple(size if axis in axes else 1 for axis, size in named)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether dropout is by Philox."""
+        return isinstance(self.dropout, float)
+
+    @property
+    def drops(self) -> bool:
+        """Whether engines compute dropout."""
+        return self.dropout is not None and (self.dropout != 0.0 or self.rng_dump)
+
+    def philox(self) -> tuple[int, int]:
+        """Philox's seed and offset: of any sign, and large where the type allows it."""
+        seed, offset = 40503 * self.seed - 2**30, 7 * self.seed - 5
+        wide = [dtype == "int64" for dtype in self.dropout_dtypes]
+        return (seed << 30 if wide[0] else seed, offset << 20 if wide[1] else offset)
+
+    def dropout_scale(self) -> float:
+        """What kept probabilities are multiplied by; of a mask, float32 has its inverse exactly."""
+        if isinstance(self.dropout, float):
+            return 1 / (1 - self.dropout)
+        return 1.0 if self.dropout is None else 2.0
 
     def slopes_dim(self) -> tuple[int, ...] | None:
         """The shape of the slopes, if they are a tensor."""
@@ -135,6 +177,13 @@ class Case:
             **{"stats": row, "score_max": row, "score_sum_exp": row},
             **{"sink_token": head, "dSink_token": head},
         }
+
+
+def _gapped_stride(dim: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """With gaps after each head."""
+    _, h, q, k = dim
+    head = q * k + 3
+    return (h * head, head, *((k, 1) if layout == "keys" else (1, q)))
 
 
 @dataclass(frozen=True)
@@ -219,6 +268,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         sink=draw(st.sampled_from((None, None, 0.0))),
+        dropout=draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES))),
+        dropout_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
     )
 
 
@@ -240,6 +291,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     len_dtype = st.sampled_from(("int32", "int32", "int64"))
     chosen_logits, offset = draw(st.sampled_from(logits)), draw(st.sampled_from(offsets))
     sinks = (0.0, -3.0, offset, offset + chosen_logits)
+    axes = st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", ""))
+    probability = st.sampled_from((0.1, 0.1, 0.5, 0.9, 1e-5)) if kind.dropout else st.just(0.0)
     return replace(
         kind,
         batch=batch,
@@ -250,9 +303,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         seq_kv=seq_kv,
         softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
         alibi=draw(st.sampled_from(("H", "BH", "BH11"))) if kind.alibi == "H" else kind.alibi,
-        bias_axes=draw(st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", "")))
-        if kind.bias
-        else "bhqk",
+        bias_axes=draw(axes) if kind.bias else "bhqk",
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),
@@ -264,6 +315,11 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         ),
         wild_strides=draw(st.booleans()),
         sink=None if kind.sink is None else draw(st.sampled_from(sinks)),
+        dropout=draw(probability) if kind.is_random else kind.dropout,
+        dropout_as=draw(st.sampled_from(("device", "device", "host", "value"))),
+        dropout_dtypes=draw(st.tuples(len_dtype, len_dtype)),
+        dropout_axes=draw(axes) if kind.dropout and not kind.is_random else "bhqk",
+        rng_dump=kind.dropout is not None and draw(st.booleans()),
         logits=chosen_logits,
         offset=offset,
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),

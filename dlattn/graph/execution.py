@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dlattn import dtypes
+from dlattn.dtypes import data_type
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered, canonical_stride
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Plan
 from dlattn.problem import TensorSpec
+from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
@@ -43,6 +45,8 @@ class Slot:
         self.spec = spec
         self.by_value = spec.by_value
         self.is_output = is_output
+        #: Of an integer by value, an int in the pack is the number; of all others, an address.
+        self.takes_int = spec.by_value and spec.dtype in (data_type.INT32, data_type.INT64)
         self.alignment = 1 if spec.by_value else t.get_alignment()
         self.device: Device = (
             ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
@@ -108,7 +112,7 @@ class Slot:
     def _size(self, shape: tuple[int, ...]) -> Any:
         """What must be equal: the shape, or for scalars only that there is one element."""
         single = all(size == 1 for size in shape)
-        return () if single and self.role == "attn_scale" else tuple(shape)
+        return () if single and self.role in SCALAR_ROLES else tuple(shape)
 
 
 class Execution:
@@ -146,12 +150,13 @@ class Execution:
                 value = get(uid)
                 if value is None:
                     value = _find(slot, pack)
-            if type(value) is int:
+            if type(value) is int and not slot.takes_int:
                 pointers[role] = slot.checked_address(value)
                 continue
             pointer = slot.match(value)
             if not pointer or pointer % alignment:
-                if slot.by_value and isinstance(value, (float, np.floating)):
+                numbers = (int, np.integer) if slot.takes_int else (float, np.floating)
+                if slot.by_value and isinstance(value, numbers):
                     value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
                 pointer = slot.admit(value)
             pointers[role] = pointer

@@ -7,6 +7,7 @@ from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
@@ -18,6 +19,11 @@ _DEFAULT_TYPES = {
     "alibi_slopes": data_type.FLOAT,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
+    "dropout_seed": data_type.INT64,
+    "dropout_offset": data_type.INT64,
+    "dropout_scale": data_type.FLOAT,
+    "dropout_scale_inv": data_type.FLOAT,
+    "rng_dump": data_type.FLOAT,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
 _AXES = "(batch, heads, sequence, head dim)"
@@ -33,7 +39,7 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
 
     Raises:
         InvalidGraphError: a shape is missing or wrong, an output has no memory, lengths without
-            ``use_padding_mask``, or the reverse.
+            ``use_padding_mask``, or the reverse, or a probability of dropout outside [0, 1).
         cudnnGraphNotSupportedError: a valid wish that no plan grants: a last stride other than 1,
             heads that do not divide, ragged or reordered storage.
     """
@@ -41,6 +47,8 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         t.attributes.forget_inferred()
     _refuse_storage(node)
     _check_lengths_are_wanted(node)
+    if node.dropout is not None:
+        node.dropout.check()
     for role in node.inputs:
         _check_declared(node, role)
     _check_heads(node)
@@ -110,13 +118,13 @@ def _check_declared(node: AttentionNode, role: str) -> None:
         )
     if min(it.dim) < 1:
         raise InvalidGraphError(f"{label} has dim {it.dim}; every size must be at least 1.")
-    if role == "attn_scale":
+    if role in SCALAR_ROLES:
         if it.elements != 1:
             raise InvalidGraphError(f"{label} must have one element; got dim {it.dim}.")
     elif role == "alibi_slopes":
         _check_slopes(node, it.dim)
-    elif role == "bias":
-        _check_bias(node, it.dim)
+    elif role in BROADCAST_ROLES:
+        _check_broadcasts(node, role, it.dim)
     elif len(it.dim) != 4:
         raise InvalidGraphError(
             f"{label} must have four dimensions, {_AXES_OF.get(role, _AXES)}; got dim {it.dim}. "
@@ -133,14 +141,18 @@ def _check_slopes(node: AttentionNode, dim: tuple[int, ...]) -> None:
         )
 
 
-def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
-    batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
-    full = (batch, heads, seq_q, node.inputs["k"].attributes.dim[2])
+def _check_broadcasts(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
+    full = _scores_dim(node)
     if len(dim) != 4 or any(size not in (1, whole) for size, whole in zip(dim, full, strict=True)):
         raise InvalidGraphError(
-            f"{node.label('bias')} has dim {dim}; expected {full}, with 1 for any size, from "
+            f"{node.label(role)} has dim {dim}; expected {full}, with 1 for any size, from "
             f"{node.label('q')} and {node.label('k')}."
         )
+
+
+def _scores_dim(node: AttentionNode) -> tuple[int, ...]:
+    q, k = (node.inputs[role].attributes.dim for role in ("q", "k"))
+    return (*q[:3], k[2])
 
 
 def _check_heads(node: AttentionNode) -> None:
@@ -167,6 +179,7 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "score_sum_exp": (batch, heads, seq_q, 1),
         "sink_token": (1, heads, 1, 1),
         "dSink_token": (1, heads, 1, 1),
+        "rng_dump": (batch, heads, seq_q, seq_kv),
         "seq_len_q": (batch, 1, 1, 1),
         "seq_len_kv": (batch, 1, 1, 1),
         "dQ": q,
@@ -230,7 +243,7 @@ def _check_strides(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if role not in ("bias", "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role not in (*BROADCAST_ROLES, "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.graph.dropout import dropout_numbers
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
@@ -15,15 +16,19 @@ from dlattn.problem import (
     Band,
     Bias,
     Direction,
+    Dropout,
     Edit,
     Geometry,
+    GivenMask,
     Mask,
     Padding,
+    Philox,
     Problem,
     Scale,
     SoftCap,
     TensorSpec,
 )
+from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.target import Target
 
 #: Roles whose element type is the problem's, and which kernels move in wide accesses.
@@ -35,13 +40,19 @@ FARTHEST = 2**30
 #: Roles whose element type is fp32, whatever the problem's is.
 _FP32_ROLES = (
     *("attn_scale", "alibi_slopes", "score_max", "score_sum_exp", "sink_token", "dSink_token"),
+    *("dropout_scale", "dropout_scale_inv", "rng_dump"),
 )
 
 _WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
-_TYPES = {"stats": _FLOATS, "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)}
+_FLOATS_AND_BOOLEANS = (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)
+_TYPES = {
+    "stats": _FLOATS,
+    "bias": _FLOATS_AND_BOOLEANS,
+    "dropout_mask": _FLOATS_AND_BOOLEANS,
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
     tensors = {role: t for role, t in node.tensors.items() if not t.get_is_virtual()}
     _check_types(node, tensors)
     _check_memory(node, tensors, target)
+    if _drops_nothing(node):
+        tensors = {role: t for role, t in tensors.items() if not role.startswith("dropout_")}
     q, v = tensors["q"].attributes, tensors["v"].attributes
     stats = tensors.get("stats")
     problem = Problem(
@@ -83,6 +96,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
         sink=_SINK_ROLE[node.direction] in tensors,
+        dropout=_dropout(node, tensors),
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
@@ -98,6 +112,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        **dropout_numbers(node.dropout),
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
     return Lowered(problem, geometry, tensors, outputs, target)
@@ -125,7 +140,7 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
         edits.append(SoftCap())
     if "bias" in tensors:
         bias = tensors["bias"].attributes
-        edits.append(Bias(bias.dtype, contiguous=bias.dim[3] > 1 and bias.stride[3] == 1))
+        edits.append(Bias(bias.dtype, contiguous=_is_contiguous(bias)))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
@@ -134,6 +149,25 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
 def _masks(node: AttentionNode) -> tuple[Mask, ...]:
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
     return (Padding(), Band(left, right)) if left or right else (Padding(),)
+
+
+def _drops_nothing(node: AttentionNode) -> bool:
+    """Whether there is no dropout to compute; the keep mask may be wanted of a p of 0, too."""
+    return node.dropout is None or (node.dropout.p == 0 and "rng_dump" not in node.outputs)
+
+
+def _dropout(node: AttentionNode, tensors: Mapping[str, tensor]) -> Dropout | None:
+    if _drops_nothing(node):
+        return None
+    if "dropout_mask" not in tensors:
+        return Philox()
+    mask = tensors["dropout_mask"].attributes
+    return GivenMask(mask.dtype, contiguous=_is_contiguous(mask))
+
+
+def _is_contiguous(it: Attributes) -> bool:
+    """Along keys."""
+    return it.dim[3] > 1 and it.stride[3] == 1
 
 
 def _near(bound: int | None) -> int | None:
@@ -176,7 +210,7 @@ def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Ta
     if target.kind == "cpu":
         return
     for role, t in tensors.items():
-        if t.get_is_pass_by_value() and role != "attn_scale":
+        if t.get_is_pass_by_value() and role not in SCALAR_ROLES:
             raise InvalidGraphError(
                 f"{node.label(role)} is passed by value from the host, but {target} wants it in "
                 "device memory; move it there."

@@ -17,6 +17,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
+from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import diagonal_alignment
 from dlattn.problem import Direction
@@ -37,19 +38,22 @@ TENSOR_ARGUMENTS = {
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        *("block_mask", "dropout", "rng_dump"),
+        "block_mask",
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         "score_mod",
     ),
     "sdpa_backward": (
         *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
+        *("score_mod", "score_mod_bprop"),
     ),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
 _OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
-_GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
+_GIVEN_OUTPUTS = {
+    "sdpa": ("score_max", "score_sum_exp", "rng_dump"),
+    "sdpa_backward": ("dSink_token", "rng_dump"),
+}
 
 #: What an operation returns; ``None`` in place of what was not asked for.
 _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
@@ -82,6 +86,7 @@ class AttentionNode:
         alibi: ``use_alibi_mask``: ALiBi with cuDNN's slopes.
         padding: ``use_padding_mask``.
         diagonal: the band.
+        dropout: what is dropped, or None.
         compute_data_type: as given, or ``NOT_SET``.
         deterministic: ``use_deterministic_algorithm``.
         not_supported: arguments that were given and that no plan understands.
@@ -96,6 +101,7 @@ class AttentionNode:
     alibi: bool
     padding: bool
     diagonal: Diagonal
+    dropout: DropoutArgument | None
     compute_data_type: data_type
     deterministic: bool
     not_supported: tuple[str, ...]
@@ -127,8 +133,6 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         TypeError: an argument has the wrong Python type.
     """
     wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
-    if given["dropout"] is not None:
-        _check_dropout(given["dropout"], lengths=(2, 3))
     outputs = {"o": _output(name, "O")}
     if wants_stats:
         outputs["stats"] = _output(name, "Stats")
@@ -137,8 +141,6 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
 
 def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
     """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
-    if given["dropout"] is not None:
-        _check_dropout(given["dropout"], lengths=(3,))
     if given["dSink_token"] is not None and given["sink_token"] is None:
         raise InvalidArgumentError(
             "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
@@ -169,6 +171,9 @@ def _node(
             "use_alibi_mask=True means cuDNN's slopes, but alibi_slopes was given too; give one of "
             "them."
         )
+    dropout = dropout_argument(operation, given)
+    if dropout is not None:
+        inputs.update(dropout.inputs)
     written = {role: given[role] for role in _GIVEN_OUTPUTS[operation] if given[role] is not None}
     _check_written(operation, inputs, written)
     scale = given["attn_scale"]
@@ -187,21 +192,18 @@ def _node(
         alibi=alibi,
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
         diagonal=_diagonal(given),
+        dropout=dropout,
         compute_data_type=from_any(given["compute_data_type"]),
         deterministic=_flag(
             "use_deterministic_algorithm", given.get("use_deterministic_algorithm")
         ),
         not_supported=tuple(
-            argument
-            for argument in _NOT_SUPPORTED[operation]
-            if not _absent(argument, given[argument])
+            argument for argument in _NOT_SUPPORTED[operation] if not _absent(given[argument])
         ),
     )
 
 
-def _absent(argument: str, value: Any) -> bool:
-    if argument == "dropout" and isinstance(value, tuple):
-        return isinstance(value[0], (int, float)) and value[0] == 0
+def _absent(value: Any) -> bool:
     return value is None or (isinstance(value, (bool, np.bool_)) and not value)
 
 
@@ -319,11 +321,3 @@ def _softcap(value: Any) -> float | None:
             f"softcap must be from {least} to {most}, or None for no soft cap; got {cap}."
         )
     return cap
-
-
-def _check_dropout(dropout: Any, lengths: tuple[int, ...]) -> None:
-    if not isinstance(dropout, tuple) or len(dropout) not in lengths:
-        raise InvalidArgumentError(
-            f"dropout must be a tuple of {' or '.join(map(str, lengths))} entries, such as "
-            f"(probability, seed, offset); got {dropout!r}."
-        )

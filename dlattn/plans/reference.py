@@ -19,6 +19,7 @@ from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
 from dlattn.problem import (
     Direction,
+    Dropout,
     Edit,
     Geometry,
     Mask,
@@ -28,6 +29,7 @@ from dlattn.problem import (
     Where,
     alibi_slopes,
 )
+from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.problem.score import Array
 from dlattn.runtime.target import Target
 
@@ -71,23 +73,24 @@ class Reference(Plan):
         tensors = {role: _view(pointers[role], spec) for role, spec in specs.items()}
         q, k, v = (tensors[role] for role in "qkv")
         values = self._values(tensors)
-        edits, masks, compute = self.problem.edits, self.problem.masks, self.compute
-        sink = tensors.get("sink_token")
-        if self.problem.direction is Direction.FORWARD:
-            rows = attention_forward(
-                q, k, v, edits=edits, masks=masks, values=values, sink=sink, compute=compute
-            )
-            results = rows._asdict()
+        problem, sink = self.problem, tensors.get("sink_token")
+        scores: dict[str, Any] = {
+            "edits": problem.edits, "masks": problem.masks, "values": values,
+            "dropout": problem.dropout, "compute": self.compute,
+        }  # fmt: skip
+        if problem.direction is Direction.FORWARD:
+            results = attention_forward(q, k, v, sink=sink, **scores)._asdict()
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
-            dq, dk, dv = attention_backward(
-                q, k, v, o, d_o, stats, edits=edits, masks=masks, values=values, compute=compute
-            )
-            results = {"dQ": dq, "dK": dk, "dV": dv}
-            if sink is not None and self.problem.sink:
+            gradients = attention_backward(q, k, v, o, d_o, stats, **scores)
+            results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+            if sink is not None and problem.sink:
                 results["dSink_token"] = sink_gradient(
-                    o, d_o, stats, sink, len_q=values.len_q, compute=compute
+                    o, d_o, stats, sink, len_q=values.len_q, compute=self.compute
                 )
+        if "rng_dump" in tensors:
+            assert problem.dropout is not None
+            problem.dropout.dump(tensors["rng_dump"], values)
         with np.errstate(all="ignore"):
             for role, result in results.items():
                 if role in tensors:
@@ -95,9 +98,7 @@ class Reference(Plan):
 
     def _values(self, tensors: Mapping[str, Array]) -> Values:
         geometry = self.geometry
-        scale = tensors.get("attn_scale")
         return Values(
-            attn_scale=geometry.attn_scale if scale is None else float(scale.item()),
             len_q=_lengths(tensors.get("seq_len_q"), geometry.batch, geometry.seq_q),
             len_kv=_lengths(tensors.get("seq_len_kv"), geometry.batch, geometry.seq_kv),
             band_left=geometry.band_left,
@@ -106,7 +107,15 @@ class Reference(Plan):
             softcap=geometry.softcap,
             bias=tensors.get("bias"),
             alibi_slopes=_slopes(tensors.get("alibi_slopes"), geometry.heads_q),
+            heads_q=geometry.heads_q,
+            dropout_p=geometry.dropout_p,
+            dropout_mask=tensors.get("dropout_mask"),
+            **{role: self._number(role, tensors) for role in SCALAR_ROLES},
         )
+
+    def _number(self, role: str, tensors: Mapping[str, Array]) -> Any:
+        """What a tensor of one element holds, or what the geometry says in its place."""
+        return tensors[role].item() if role in tensors else getattr(self.geometry, role)
 
 
 class Forward(NamedTuple):
@@ -133,6 +142,7 @@ def attention_forward(
     edits: Sequence[Edit] = (),
     masks: Sequence[Mask] = (),
     values: Values | None = None,
+    dropout: Dropout | None = None,
     sink: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> Forward:
@@ -142,7 +152,8 @@ def attention_forward(
         q, k, v: (B, Hq, Sq, Dqk), (B, Hk, Skv, Dqk), (B, Hv, Skv, Dv), of any float type and
             strides; Hk and Hv divide Hq. Elements past the lengths in ``values`` are never read.
         edits, masks: as in :class:`dlattn.problem.Problem`.
-        values: what edits and masks read; without it, a scale of 1 and full lengths.
+        values: what edits, masks and dropout read; without it, a scale of 1 and full lengths.
+        dropout: as in :class:`dlattn.problem.Problem`; statistics are of what was not dropped yet.
         sink: (1, Hq, 1, 1), one more score of every row, for which there is no value.
         compute: type of all arithmetic and of the results.
 
@@ -170,7 +181,8 @@ def attention_forward(
         results.score_sum_exp[entry, :, valid] = ~np.isneginf(sinks)
         for block in _blocks(entry, heads, masks, values_b):
             scores, _ = _scores(q_b, k_b, block, edits, values_b)
-            rows = _softmax_times_v(scores, v_b[:, block.keys], sinks)
+            kept = _kept(dropout, block.where, values_b)
+            rows = _softmax_times_v(scores, v_b[:, block.keys], sinks, kept, values.dropout_scale)
             for whole, part in zip(results, rows, strict=True):
                 whole[entry, :, block.rows] = part
     return results
@@ -187,13 +199,14 @@ def attention_backward(
     edits: Sequence[Edit] = (),
     masks: Sequence[Mask] = (),
     values: Values | None = None,
+    dropout: Dropout | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> tuple[Array, Array, Array]:
     """The gradients of ``sum(o * d_o)`` for q, k and v.
 
     Args:
         o, d_o, stats: (B, Hq, Sq, Dv), the same, and (B, Hq, Sq, 1), from the forward pass.
-        q, k, v, edits, masks, values, compute: as in :func:`attention_forward`.
+        q, k, v, edits, masks, values, dropout, compute: as in :func:`attention_forward`.
 
     Returns:
         dQ, dK, dV in the shapes of q, k, v; 0 past the lengths.
@@ -210,14 +223,17 @@ def attention_backward(
             with np.errstate(all="ignore"):
                 # Rows that attend to nothing have stats -inf; +inf makes their weights exp(-inf).
                 weights = np.exp(scores - np.where(np.isneginf(stats_r), np.inf, stats_r))
-                delta = (d_o_r * o_r).sum(axis=-1, keepdims=True)
-                grad = weights * (_times(d_o_r, v_b[:, keys].swapaxes(1, 2)) - delta)
+                kept = _kept(dropout, block.where, values_b)
+                delta = (d_o_r * o_r).sum(axis=-1, keepdims=True) * values.dropout_scale_inv
+                d_weights = _times(d_o_r, v_b[:, keys].swapaxes(1, 2)) * kept
+                grad = weights * values.dropout_scale * (d_weights - delta)
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):
                     grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
                 if block.dropped is not None:
                     np.copyto(grad, 0, where=block.dropped)
                 dq[entry, :, rows] = _times(grad, k_b[:, keys])
                 dk[entry, :, keys] += _transpose_times(grad, q_b[:, rows], len(k_b))
+                weights *= kept * values.dropout_scale
                 dv[entry, :, keys] += _transpose_times(weights, d_o_r, len(v_b))
     return dq, dk, dv
 
@@ -308,7 +324,12 @@ def _scores(
     return scores, trail
 
 
-def _softmax_times_v(scores: Array, v: Array, sinks: Array) -> Forward:
+def _kept(dropout: Dropout | None, where: Where, values: Values) -> Any:
+    """1 where a probability is kept and 0 where it is dropped, broadcastable to a block."""
+    return 1 if dropout is None else dropout.keep(where, values)[0]
+
+
+def _softmax_times_v(scores: Array, v: Array, sinks: Array, kept: Any, scale: float) -> Forward:
     """Rows of the results; sinks (H, 1, 1) are -inf where there are none."""
     with np.errstate(all="ignore"):
         row_max = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
@@ -316,7 +337,7 @@ def _softmax_times_v(scores: Array, v: Array, sinks: Array) -> Forward:
         safe_max = np.where(np.isneginf(row_max), 0, row_max)
         weights = np.exp(scores - safe_max)
         row_sum = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - safe_max)
-        sums = _times(weights, v)
+        sums = _times(weights * kept, v) * scale
         o = np.divide(sums, row_sum, out=np.zeros_like(sums), where=row_sum != 0)
         return Forward(o, row_max + np.log(row_sum), row_max, row_sum)
 

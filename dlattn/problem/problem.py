@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dlattn.dtypes import data_type
+from dlattn.problem.dropout import Dropout
 from dlattn.problem.mask import Mask
 from dlattn.problem.score import Alibi, Bias, Edit
+
+#: Roles of one number each, on the device or the host.
+SCALAR_ROLES = (
+    *("attn_scale", "dropout_seed", "dropout_offset", "dropout_scale", "dropout_scale_inv"),
+)
+
+#: Roles that broadcast to (B, H, S_q, S_kv), with any strides.
+BROADCAST_ROLES = ("bias", "dropout_mask")
 
 
 class Direction(Enum):
@@ -38,6 +47,7 @@ class Problem:
         score_max, score_sum_exp: the forward writes them.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
+        dropout: how probabilities are dropped after the softmax; ``None`` when none is.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -54,6 +64,7 @@ class Problem:
     score_max: bool = False
     score_sum_exp: bool = False
     sink: bool = False
+    dropout: Dropout | None = None
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -104,14 +115,18 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``; an absent role is an
-            absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes dropout_seed
+            dropout_offset dropout_mask dropout_scale dropout_scale_inv rng_dump``; an absent role
+            is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
         band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
         bottom_right: whether the diagonal ends in the bottom right corner:
             ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
+        dropout_p: the probability to drop, of Philox.
+        dropout_seed, dropout_offset, dropout_scale, dropout_scale_inv: what they are when there is
+            no tensor of that name; see :class:`dlattn.problem.Values`.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -120,6 +135,11 @@ class Geometry:
     band_right: int | None = None
     bottom_right: bool = False
     softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    dropout_offset: int = 0
+    dropout_scale: float = 1.0
+    dropout_scale_inv: float = 1.0
 
     @property
     def batch(self) -> int:

@@ -41,6 +41,11 @@ class Values:
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
+        heads_q: query heads of a batch entry.
+        dropout_p, dropout_seed, dropout_offset: of Philox.
+        dropout_mask: nonzero where probabilities are kept; broadcasts like bias; or None.
+        dropout_scale: what kept probabilities are multiplied by.
+        dropout_scale_inv: its inverse.
     """
 
     attn_scale: float
@@ -52,6 +57,21 @@ class Values:
     softcap: float | None = None
     alibi_slopes: Array | None = None
     bias: Array | None = None
+    heads_q: int = 1
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    dropout_offset: int = 0
+    dropout_mask: Array | None = None
+    dropout_scale: float = 1.0
+    dropout_scale_inv: float = 1.0
+
+
+def read_at(tensor: Array, where: Where) -> Array:
+    """The elements of a tensor that broadcasts to (B, H, S_q, S_kv), where they are needed alone:
+    memory stays linear in the lengths."""
+    places = zip(tensor.shape, (where.batch, where.head, where.query, where.key), strict=True)
+    elements: Array = tensor[tuple(at if size > 1 else np.zeros_like(at) for size, at in places)]
+    return elements
 
 
 class Edit(ABC):
@@ -182,11 +202,7 @@ class Bias(Edit):
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         assert values.bias is not None
-        places = zip(
-            values.bias.shape, (where.batch, where.head, where.query, where.key), strict=True
-        )
-        # Read where it is needed alone: memory stays linear in the lengths.
-        bias = values.bias[tuple(at if size > 1 else np.zeros_like(at) for size, at in places)]
+        bias = read_at(values.bias, where)
         if self.is_boolean:
             return np.where(bias, score, np.asarray(-np.inf, score.dtype))
         return score + bias.astype(score.dtype)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import Library, make_tensors
+from tests.definition import kept_by
 from tests.strategies import Case, cases
 
 _HALVES = st.sampled_from(("bfloat16", "float16"))
@@ -32,6 +33,10 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
     sinks = np.full(case.heads_q, -np.inf, np.float32)
     if case.sink is not None:
         sinks = given["sink_token"].reshape(-1)
+
+    mask, drop_scale = np.ones(case.scores_dim(), np.float32), np.float32(case.dropout_scale())
+    if case.dropout is not None:
+        mask = kept_by(case, given, "float32")
 
     def store(x: Any) -> Any:
         return given["q"].dtype.type(x).astype(np.float32)
@@ -57,6 +62,7 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
                 bias = np.where(bias, 0, -np.inf)
             s = s + bias.astype(np.float32) * log2e
         s = np.where(keep, s + _alibi(case, given, b, h, m, n) * log2e, np.float32(-np.inf))
+        kept = mask[b, h, :m, :n]
         top = np.full((m, 1), -np.inf, np.float32)
         total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
         for j in range(0, n, tile):
@@ -64,7 +70,7 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             safe = np.where(np.isinf(new), 0, new)
             shrink, p = np.exp2(top - safe), np.exp2(s[:, j : j + tile] - safe)
             total = total * shrink + p.sum(1, keepdims=True)
-            acc = acc * shrink + store(p) @ v[j : j + tile]
+            acc = acc * shrink + (store(p) * kept[:, j : j + tile]) @ v[j : j + tile]
             top = new
         sink = sinks[h] * log2e
         new = np.maximum(top, sink)
@@ -72,11 +78,11 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         shrink = np.exp2(top - safe)
         total, acc, top = total * shrink + np.exp2(sink - safe), acc * shrink, new
         alive = total > 0
-        o = store(acc / np.where(alive, total, 1))
+        o = store(acc / np.where(alive, total, 1) * drop_scale)
         stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
         p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
         delta = (d_o * o).sum(1, keepdims=True)
-        d_s = store(p * slope * (d_o @ v.T - delta))
+        d_s = store(p * slope * (kept * (d_o @ v.T) - delta / drop_scale)) * drop_scale
         out["o"][b, h, :m] = o
         out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
         out["score_max"][b, h, :m] = top / log2e
@@ -87,7 +93,7 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         for j in range(0, n, tile):
             out["dQ"][b, h, :m] += d_s[:, j : j + tile] @ k[j : j + tile]
         out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
-        out["dV"][b, hv, :n] += store(p).T @ d_o
+        out["dV"][b, hv, :n] += (store(p) * kept).T @ d_o * drop_scale
     out["dQ"] *= np.float32(case.scale_value)
     return out | {role: given["q"].dtype.type(out[role]) for role in ("dQ", "dK", "dV")}
 

@@ -20,14 +20,13 @@ def given(graph, argument):
         return 64
     if argument.startswith("score_mod"):
         return lambda graph, score: score
-    some = graph.tensor((1, 1, 1, 1), name=argument)
-    return (0.1, some, some) if argument == "dropout" else some
+    return graph.tensor((1, 1, 1, 1), name=argument)
 
 
 @pytest.mark.parametrize(
     "argument",
     [
-        *("block_mask", "dropout", "rng_dump", "score_mod"),
+        *("block_mask", "score_mod"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
     ],
 )
@@ -43,7 +42,7 @@ def test_forward_arguments_without_a_plan(argument):
     "argument",
     [
         *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
+        *("score_mod", "score_mod_bprop"),
     ],
 )
 def test_backward_arguments_without_a_plan(argument):
@@ -55,7 +54,7 @@ def test_backward_arguments_without_a_plan(argument):
 
 
 def test_absent_means_none_or_false():
-    """None, False and a dropout probability of 0 ask for nothing."""
+    """None and False ask for nothing."""
     made = Forward()
     made.sdpa(
         bias=None,
@@ -63,7 +62,7 @@ def test_absent_means_none_or_false():
         score_mod=None,
         unfuse_fma=True,
         implementation=cudnn.attention_implementation.UNIFIED,
-        dropout=(0.0, made.q, made.q),
+        dropout=None,
     ).validate()
 
 

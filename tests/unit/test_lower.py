@@ -13,7 +13,7 @@ from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap
 from tests.builders import Library, make_tensors
-from tests.drivers import OPTIONS, edit_arguments, geometry_of, problem_of
+from tests.drivers import OPTIONS, dropout_argument, edit_arguments, geometry_of, problem_of
 from tests.strategies import Case, cases
 
 HALF = cudnn.data_type.HALF
@@ -47,6 +47,9 @@ def test_random_cases(case: Case):
         lowered = declare(case, tensors, inputs, outputs).lowered
         written = given_outputs(case, inputs)
         roles = [role for role in (*inputs, *outputs, *OPTIONS, *written) if role in tensors]
+        unused = () if case.drops else ("dropout_seed", "dropout_offset")
+        unused = unused if "dO" in inputs else (*unused, "dropout_scale_inv")
+        roles = [role for role in roles if role not in unused]
         expected = geometry_of(case, {role: tensors[role] for role in roles})
         assert lowered.problem == replace(
             problem_of(case, direction), access_bytes=lowered.problem.access_bytes
@@ -59,12 +62,15 @@ def test_random_cases(case: Case):
             assert got.stride == canonical_stride(want.dim, want.stride)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
+        if "dropout_scale" not in tensors:
+            assert lowered.geometry.dropout_scale == expected.dropout_scale
         for bound in ("softcap", "band_left", "band_right", "bottom_right"):
             assert getattr(lowered.geometry, bound) == getattr(expected, bound)
 
 
 def given_outputs(case, inputs):
-    return ("dSink_token",) if "dO" in inputs else case.row_outputs
+    of_pass = ("dSink_token",) if "dO" in inputs else case.row_outputs
+    return (*of_pass, "rng_dump")
 
 
 def declare(case, tensors, inputs, outputs):
@@ -76,6 +82,8 @@ def declare(case, tensors, inputs, outputs):
     }
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
     edits = edit_arguments(case)
+    edits["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    given = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     band = {
         "diagonal_alignment": list(cudnn.diagonal_alignment)[case.bottom_right],
         "diagonal_band_left_bound": case.left,

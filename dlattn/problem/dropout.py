@@ -1,0 +1,182 @@
+"""Dropout: which probabilities of a softmax are kept, and by what the kept ones are multiplied.
+
+A form of dropout is the C++ type that kernels compose (``cuda_src/attn/dropout.cuh``) and its
+NumPy twin, which is its definition.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlattn.dtypes import data_type, to_cpp
+from dlattn.problem.score import Array, Values, Where, read_at
+
+#: Rounds of Philox: the fewest that pass BigCrush (Salmon et al., table 2), and FlashAttention's.
+ROUNDS = 7
+
+#: One call of Philox serves a lane's part of a block of so many queries and keys.
+BLOCK = 16
+
+_LOW = np.uint64(0xFFFFFFFF)
+_BITS = np.uint64(32)
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+#: Probabilities are kept to 15 bits: sixteen of Philox's bits go to each element.
+_ONE = 1 << 15
+
+
+class Dropout(ABC):
+    """A predicate on (batch, head, query, key)."""
+
+    @property
+    @abstractmethod
+    def cpp(self) -> str:
+        """The C++ type in ``cuda_src/attn/dropout.cuh``."""
+
+    @abstractmethod
+    def keep(self, where: Where, values: Values) -> Array:
+        """True where a probability is kept, for consecutive queries and keys; broadcasts to
+        (B, H, S_q, S_kv)."""
+
+    def dump(self, kept: Array, values: Values) -> None:
+        """Writes 1 or 0 for every position, (B, H, S_q, S_kv), whatever masks and lengths say."""
+        batch, heads, seq_q, seq_kv = kept.shape
+        head, key = np.arange(heads).reshape(1, -1, 1, 1), np.arange(seq_kv).reshape(1, 1, 1, -1)
+        for entry in range(batch):
+            for first in range(0, seq_q, BLOCK):
+                query = np.arange(first, min(first + BLOCK, seq_q)).reshape(1, 1, -1, 1)
+                where = Where(np.full((1, 1, 1, 1), entry), head, query, key)
+                kept[entry, :, first : first + BLOCK] = self.keep(where, values)[0]
+
+
+@dataclass(frozen=True)
+class Philox(Dropout):
+    """Keeps each probability at random; see :func:`philox_dropout_mask`."""
+
+    @property
+    def cpp(self) -> str:
+        return "PhiloxDropout"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        number = (where.batch * values.heads_q + where.head).ravel()
+        queries, keys = (slice(int(x.min()), int(x.max()) + 1) for x in (where.query, where.key))
+        drawn = _draw(values.dropout_seed, values.dropout_offset, number, queries, keys)
+        kept: Array = drawn < philox_threshold(values.dropout_p)
+        return kept.reshape(where.batch.size, where.head.size, *kept.shape[1:])
+
+
+@dataclass(frozen=True)
+class GivenMask(Dropout):
+    """Keeps probabilities where a tensor of the user's is not 0.
+
+    Attributes:
+        dtype: of the elements.
+        contiguous: neighbouring keys are neighbours in memory.
+    """
+
+    dtype: data_type
+    contiguous: bool
+
+    @property
+    def cpp(self) -> str:
+        booleans = (data_type.BOOLEAN, data_type.UINT8)
+        element = "bool" if self.dtype in booleans else to_cpp(self.dtype)
+        return f"GivenMask<{element}, {str(self.contiguous).lower()}>"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        assert values.dropout_mask is not None
+        kept: Array = read_at(values.dropout_mask, where) != 0
+        return kept
+
+
+def philox_dropout_mask(
+    p: float, seed: int, offset: int, shape: tuple[int, int, int, int]
+) -> Array:
+    """The mask of ``dropout=(p, seed, offset)``, bit for bit, on every engine.
+
+    A function of seed, offset and position alone: forward and backward, every tile size and every
+    sequence length see the same mask. Philox 4x32 (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", 2011), of seven rounds, turns a counter of four 32-bit words into four random
+    words, under the seed as its key, low word first. A block of 16 queries by 16 keys takes 32
+    calls. Element (query, key) of head h of H of batch entry b is served by the call with the
+    counter::
+
+        low word of the offset
+        high word of the offset + 32 * (b * H + h) + query % 8 * 4 + key % 8 // 2, modulo 2^32
+        query // 16
+        key // 16
+
+    from whose word ``query % 16 // 8 + 2 * (key % 16 // 8)`` it takes bits 0 to 14 if the key is
+    even, and 16 to 30 if it is odd. It is kept if they are a number below ``2^15 (1 - p)``, rounded
+    to an integer of at least 1: so p is exact to 2^-16. (With 8 bits, as in FlashAttention, it
+    would be to 2^-9, which a mean over some thousand probabilities shows.) Such a call gives each
+    lane of a warp just the elements of a 16 x 16 block that it holds after a tensor core product.
+
+    Calls with one seed and different offsets below 2^32 have independent masks, and there is no
+    need to leave gaps between offsets.
+
+    Args:
+        p: the probability to drop an element, at least 0 and below 1.
+        seed, offset: as 64-bit integers; negative ones are their two's complements.
+        shape: (B, Hq, Sq, Skv).
+
+    Returns:
+        Booleans of that shape: true where the probability is kept.
+
+    Raises:
+        ValueError: p is not a probability below 1.
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"p must be at least 0 and below 1; got {p}.")
+    batch, heads, queries, keys = shape
+    drawn = _draw(seed, offset, np.arange(batch * heads), slice(0, queries), slice(0, keys))
+    kept: Array = drawn < philox_threshold(p)
+    return kept.reshape(shape)
+
+
+def philox_threshold(p: float) -> int:
+    """Elements whose 15 bits are a number below it are kept."""
+    return max(1, round(_ONE * (1 - p)))
+
+
+def philox(counter: tuple[Array, ...], key: tuple[int, int], rounds: int = ROUNDS) -> list[Array]:
+    """Philox 4x32: four random words for four counter words, arrays that broadcast."""
+    c0, c1, c2, c3 = (np.asarray(word, np.uint64) & _LOW for word in counter)
+    k0, k1 = (np.uint64(word) for word in key)
+    for _ in range(rounds):
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = (second >> _BITS) ^ c1 ^ k0, (first >> _BITS) ^ c3 ^ k1
+        c1, c3 = second & _LOW, first & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return [c0, c1, c2, c3]
+
+
+def _draw(seed: int, offset: int, numbers: Array, queries: slice, keys: slice) -> Array:
+    """The 15 bits of each element of heads with these numbers, (len(numbers), rows, columns)."""
+    rows, columns = (np.arange(at.start // BLOCK, -(-at.stop // BLOCK)) for at in (queries, keys))
+    lane = np.arange(32).reshape(1, 1, 1, 8, 4)
+    counter = (
+        np.array(offset & 0xFFFFFFFF),
+        (offset >> 32 & 0xFFFFFFFF) + 32 * numbers.reshape(-1, 1, 1, 1, 1) + lane,
+        rows.reshape(-1, 1, 1, 1),
+        columns.reshape(-1, 1, 1),
+    )
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    # (lower or upper queries, left or right keys, head, block row, block column, 8, 4, even or odd)
+    halves = np.array(
+        [[[words[a + 2 * b] >> np.uint64(16 * j) for j in (0, 1)] for b in (0, 1)] for a in (0, 1)]
+    ).astype(np.uint16) & np.uint16(_ONE - 1)
+    whole = halves.transpose(3, 4, 0, 6, 5, 1, 7, 2).reshape(
+        numbers.size, BLOCK * rows.size, BLOCK * columns.size
+    )
+    first_row, first_column = (at.start // BLOCK * BLOCK for at in (queries, keys))
+    cropped: Array = whole[
+        :,
+        queries.start - first_row : queries.stop - first_row,
+        keys.start - first_column : keys.stop - first_column,
+    ]
+    return cropped

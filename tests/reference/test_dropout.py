@@ -1,0 +1,149 @@
+"""Dropout on the reference engine: Philox's mask, and the formulas around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlattn
+from dlattn.problem.dropout import philox
+from tests import philox as definition
+from tests.builders import Library, make_tensors
+from tests.drivers import backward, forward, run_graph
+from tests.strategies import Case
+
+_INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "rounds", "words"),
+    [
+        ((0,) * 4, (0,) * 2, 7, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ((0,) * 4, (0,) * 2, 10, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, 10, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ],
+)
+def test_known_answers(counter, key, rounds, words) -> None:
+    """Philox gives the known answers of Random123, the authors' own implementation."""
+    got = philox(tuple(np.array(word) for word in counter), key, rounds)
+    assert " ".join(f"{int(word):08x}" for word in got) == words
+
+
+@settings(max_examples=50)
+@given(
+    p=st.sampled_from((0.0, 0.1, 0.5, 0.999, 1 - 1e-9)) | st.floats(0, 1, exclude_max=True),
+    seed=_INT64,
+    offset=_INT64,
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 50)),
+)
+def test_the_mask_is_as_documented(p: float, seed: int, offset: int, shape) -> None:
+    """The mask is that of the documentation's words, element by element."""
+    mask = dlattn.philox_dropout_mask(p, seed, offset, shape)
+    assert mask.shape == shape
+    assert (mask == definition.kept(p, seed, offset, shape)).all()
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+def test_the_mean_is_p(p: float) -> None:
+    """Of 16 million elements, and of each of 16 heads, the dropped ones are p, within 4 sigma."""
+    dropped = ~dlattn.philox_dropout_mask(p, 1, 2, (2, 8, 1024, 1024))
+    sigma = (p * (1 - p) / dropped.size) ** 0.5 + 2**-16 / 4
+    assert abs(dropped.mean() - p) < 4 * sigma
+    assert abs(dropped.mean((2, 3)) - p).max() < 4 * 4 * sigma
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+@pytest.mark.parametrize("distance", [1, 2, 4, 8, 16, 32])
+def test_neighbours_are_independent(axis: int, distance: int) -> None:
+    """Elements side by side along any axis are dropped independently."""
+    shape = [4, 4, 64, 64]
+    shape[axis] = 128
+    kept = dlattn.philox_dropout_mask(0.5, 5, 6, tuple(shape))  # type: ignore[arg-type]
+    pairs = (kept ^ np.roll(kept, distance, axis)).mean()
+    assert abs(pairs - 0.5) < 4 * 0.5 / kept.size**0.5
+
+
+def test_seeds_and_offsets_are_independent() -> None:
+    """Another seed or offset, be it the next, gives another mask; half of it differs at p = 1/2."""
+    shape = (1, 2, 256, 256)
+    masks = [
+        dlattn.philox_dropout_mask(0.5, seed, offset, shape)
+        for seed, offset in ((0, 0), (1, 0), (0, 1), (2**40, 0), (0, 2**33), (-1, 0), (0, 32))
+    ]
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert abs((one ^ other).mean() - 0.5) < 5 * 0.5 / one.size**0.5
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 3), st.integers(0, 10))
+def test_longer_sequences_keep_the_mask(seq_q: int, seq_kv: int, batch: int, seed: int) -> None:
+    """Lengths, and batch entries behind, change no element of the mask."""
+    short = dlattn.philox_dropout_mask(0.3, seed, 9, (1, 2, seq_q, seq_kv))
+    whole = dlattn.philox_dropout_mask(0.3, seed, 9, (batch, 2, 90, 80))
+    assert (whole[:1, :, :seq_q, :seq_kv] == short).all()
+
+
+def test_refuses_what_is_no_probability() -> None:
+    """A probability is at least 0 and below 1."""
+    for p in (1.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="below 1"):
+            dlattn.philox_dropout_mask(p, 0, 0, (1, 1, 1, 1))
+
+
+CASE = Case(
+    dtype="float64", stats="float64", batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=40,
+    seq_kv=50, head_dim_qk=16, head_dim_v=8, scale=0.3, dropout=0.4, rng_dump=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("given_as", ["value", "host", "device"])
+def test_a_dump_repeats_its_random_run(given_as: str) -> None:
+    """The dump of a random mask, given as a mask with the same scale, gives the same bits, and it
+    is the twin's; forward and backward dump the same."""
+    case = replace(CASE, dropout_as=given_as)
+    tensors = make_tensors(case, Library())
+    run_graph(case, tensors)
+    random = {role: t.tensor.copy() for role, t in tensors.items()}
+    mask = dlattn.philox_dropout_mask(0.4, *case.philox(), case.scores_dim())
+    assert (random["rng_dump"] == mask).all()
+    graph = dlattn.pygraph(io_data_type=dlattn.data_type.DOUBLE)
+    q, k, v, dump = (graph.tensor_like(random[role]) for role in ("q", "k", "v", "rng_dump"))
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.3, is_inference=True, dropout=(dump, 1 / (1 - 0.4)))
+    o.set_output(True)
+    graph.build()
+    repeated = np.empty(random["o"].shape)
+    o_stride = o.get_stride()
+    repeated = np.lib.stride_tricks.as_strided(repeated, strides=[8 * s for s in o_stride])
+    graph.execute({q: random["q"], k: random["k"], v: random["v"], dump: random["rng_dump"],
+                   o: repeated})  # fmt: skip
+    assert (repeated == random["o"]).all()
+
+
+def test_statistics_are_of_the_undropped_softmax() -> None:
+    """Dropout changes o, and neither the log-sum-exp nor a maximum nor a sum."""
+    arrays = {role: t.tensor for role, t in make_tensors(CASE, Library()).items()}
+    dropped, plain = forward(CASE, arrays), forward(replace(CASE, dropout=None), arrays)
+    for name in ("stats", "score_max", "score_sum_exp"):
+        assert (getattr(dropped, name) == getattr(plain, name)).all()
+    assert abs(dropped.o - plain.o).max() > 0.01
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    """Gradients under dropout, with a sink, agree with central differences of the forward."""
+    case = replace(CASE, seq_q=6, seq_kv=20, sink=0.5, batch=1, left=9)
+    arrays = {role: t.tensor.copy() for role, t in make_tensors(case, Library()).items()}
+    gradients = dict(zip("qkv", backward(case, arrays), strict=True))
+    rng = np.random.default_rng(3)
+    for role, gradient in gradients.items():
+        direction = rng.standard_normal(gradient.shape)
+        ahead, behind = (
+            (forward(case, arrays | {role: arrays[role] + step * direction}).o * arrays["dO"]).sum()
+            for step in (1e-5, -1e-5)
+        )
+        slope = (gradient * direction).sum()
+        assert abs((ahead - behind) / 2e-5 - slope) < 1e-6 * (1 + abs(slope))
