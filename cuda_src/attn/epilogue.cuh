@@ -49,7 +49,7 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
     softmax.add_sink(p.sink(head), shrink);
     softmax.rescale(output, shrink);
   }
-  softmax.finish(output);
+  softmax.finish(output, dropout_scale<Problem>(p));
   const float factor = Problem::Score::factor(ScoreValues(p));
 #pragma unroll
   for (int r = 0; r < 2 * m_tiles; ++r) {

@@ -46,6 +46,26 @@ struct BiasRef {
   int64 batch, head, row, column;
 };
 
+// A number on the device, or if there is none there, here.
+struct IntegerRef {
+  const void* data;  // int32 or int64
+  int64 number;
+  int is_int64;
+  int unused;
+
+  DLATTN_DEVICE int64 value() const {
+    if (data == nullptr) return number;
+    return is_int64 ? *static_cast<const int64*>(data) : *static_cast<const int*>(data);
+  }
+};
+struct FloatRef {
+  const float* data;
+  float number;
+  int unused;
+
+  DLATTN_DEVICE float value() const { return data == nullptr ? number : *data; }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -58,9 +78,13 @@ struct Params {
   TensorRef dV;     // like v
   TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
+  TensorRef rng_dump;                  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
+  BiasRef dropout_mask;  // nonzero where probabilities are kept
+  IntegerRef dropout_seed, dropout_offset;
+  FloatRef dropout_scale, dropout_scale_inv;  // of kept probabilities
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;   // else: tiles that blocks have asked for so far
@@ -80,6 +104,7 @@ struct Params {
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
+  uint32 dropout_addend;           // 2^15 less the threshold of random bits, in each half
 
   DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 

@@ -9,11 +9,13 @@
 //     using Stats = float;
 //     static constexpr bool score_max = false, score_sum_exp = false;  // the forward writes them
 //     static constexpr bool sink = false;                 // the softmax has one; dSink is wanted
+//     using Dropout = NoDropout;                          // attn/dropout.cuh
 //     static constexpr int access_bytes = 16;             // or 2: rows that are not 16-byte aligned
 //     static constexpr int shared_memory = 104448;        // what the launch asks for
 //   };
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
 
@@ -22,5 +24,11 @@ namespace dlattn {
 // Row maxima are results, and not only what exponents are relative to.
 template <class Problem>
 inline constexpr bool wants_maxima = Problem::score_max || Problem::score_sum_exp;
+
+// What dK and dQ are multiplied by once.
+template <class Problem>
+DLATTN_DEVICE float gradient_factor(const ScoreValues& values) {
+  return Problem::Score::gradient_factor(values) * dropout_scale<Problem>(values.p);
+}
 
 }  // namespace dlattn

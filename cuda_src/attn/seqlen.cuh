@@ -13,6 +13,9 @@ struct Lengths {
       : q(uniform(p.seq_len_q.at(batch, p.seq_q))),
         kv(uniform(p.seq_len_kv.at(batch, p.seq_kv))),
         shift(p.bottom_right ? kv - q : 0) {}
+
+  // Full ones.
+  DLATTN_DEVICE explicit Lengths(const Params& p) : q(p.seq_q), kv(p.seq_kv), shift(0) {}
 };
 
 }  // namespace dlattn

@@ -155,13 +155,14 @@ struct OnlineSoftmax {
     }
   }
 
-  // Completes the sums and divides the output by them. Rows that saw no key become zero.
+  // Completes the sums, divides the output by them and multiplies it. Rows that saw no key become
+  // zero.
   template <int v_tiles>
-  DLATTN_DEVICE void finish(Accumulator<m_tiles, v_tiles>& output) {
+  DLATTN_DEVICE void finish(Accumulator<m_tiles, v_tiles>& output, float factor) {
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
       row_sum[r] = reduce_row(row_sum[r], [](float a, float b) { return a + b; });
-      const float inverse = row_sum[r] == 0.f ? 0.f : reciprocal_approx(row_sum[r]);
+      const float inverse = row_sum[r] == 0.f ? 0.f : reciprocal_approx(row_sum[r]) * factor;
 #pragma unroll
       for (int n = 0; n < v_tiles; ++n) {
         output.at[r / 2][n][r % 2 * 2] *= inverse;

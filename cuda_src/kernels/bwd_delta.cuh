@@ -69,7 +69,8 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
       g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
-      g_stats[Shapes::tile_q + row] = -delta;  // what the sums of dP begin with
+      // What the sums of dP begin with, which dropout's scale is not a factor of yet.
+      g_stats[Shapes::tile_q + row] = -delta * dropout_scale_inv<Problem>(p);
       if constexpr (Problem::sink) {
         if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
       }

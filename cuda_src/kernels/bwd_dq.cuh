@@ -20,7 +20,7 @@ DLATTN_DEVICE void bwd_dq(const Params& p) {
   static_assert(sizeof(Tile) == Problem::shared_memory);
 
   const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
-  const float factor = Problem::Score::gradient_factor(ScoreValues(p));
+  const float factor = gradient_factor<Problem>(ScoreValues(p));
   const float* g_sum = Shapes::dq_accum(p, Shapes::row_tile(p, batch, head, tile));
   typename Grid::Block dq;
   dq.for_each([&](float& value, int m, int n, int i) {

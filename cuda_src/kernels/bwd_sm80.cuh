@@ -31,6 +31,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using Shapes::tile_k;
   using Shapes::tile_q;
   static constexpr int access_bytes = Problem::access_bytes;
+  static constexpr bool drops = Problem::Dropout::drops;
 
   using SGrid = WarpGrid<tile_q, tile_k, Tiling::warps, Tiling::warps_s>;
   using DKGrid = WarpGrid<tile_k, dim_qk, Tiling::warps, Tiling::warps_kv>;
@@ -140,6 +141,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     });
   }
 
+  // Of the keys that are not dropped.
+  DLATTN_DEVICE void store_probability(Scores probability) {
+    if constexpr (drops) {
+      probability.for_each([](float& value, int, int, int) { value = value < 0.f ? 0.f : value; });
+    }
+    store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
+  }
+
   // One query tile of one head.
   DLATTN_DEVICE void step(int tile, int last_tile, int iteration, DK& dK, DV& dV) {
     const bool more = tile + 1 < last_tile;
@@ -165,17 +174,26 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     const bool full =
         Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
     exponentiate(probability, raw, tile, s_stats, full);
-    store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
+    if constexpr (drops) {
+      const typename Problem::Dropout dropout(p, batch, head, length);
+      mark_dropped(probability, dropout, queries.first + SGrid::first_row(),
+                   keys.first + SGrid::first_column());
+    }
+    store_probability(probability);
 
+    const auto minus_delta = [&](int m, int i) {
+      return s_minus_delta[SGrid::first_row() + Scores::row(m, i)];
+    };
     Scores dS;
-    dS.for_each([&](float& value, int m, int, int i) {
-      value = s_minus_delta[SGrid::first_row() + Scores::row(m, i)];
-    });
+    dS.for_each([&](float& value, int m, int, int i) { value = drops ? 0.f : minus_delta(m, i); });
     gemm<T, dim_v / 16>(dS, SharedLeft<DOTile, false>(s_do, SGrid::first_row()),
                         SharedRight<VTile, false>(shared.v, SGrid::first_column()));
     dS.for_each([&](float& value, int m, int n, int i) {
-      value = Problem::Score::backward(probability.at[m][n][i] * value, raw.at[m][n][i],
-                                       position(tile, m, n, i), values);
+      const float grad = drops
+                             ? weigh_dropped(probability.at[m][n][i], value, minus_delta(m, i))
+                             : probability.at[m][n][i] * value;
+      value =
+          Problem::Score::backward(grad, raw.at[m][n][i], position(tile, m, n, i), values);
     });
     store_accumulator(shared.dS, SGrid::first_row(), SGrid::first_column(), dS);
     __syncthreads();
@@ -242,7 +260,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   // Through the shared tile that held the keys or values, which are not needed any more.
   DLATTN_DEVICE void store_dk(DK& dK) {
-    const float factor = Problem::Score::gradient_factor(values);
+    const float factor = gradient_factor<Problem>(values);
     dK.for_each([&](float& value, int, int, int) { value *= factor; });
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
@@ -251,6 +269,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
+    const float factor = dropout_scale<Problem>(p);
+    dV.for_each([&](float& value, int, int, int) { value *= factor; });
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(

@@ -84,9 +84,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   };
 
   // What dP is multiplied by: probabilities times the derivative of the edits, or where that is a
-  // constant, the probabilities themselves.
+  // constant, the probabilities themselves. Their signs say which are dropped.
   static constexpr bool constant_derivative = Score::constant_derivative;
-  using Weights = Either<constant_derivative, Scores, Rounded>;
+  static constexpr bool drops = Problem::Dropout::drops;
+  using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
 
   using LogSumExp =
       Either<constant_derivative && !Score::reads_positions, RowStats, RowStatsInPlace>;
@@ -116,7 +117,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         if constexpr (!constant_derivative) zero(weights, e, i);
       });
     }
-    if constexpr (constant_derivative) weights = probability;
+    if constexpr (constant_derivative) weights = Weights(probability);
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
@@ -179,11 +180,40 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     }
   }
 
+  // The left operand of dV.
+  static DLATTN_DEVICE Rounded rounded(const Scores& probability, const Weights& weights) {
+    if constexpr (!drops) {
+      return Rounded(probability);
+    } else {
+      Rounded kept = weights;
+      if constexpr (!constant_derivative) {
+        kept = Rounded(probability);
+        copy_signs(kept, weights);
+      }
+      clear_dropped(kept);
+      return kept;
+    }
+  }
+
+  // What dropout does with a piece, computed while its scores are.
+  using Signs = Either<drops, TransposedSigns<part_q>, Nothing>;
+  DLATTN_DEVICE Signs signs(int stage, Piece piece) const {
+    if constexpr (drops) {
+      const Step step = shared.steps[stage];
+      const typename Problem::Dropout dropout(p, work.batch, step.head, length);
+      return Signs(dropout, step.tile * tile_q + piece.query,
+                   keys.first + piece.key + Base::first_row_of_warp());
+    } else {
+      return {};
+    }
+  }
+
   // S, exponentiated. Waits for all products.
   DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
                                            Piece piece, const ScoreValues& values) {
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    const Signs dropped = signs(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
     if constexpr (!constant_derivative) {        // and for what preparing takes
       wgmma_wait<0>();
@@ -195,11 +225,16 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     wgmma_wait<0>();
     tie(raw);
     exponentiate(probability, weights, raw, stage, piece, log_sum_exp, values);
+    if constexpr (drops) dropped.mark(weights);
   }
 
-  // Starts dP - delta, once dO is there.
+  // Starts dP - delta, once dO is there; or dP, of which some is dropped.
   DLATTN_DEVICE void start_dp(Scores& dP, const Place<stages>& place, Piece piece) {
     const int stage = place.stage;
+    if constexpr (drops) {
+      mbarrier_wait(shared.do_ring.full[stage], place.parity);
+      return start_product(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
+    }
     const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
     dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
     mbarrier_wait(shared.do_ring.full[stage], place.parity);
@@ -230,13 +265,13 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     Scores probability, dP;
     Weights weights;
     compute_probabilities(probability, weights, stage, piece, values);
-    const Rounded rounded_p(probability);
+    const Rounded rounded_p = rounded(probability, weights);
     const Rounded factors(weights);
     start_dp(dP, place, piece);
     start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage]);
     wgmma_wait<1>();
     tie(dP);
-    multiply(dP, factors);
+    multiply(dP, factors, stage, piece);
     const Rounded dS(dP);
     mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
     store_ds(dS, ds_place.stage, piece);
@@ -260,8 +295,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       start_dp(dP, place, piece);
       wgmma_wait<0>();
       tie(dP);
-      multiply(dP, weights);
-      const Rounded rounded_p(probability), dS(dP);
+      multiply(dP, weights, stage, piece);
+      const Rounded rounded_p = rounded(probability, weights), dS(dP);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage], piece.query / 16);
       start_accumulation<most_columns>(dK, dS, shared.q[stage], piece.query / 16);
@@ -306,7 +341,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         more = !is_last(stage);
         release(shared.q_ring.empty[stage]);
       }
-      start_accumulation<most_columns>(dV[block], Rounded(probability), shared.dO[stage]);
+      start_accumulation<most_columns>(dV[block], rounded(probability, weights), shared.dO[stage]);
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -327,7 +362,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       wgmma_wait<0>();
       tie(dP);
       if (block == blocks - 1) release(shared.do_ring.empty[stage]);
-      multiply(dP, receive(block, ds_place));
+      multiply(dP, receive(block, ds_place), stage, piece);
       const Rounded dS(dP);
       if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
       store_ds(dS, ds_place.stage, piece);
@@ -342,14 +377,24 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return more;
   }
 
-  static DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights) {
+  DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights, int, Piece) const {
     dP.for_each([&](float& value, int, int n, int i) { value *= weights.at[0][n][i]; });
   }
-  static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
-    dP.for_each([&](float& value, int, int n, int i) {
-      const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
-      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
-    });
+  DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights, int stage, Piece piece) const {
+    const RowStatsInPlace minus_delta(shared.row_stats[stage] + tile_q + piece.query);
+#pragma unroll
+    for (int n = 0; n < part_q / 8; ++n) {
+      float2 addends;
+      if constexpr (drops) addends = minus_delta.columns(n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
+        const float weight = i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+        float& value = dP.at[0][n][i];
+        value = drops ? weigh_dropped(weight, value, i % 2 == 0 ? addends.x : addends.y)
+                      : value * weight;
+      }
+    }
   }
 
   // Threads of the two workers that have the same place hold the same elements.
@@ -453,7 +498,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
-            Score::gradient_factor(values));
+            gradient_factor<Problem>(values));
     }
   }
   template <int n>
@@ -461,7 +506,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, 1.f);
+      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v,
+            dropout_scale<Problem>(p));
     }
   }
 

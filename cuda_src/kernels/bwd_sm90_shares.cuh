@@ -185,7 +185,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     const int column = piece % per_row * piece_columns + lane % 4 * 8;
     T* g_dq = p.dQ.template rows<T>(share.batch, head, query) + column;
-    const float factor = Problem::Score::gradient_factor(ScoreValues(p));
+    const float factor = gradient_factor<Problem>(ScoreValues(p));
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
 #pragma unroll
     for (int first = 0; first < piece_columns / 8; first += 4) {

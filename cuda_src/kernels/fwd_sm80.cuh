@@ -139,7 +139,11 @@ struct FwdSm80 {
     float factor[2 * m_tiles];
     if (softmax.advance(scores, factor)) softmax.rescale(output, factor);
     softmax.add(softmax.exponentiate(scores));
-    const RegisterLeft<T, m_tiles, tile_k / 16> probabilities(scores);
+    RegisterLeft<T, m_tiles, tile_k / 16> probabilities(scores);
+    if constexpr (Problem::Dropout::drops) {
+      const typename Problem::Dropout dropout(p, item.batch, item.head, length);
+      drop(probabilities, dropout, queries.first + first_row, tile * tile_k);
+    }
     gemm<T, tile_k / 16>(output, probabilities, SharedRight<VTile, true>(shared.v[stage], 0));
   }
 

@@ -400,6 +400,15 @@ struct FwdSm90 {
     return grew;
   }
 
+  // What the output is made of, from exponentials.
+  DLATTN_DEVICE void make_probabilities(State& state, const Work& work, int tile) {
+    state.probabilities = Probabilities(state.scores);
+    if constexpr (Problem::Dropout::drops) {
+      const typename Problem::Dropout dropout(p, work.item.batch, work.item.head, work.length);
+      drop(state.probabilities, dropout, work.queries.first + first_row(), tile * tile_k);
+    }
+  }
+
   DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
     release(shared.k_ring.empty[state.k.stage]);
     if (tile == work.first_tile) release(shared.q_ring.empty[state.q.stage]);
@@ -435,7 +444,7 @@ struct FwdSm90 {
     }
     state.k.advance();
     softmax.add(sums);
-    state.probabilities = Probabilities(state.scores);
+    make_probabilities(state, work, tile);
     return grew;
   }
 
@@ -460,7 +469,7 @@ struct FwdSm90 {
     softmax.add(sums);
     end_scores(state, work, work.last_tile);
     state.k.advance();
-    state.probabilities = Probabilities(state.scores);
+    make_probabilities(state, work, work.last_tile);
 
     for (;;) {
       clear_padding(item(state.item.stage), state.v);

@@ -16,6 +16,12 @@ struct Convert<bf16> {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
   }
+  // Each if positive, else 0. PTX ISA 9.7.4.8 (max).
+  static DLATTN_DEVICE uint32 positive_part(uint32 packed) {
+    uint32 positive;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(positive) : "r"(packed), "r"(0));
+    return positive;
+  }
   static DLATTN_DEVICE float low(uint32 packed) { return __uint_as_float(packed << 16); }
   static DLATTN_DEVICE float high(uint32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 };
@@ -26,6 +32,11 @@ struct Convert<half> {
     uint32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+  }
+  static DLATTN_DEVICE uint32 positive_part(uint32 packed) {
+    uint32 positive;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(positive) : "r"(packed), "r"(0));
+    return positive;
   }
   static DLATTN_DEVICE float to_float(uint16 bits) {
     float value;

@@ -36,4 +36,12 @@ DLATTN_DEVICE void ldmatrix_x2(uint32 (&r)[2], uint32 shared_address) {
   }
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements among the lanes of a warp. PTX ISA 9.7.14.5.17
+// (movmatrix).
+DLATTN_DEVICE uint32 transpose_8x8(uint32 pair) {
+  uint32 transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 }  // namespace dlattn

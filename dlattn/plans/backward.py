@@ -18,7 +18,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Direction, Geometry, Padding, Problem
+from dlattn.problem import Direction, Geometry, Padding, Philox, Problem
 from dlattn.runtime.target import Target
 
 
@@ -159,9 +159,12 @@ class BackwardPlan(CudaPlan):
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0
     ) -> KernelLaunch:
-        """A kernel before or after the main one. Of edits and masks it reads the scale alone, so
-        problems share it."""
-        plain = replace(self.problem, edits=self.problem.edits[:1], masks=(Padding(),))
+        """A kernel before or after the main one. Of edits, masks and dropout it reads scales alone,
+        so problems share it."""
+        dropout = self.problem.dropout and Philox()
+        plain = replace(
+            self.problem, edits=self.problem.edits[:1], masks=(Padding(),), dropout=dropout
+        )
         source = kernel_source(kernel, plain, self.row_tiling, shared)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
 

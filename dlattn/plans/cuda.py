@@ -15,8 +15,10 @@ import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
-from dlattn.plans.params import Params, SlopeRef, address_slot, params_for
+from dlattn.plans.params import Params, SlopeRef, address_slot, number_slot, params_for
+from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
+from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.runtime import jit
 from dlattn.runtime.frameworks import to_device
 from dlattn.runtime.launch import Launch, clear, device_guard
@@ -83,12 +85,15 @@ class CudaPlan(Plan):
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
-        scale = geometry.tensors.get("attn_scale")
-        self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
+        by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
+        self._host_numbers = [
+            (role, to_numpy(spec.dtype), number_slot(self._params, role))
+            for role, spec in by_value.items()
+        ]
         self._slots = [
             (role, address_slot(self._params, role))
             for role in geometry.tensors
-            if not (role == "attn_scale" and self._host_scale is not None)
+            if role not in by_value
         ]
 
     @abstractmethod
@@ -131,7 +136,7 @@ class CudaPlan(Plan):
         if self._launches is not None:
             return
         self._place_slopes()
-        kernels = self.kernels()
+        kernels = [*self.kernels(), *dump_kernels(self.problem, self.geometry)]
         sources = [kernel.source for kernel in kernels]
         compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
@@ -166,14 +171,37 @@ class CudaPlan(Plan):
         # The driver copies Params during the launch call, so the lock covers no device work.
         with self._lock, self._guard:
             self.place_tensors(pointers)
-            if self._host_scale is not None:
-                value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
-                self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])
+            for role, dtype, slot in self._host_numbers:
+                value = ctypes.string_at(pointers[role], dtype.itemsize)
+                slot.value = np.frombuffer(value, dtype)[0].item()
             self.place_workspace(workspace)
             if self.cleared_bytes:
                 clear(workspace, self.cleared_bytes, stream)
             for launch in launches:
                 launch(stream)
+
+
+@dataclass(frozen=True)
+class DumpTiling:
+    """How a block of ``rng_dump`` divides its work (``DumpTiling`` in the kernel)."""
+
+    threads: int = 256
+    min_blocks: int = 1
+
+    @property
+    def cpp(self) -> str:
+        return f"DumpTiling<{self.threads // 32}>"
+
+
+def dump_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
+    """The kernel that writes ``rng_dump``, if that is wanted."""
+    if "rng_dump" not in geometry.tensors:
+        return []
+    plain = Problem(problem.direction, problem.dtype, 8, 8, dropout=problem.dropout)
+    grid = (-(-geometry.seq_q // 16), geometry.heads_q, geometry.batch)
+    tiling = DumpTiling()
+    source = kernel_source("rng_dump", plain, tiling, 0)
+    return [KernelLaunch(source, grid, tiling.threads, 0, plain=True)]
 
 
 def refusal(
@@ -204,9 +232,10 @@ def refusal(
             )
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."
-    bias = geometry.tensors.get("bias")
-    if bias is not None and bias.dtype is data_type.DOUBLE:
-        return "a bias must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
+    for role in BROADCAST_ROLES:
+        added = geometry.tensors.get(role)
+        if added is not None and added.dtype is data_type.DOUBLE:
+            return f"{role} must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
     scale = geometry.tensors.get("attn_scale")
     if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
         return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."

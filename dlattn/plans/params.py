@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
 from dlattn.problem import Geometry, TensorSpec
+from dlattn.problem.dropout import philox_threshold
+from dlattn.problem.problem import BROADCAST_ROLES
 
 if TYPE_CHECKING:
     from typing import Self
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 #: Roles that are (batch, head, row, column) tensors, in the order of the struct.
 TENSOR_ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
@@ -63,6 +65,27 @@ class BiasRef(ctypes.Structure):
     ]
 
 
+class IntegerRef(ctypes.Structure):
+    """Address of a number on the device, or null, and then the number."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("number", ctypes.c_int64),
+        ("is_int64", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class FloatRef(ctypes.Structure):
+    """Address of an fp32 number on the device, or null, and then the number."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("number", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -71,6 +94,11 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
         ("bias", BiasRef),
+        ("dropout_mask", BiasRef),
+        ("dropout_seed", IntegerRef),
+        ("dropout_offset", IntegerRef),
+        ("dropout_scale", FloatRef),
+        ("dropout_scale_inv", FloatRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -96,6 +124,7 @@ class Params(ctypes.Structure):
         ("attn_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("softcap_inverse", ctypes.c_float),
+        ("dropout_addend", ctypes.c_uint32),
     ]
 
 
@@ -151,6 +180,11 @@ def params_for(geometry: Geometry) -> Params:
         attn_scale=geometry.attn_scale,
         softcap=geometry.softcap or 0.0,
         softcap_inverse=1 / geometry.softcap if geometry.softcap else 0.0,
+        dropout_seed=_integer_ref(geometry, "dropout_seed"),
+        dropout_offset=_integer_ref(geometry, "dropout_offset"),
+        dropout_scale=FloatRef(0, geometry.dropout_scale, 0),
+        dropout_scale_inv=FloatRef(0, geometry.dropout_scale_inv, 0),
+        dropout_addend=(2**15 - philox_threshold(geometry.dropout_p)) * 0x10001,
     )
     for role in TENSOR_ROLES:
         if role in geometry.tensors:
@@ -161,10 +195,11 @@ def params_for(geometry: Geometry) -> Params:
             setattr(params, role, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    if "bias" in geometry.tensors:
-        bias = geometry.tensors["bias"]
-        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
-        params.bias = BiasRef(0, *steps)
+    for role in BROADCAST_ROLES:
+        if role in geometry.tensors:
+            spec = geometry.tensors[role]
+            steps = [s if d > 1 else 0 for d, s in zip(spec.dim, spec.stride, strict=True)]
+            setattr(params, role, BiasRef(0, *steps))
     return params
 
 
@@ -172,6 +207,21 @@ def address_slot(params: Params, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
     field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
     return ctypes.c_uint64.from_buffer(params, field.offset)
+
+
+def number_slot(params: Params, role: str) -> ctypes.c_float | ctypes.c_int64:
+    """A view of the field that holds a number in place of an address; assign its ``value``."""
+    if role == "attn_scale":
+        return ctypes.c_float.from_buffer(params, Params.attn_scale.offset)
+    ref = type(getattr(params, role))
+    kind = ctypes.c_float if ref is FloatRef else ctypes.c_int64
+    return kind.from_buffer(params, getattr(Params, role).offset + ref.number.offset)
+
+
+def _integer_ref(geometry: Geometry, role: str) -> IntegerRef:
+    spec = geometry.tensors.get(role)
+    is_int64 = spec is not None and spec.dtype is data_type.INT64
+    return IntegerRef(0, getattr(geometry, role), is_int64, 0)
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:
