@@ -78,16 +78,16 @@ struct Params {
   TensorRef dV;     // like v
   TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
-  TensorRef rng_dump;                  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
+  TensorRef rng_dump;  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
   BiasRef dropout_mask;  // nonzero where probabilities are kept
   IntegerRef dropout_seed, dropout_offset;
   FloatRef dropout_scale, dropout_scale_inv;  // of kept probabilities
-  const float* attn_scale_device;  // null: attn_scale holds the value
-  const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;   // else: tiles that blocks have asked for so far
+  const float* attn_scale_device;             // null: attn_scale holds the value
+  const int* schedule;                        // persistent forward: see dlattn/plans/schedule.py
+  int* items_taken;                           // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored

@@ -12,6 +12,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/signs.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/math.cuh"
@@ -189,11 +190,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     gemm<T, dim_v / 16>(dS, SharedLeft<DOTile, false>(s_do, SGrid::first_row()),
                         SharedRight<VTile, false>(shared.v, SGrid::first_column()));
     dS.for_each([&](float& value, int m, int n, int i) {
-      const float grad = drops
-                             ? weigh_dropped(probability.at[m][n][i], value, minus_delta(m, i))
-                             : probability.at[m][n][i] * value;
-      value =
-          Problem::Score::backward(grad, raw.at[m][n][i], position(tile, m, n, i), values);
+      const float grad = drops ? weigh_dropped(probability.at[m][n][i], value, minus_delta(m, i))
+                               : probability.at[m][n][i] * value;
+      value = Problem::Score::backward(grad, raw.at[m][n][i], position(tile, m, n, i), values);
     });
     store_accumulator(shared.dS, SGrid::first_row(), SGrid::first_column(), dS);
     __syncthreads();

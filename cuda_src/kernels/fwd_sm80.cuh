@@ -12,6 +12,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"

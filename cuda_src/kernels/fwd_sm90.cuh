@@ -14,6 +14,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"

@@ -1,0 +1,117 @@
+// What the key workers of a Hopper backward block hand on: weights to each other, dS to the query worker,
+// dK and dV to memory.
+#pragma once
+
+#include "kernels/bwd_sm90_queries.cuh"
+#include "ptx/opaque.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
+  using Base = BwdSm90Queries<Problem, Tiling>;
+  using Base::Base;
+  using Base::by_product;
+  using Base::dim_qk;
+  using Base::dim_v;
+  using Base::ds_stages;
+  using Base::keys;
+  using Base::shared;
+  using Base::tile_q;
+  using Base::work;
+  using typename Base::T;
+
+  // Where dK and dV leave few registers, scores are made of half the queries at a time.
+  static constexpr bool few_registers = !by_product && dim_qk + dim_v > 256;
+  static constexpr int parts = few_registers ? 2 : 1, part_q = tile_q / parts;
+  using Scores = Accumulator<1, part_q / 8>;  // keys by queries
+  using Rounded = RegisterLeft<T, 1, part_q / 16>;
+
+  // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
+  struct Piece {
+    int query, key;
+  };
+
+  static DLATTN_DEVICE int key_worker() { return Base::warpgroup_index() - 2; }
+
+  // Of this key worker, where they divide the keys.
+  DLATTN_DEVICE Piece own_piece(int part) const { return {part * part_q, 64 * key_worker()}; }
+  // Of all warpgroups, where they divide the products.
+  DLATTN_DEVICE Piece shared_piece(int block) const { return {0, 64 * block}; }
+
+  // Transposed, queries by keys.
+  DLATTN_DEVICE void store_ds(const Rounded& dS, int stage, Piece piece) {
+    // Computed anew: a register costs more. Of unsigned numbers, whose quotients are shifts.
+    const uint32 thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+    const uint32 row = uint32(piece.query) + lane / 16 * 8 + lane % 8;
+    const uint32 unit = uint32(piece.key) / 8 + 2 * warp + lane / 8 % 2;
+    const uint32 first = shared.dS[stage].unit_address(row, unit);
+#pragma unroll
+    for (int k = 0; k < part_q / 16; ++k) {
+      const auto& r = dS.at[0][k];
+      stmatrix_x4_transposed(first + k * 16 * 128, r[0], r[1], r[2], r[3]);
+    }
+  }
+
+  DLATTN_DEVICE void offer_ds(int stage) {
+    fence_proxy_async();
+    __syncwarp();  // an arrival speaks for the writes of its own lane
+    release(shared.ds_ring.full[stage]);
+  }
+
+  // Threads of the two workers that have the same place hold the same elements.
+  DLATTN_DEVICE void send(const Rounded& weights, int block, const Place<ds_stages>& place) {
+    auto& ring = shared.weights_ring[block];
+    mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) {
+      const auto& r = weights.at[0][k];
+      shared.weights[place.stage].at[block][k][threadIdx.x % 128] = uint4{r[0], r[1], r[2], r[3]};
+    }
+    __syncwarp();
+    release(ring.full[place.stage]);
+  }
+  DLATTN_DEVICE Rounded receive(int block, const Place<ds_stages>& place) {
+    auto& ring = shared.weights_ring[block];
+    mbarrier_wait(ring.full[place.stage], place.parity);
+    Rounded weights;
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) {
+      const uint4 r = shared.weights[place.stage].at[block][k][threadIdx.x % 128];
+      weights.at[0][k][0] = r.x;
+      weights.at[0][k][1] = r.y;
+      weights.at[0][k][2] = r.z;
+      weights.at[0][k][3] = r.w;
+    }
+    __syncwarp();
+    release(ring.empty[place.stage]);
+    return weights;
+  }
+
+  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
+  // any more.
+  template <int n_tiles, class Tile>
+  DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
+                           const TensorMap& map, int head, float factor) {
+    const int lane = opaque(threadIdx.x % 32);
+    const int row = first + Base::first_row_of_warp() + lane % 16;
+    gradient.for_each([&](float& value, int, int, int) { value *= factor; });
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 2) store_columns(tile, row, n, lane, gradient, n);
+    fence_proxy_async();
+    named_barrier_sync(Base::rows_staged + key_worker(), 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int slab = 0; slab < Tile::slabs; ++slab) {
+        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
+                     keys.first + first, head, work.batch);
+      }
+      tma_commit();
+      tma_wait_read<0>();
+    }
+    __syncwarp();
+    gradient.clear();
+  }
+};
+
+}  // namespace dlattn
