@@ -29,22 +29,29 @@ struct PhiloxDropout {
   static constexpr bool drops = true, reads_memory = false;
   static constexpr int rounds = 7;
 
-  uint32 key_low, key_high;          // the seed
+  const bool holds_keys;             // those of all rounds, once made; else each block makes them
+  uint32 keys[rounds][2];            // the seed, and what rounds make of it
   uint32 counter_low, counter_high;  // offset, head and lane
   uint32 addend;                     // carries into bits 15 and 31 what is not below the threshold
 
-  DLATTN_DEVICE PhiloxDropout(const Params& p, int batch, int head, const Lengths&)
-      : addend(p.dropout_addend) {
+  DLATTN_DEVICE PhiloxDropout(const Params& p, int batch, int head, const Lengths&,
+                              bool has_registers_for_keys = false)
+      : holds_keys(has_registers_for_keys), addend(p.dropout_addend) {
     const uint64 seed = p.dropout_seed.value(), offset = p.dropout_offset.value();
-    key_low = uint32(seed);
-    key_high = uint32(seed >> 32);
+    keys[0][0] = uint32(seed);
+    keys[0][1] = uint32(seed >> 32);
+#pragma unroll
+    for (int round = 1; holds_keys && round < rounds; ++round) {
+      keys[round][0] = opaque(next_key(keys[round - 1][0], 0));
+      keys[round][1] = opaque(next_key(keys[round - 1][1], 1));
+    }
     counter_low = uint32(offset);
     counter_high = uint32(offset >> 32) + 32 * uint32(batch * p.heads_q + head) + threadIdx.x % 32;
   }
 
   DLATTN_DEVICE void signs(uint32 (&pairs)[4], int query, int key) const {
     uint32 c0 = counter_low, c1 = counter_high, c2 = uint32(query) / 16, c3 = uint32(key) / 16;
-    uint32 k0 = key_low, k1 = key_high;
+    uint32 k0 = keys[0][0], k1 = keys[0][1];
 #pragma unroll
     for (int round = 0; round < rounds; ++round) {
       const uint64 first = uint64(c0) * 0xD2511F53u, second = uint64(c2) * 0xCD9E8D57u;
@@ -52,12 +59,18 @@ struct PhiloxDropout {
       c1 = uint32(second);
       c2 = uint32(first >> 32) ^ c3 ^ k1;
       c3 = uint32(first);
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
+      if (round + 1 == rounds) break;
+      k0 = holds_keys ? keys[round + 1][0] : next_key(k0, 0);
+      k1 = holds_keys ? keys[round + 1][1] : next_key(k1, 1);
     }
     const uint32 words[4] = {c0, c1, c2, c3};
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = (words[i] & 0x7fff7fffu) + addend;
+  }
+
+ private:
+  static DLATTN_DEVICE uint32 next_key(uint32 key, int word) {
+    return key + (word == 0 ? 0x9E3779B9u : 0xBB67AE85u);
   }
 };
 
@@ -70,7 +83,7 @@ struct GivenMask {
   int batch, head, length_q, length_kv;
 
   DLATTN_DEVICE GivenMask(const Params& params, int batch_entry, int query_head,
-                          const Lengths& length)
+                          const Lengths& length, bool = false)
       : p(params), batch(batch_entry), head(query_head), length_q(length.q), length_kv(length.kv) {}
 
   DLATTN_DEVICE void signs(uint32 (&pairs)[4], int first_query, int first_key) const {

@@ -184,7 +184,9 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
   DLATTN_DEVICE Signs signs(int stage, Piece piece) const {
     if constexpr (drops) {
       const Step step = shared.steps[stage];
-      const typename Problem::Dropout dropout(p, work.batch, step.head, length);
+      constexpr bool spare_registers =
+          tile_q == 64 && constant_derivative && !Score::reads_positions;
+      const typename Problem::Dropout dropout(p, work.batch, step.head, length, spare_registers);
       return Signs(dropout, step.tile * tile_q + piece.query,
                    keys.first + piece.key + Base::first_row_of_warp());
     } else {

@@ -405,7 +405,8 @@ struct FwdSm90 {
   DLATTN_DEVICE void make_probabilities(State& state, const Work& work, int tile) {
     state.probabilities = Probabilities(state.scores);
     if constexpr (Problem::Dropout::drops) {
-      const typename Problem::Dropout dropout(p, work.item.batch, work.item.head, work.length);
+      const typename Problem::Dropout dropout(p, work.item.batch, work.item.head, work.length,
+                                              !Problem::Score::reads_positions);
       drop(state.probabilities, dropout, work.queries.first + first_row(), tile * tile_k);
     }
   }

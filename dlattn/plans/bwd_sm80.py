@@ -109,8 +109,8 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     measured = target.capability == (9, 0) and problem.access_bytes == 16
     if largest <= 64 and len(set(padded_dims(problem))) == 2:
         measured = False  # the fastest tiling for equal head dimensions spills for others
-    if problem.is_edited:
-        measured = False  # and for edits, too
+    if problem.is_edited or problem.dropout:
+        measured = False  # and for edits and dropout, too
     table = HOPPER_TILINGS if measured else TILINGS
     if problem.has_bias:
         table = BIASED_TILINGS

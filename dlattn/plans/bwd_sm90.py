@@ -11,7 +11,7 @@ from dlattn.plans.cuda import KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Geometry, Problem
+from dlattn.problem import Geometry, GivenMask, Problem
 from dlattn.runtime.target import Target
 
 
@@ -76,13 +76,14 @@ class Sm90BwdTiling:
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    if max(dim_qk, dim_v) == 64 and not problem.keeps_scores:
+    by_mask = isinstance(problem.dropout, GivenMask)
+    if max(dim_qk, dim_v) == 64 and not problem.keeps_scores and not by_mask:
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
-    scores = 64 if problem.keeps_scores else 0
+    scores = 64 if problem.keeps_scores or (problem.dropout and problem.has_bias) else 0
     if dim_qk + dim_v + scores > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
@@ -120,6 +121,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name)
+        widest = problem.head_dim_qk + problem.head_dim_v > 384
+        if widest and problem.dropout and problem.keeps_scores and problem.adds_to_scores:
+            return (
+                "dropout beside both a soft cap and a bias or slopes takes more registers than head "
+                "dimensions above 192 leave."
+            )
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:

@@ -98,7 +98,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
-    if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
+    # Three consumers have no registers for edits or dropout.
+    if largest <= 64 and (problem.is_edited or problem.dropout):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,13 @@ from dlattn.problem import (
     Band,
     Bias,
     Direction,
+    Dropout,
     Edit,
     Geometry,
+    GivenMask,
     Mask,
     Padding,
+    Philox,
     Problem,
     Scale,
     SoftCap,
@@ -69,6 +73,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
+#: Forms of dropout.
+DROPOUTS: tuple[Dropout, ...] = (
+    Philox(),
+    GivenMask(data_type.BFLOAT16, contiguous=True),
+    GivenMask(data_type.BOOLEAN, contiguous=False),
+)
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),
     "causal": (Padding(), Band(left=False, right=True)),
@@ -134,8 +144,8 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class of a forward also with all that it can write."""
+    """Every head-dim class with every mask, every edit and every form of dropout; the other choices
+    cycle, so that each pair meets. Each class of a forward also with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -144,14 +154,19 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         stats = [data_type.FLOAT]
     found = []
     masks = tuple(MASKS.values())
-    wanted: list[tuple[tuple[int, int], tuple[Edit, ...], tuple[Mask, ...]]] = [
-        *((dims, (), mask) for dims, mask in product(HEAD_DIMS, masks)),
+    some_edits = ((), *EDITS.values())
+    wanted: list[tuple[Any, ...]] = [
+        *((dims, (), mask, None) for dims, mask in product(HEAD_DIMS, masks)),
         *(
-            (dims, edits, masks[i % len(masks)])
+            (dims, edits, masks[i % len(masks)], None)
             for i, (edits, dims) in enumerate(product(EDITS.values(), EDITED_HEAD_DIMS))
         ),
+        *(
+            (dims, some_edits[i % len(some_edits)], masks[i % len(masks)], dropout)
+            for i, (dropout, dims) in enumerate(product(DROPOUTS, EDITED_HEAD_DIMS))
+        ),
     ]
-    for i, (head_dims, edits, mask) in enumerate(wanted):
+    for i, (head_dims, edits, mask, dropout) in enumerate(wanted):
         dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
         found.append(
             Problem(
@@ -161,6 +176,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 (Scale(positive=i % 3 != 0), *edits),
                 mask,
                 stats[i % len(stats)],
+                dropout=dropout,
                 access_bytes=widths[i % len(widths)],
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
