@@ -60,8 +60,8 @@ class Operations(ABC):
     ) -> list[Any]:
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
-        ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and statistics of the final scores.
-        Edits and masks take part in the order: softcap, bias, ALiBi, padding, band.
+        ``o = dropout(softmax(mask(edit(q @ k^T * attn_scale)))) @ v``, and statistics of the final
+        scores. Edits and masks take part in the order: softcap, bias, ALiBi, padding, band.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -90,6 +90,17 @@ class Operations(ABC):
             diagonal_band_left_bound: W >= 1 keeps keys with ``key + W > query + shift``: W keys,
                 the diagonal included.
             diagonal_band_right_bound: R >= 0 keeps keys with ``key <= query + shift + R``.
+            dropout: ``(p, seed, offset)`` drops each probability with the chance p, 0 <= p < 1, and
+                multiplies those that are kept by ``1 / (1 - p)``. Seed and offset are integers,
+                or tensors of one INT32 or INT64 on the device or the host; with position they
+                decide alone (see :func:`dlattn.philox_dropout_mask`), so that the backward, given
+                the same, drops the same. Or ``(mask, scale)``: keeps what is not 0 in a mask, of
+                the types and shapes that bias has, and multiplies it by scale, a number or a
+                tensor of one FLOAT; the backward takes ``(mask, scale, scale_inv)``, where
+                scale_inv is 1 / scale. Statistics are those before dropout. A p of 0 drops
+                nothing, and the tensors are not read.
+            rng_dump: a tensor to write, (B, Hq, Sq, Skv), fp32: 1 where dropout keeps, 0 where it
+                drops, at every position.
             compute_data_type: FLOAT; the reference engine also takes DOUBLE.
             name: the node's name; outputs are called ``<name>::O`` and ``<name>::Stats``.
             generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.

@@ -76,8 +76,9 @@ class Sm90BwdTiling:
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    by_mask = isinstance(problem.dropout, GivenMask)
-    if max(dim_qk, dim_v) == 64 and not problem.keeps_scores and not by_mask:
+    reads_to_drop = isinstance(problem.dropout, GivenMask)
+    crowded = problem.dropout and (reads_to_drop or problem.adds_to_scores)
+    if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or crowded):
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(
@@ -124,8 +125,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         widest = problem.head_dim_qk + problem.head_dim_v > 384
         if widest and problem.dropout and problem.keeps_scores and problem.adds_to_scores:
             return (
-                "dropout beside both a soft cap and a bias or slopes takes more registers than head "
-                "dimensions above 192 leave."
+                "dropout beside both a soft cap and a bias or slopes takes more registers than "
+                "head dimensions above 192 leave."
             )
         return reason or cls.mapping_refusal(problem, geometry, target)
 

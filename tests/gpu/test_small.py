@@ -94,6 +94,34 @@ CASES = {
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=40,
         head_dim_v=40, scale=-0.2, offset=-120.0, sink=0.0, row_outputs=("score_max",),
     ),
+    "dropout, a window, padding, seed and offset of the host, dumps": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=150, seq_kv=270, left=100, right=3,
+        len_q=(150, 33), len_kv=(270, 90), head_dim_qk=128, head_dim_v=128, scale=0.09, dropout=0.1,
+        dropout_as="host", dropout_dtypes=("int32", "int64"), rng_dump=True, seed=3,
+    ),
+    "dropout, narrow heads, a sink, element-wise access": Case(
+        dtype="float16", heads_q=2, heads_k=1, heads_v=1, seq_q=129, seq_kv=200, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, dropout=0.5, sink=0.5, softcap=20.0,
+        layouts=(("q", "odd"), ("dK", "odd")), rng_dump=True,
+    ),
+    "dropout, one key worker for each product": Case(
+        heads_q=2, heads_k=2, heads_v=1, seq_q=200, seq_kv=190, right=0, head_dim_qk=256,
+        head_dim_v=256, scale=0.0625, dropout=0.1, dropout_as="value",
+    ),
+    "dropout in parts of the queries, with slopes": Case(
+        heads_q=4, heads_k=2, heads_v=2, seq_q=200, seq_kv=190, right=0, head_dim_qk=192,
+        head_dim_v=128, scale=0.07, dropout=0.9, alibi="cudnn",
+    ),
+    "dropout by a boolean mask of a row of keys": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=130, seq_kv=150, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, dropout="bool", dropout_axes="bk", dropout_as="value",
+        rng_dump=True,
+    ),
+    "dropout by a mask, transposed, narrow heads": Case(
+        dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=200, seq_kv=130, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, dropout="bfloat16", dropout_layout="queries",
+        dropout_as="host", len_kv=(99,),
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

@@ -205,6 +205,21 @@ def test_refuses_another_bias(wrong: dict[str, Any]) -> None:
         oracle.assert_close(case, given, _tiled(replace(case, **wrong), other, 16))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"seed": 1}, {"dropout": None}, {"dropout": 0.11}, {"dropout": 0.5}], ids=repr
+)
+def test_refuses_another_dropout(wrong: dict[str, Any]) -> None:
+    """Another mask, none, or another probability is not close."""
+    case = replace(_TYPICAL, dropout=0.1, seed=0)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, good)
+    other = _tiled(replace(case, **wrong), given, 16)
+    for role in ("o", "dQ", "dK", "dV"):
+        with pytest.raises(AssertionError, match=f"{role}: error"):
+            oracle.assert_close(case, given, {role: other[role]})
+
+
 @pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])
 def test_refuses_one_wrong_element(role: str) -> None:
     """One element of an otherwise good result, off by a tenth of the typical value, fails."""

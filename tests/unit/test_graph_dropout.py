@@ -160,3 +160,19 @@ def test_a_dump_needs_a_mask():
     made = Forward()
     with pytest.raises(RuntimeError, match="rng_dump without dropout"):
         made.sdpa(rng_dump=mask(made, SCORES, FLOAT))
+
+
+@pytest.mark.parametrize("seed", [7, np.int64(7), np.array(7), np.full((1, 1, 1, 1), 7)])
+def test_packs_may_hold_numbers(seed):
+    """An integer passed by value is a Python or NumPy number in the pack, or an array of one."""
+    graph = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    x = np.random.default_rng(0).standard_normal((1, 2, 9, 8), dtype=np.float32)
+    t = graph.tensor_like(x)
+    drawn = graph.tensor((1, 1, 1, 1), data_type=INT64, is_pass_by_value=True)
+    dump = np.zeros((1, 2, 9, 9), np.float32)
+    t_dump = graph.tensor_like(dump)
+    o, _ = graph.sdpa(t, t, t, is_inference=True, dropout=(0.5, drawn, 3), rng_dump=t_dump)
+    o.set_output(True)
+    graph.build()
+    graph.execute({t: x, drawn: seed, t_dump: dump, o: np.empty_like(x)})
+    assert (dump == cudnn.philox_dropout_mask(0.5, 7, 3, dump.shape)).all()
