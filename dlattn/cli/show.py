@@ -13,9 +13,12 @@ from dlattn.problem import (
     Band,
     Bias,
     Direction,
+    Dropout,
     Edit,
     Geometry,
+    GivenMask,
     Padding,
+    Philox,
     Problem,
     Scale,
     SoftCap,
@@ -26,6 +29,11 @@ from dlattn.runtime.target import KNOWN, Target
 
 _DTYPES = {"fp16": data_type.HALF, "bf16": data_type.BFLOAT16}
 _BIASES = {**_DTYPES, "fp32": data_type.FLOAT, "bool": data_type.BOOLEAN}
+
+_DROPOUTS: dict[str | None, Dropout] = {
+    "philox": Philox(),
+    "mask": GivenMask(data_type.BOOLEAN, contiguous=True),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", action="store_true", help="scores have a soft cap")
     add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")
     add("--alibi", choices=("cudnn", "slopes"), help="ALiBi, with slopes of cuDNN or of the user")
+    add("--dropout", choices=("philox", "mask"), help="dropout, at random or by a boolean mask")
     add("--no-stats", action="store_true", help="a forward for inference alone")
     add("--batch", type=int, default=4, help="(default: 4)")
     add("--heads", type=int, default=16, help="heads of q (default: 16)")
@@ -115,6 +124,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
         edits=_edits(arguments),
         masks=(Padding(), band) if band.left or band.right else (Padding(),),
         stats=data_type.FLOAT if stats else None,
+        dropout=_DROPOUTS.get(arguments.dropout),
     )
     geometry = Geometry(tensors, attn_scale=width**-0.5, band_left=arguments.left, band_right=right)
     return problem, geometry

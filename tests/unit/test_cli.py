@@ -142,16 +142,17 @@ def test_show_prints_source_and_registers(
     assert printed.count("registers per thread") == printed.count("__global__")
 
 
-def test_show_takes_every_edit(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_takes_every_edit_and_dropout(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What may follow the scale stands in the printed source, in order."""
     try:
         nvrtc.load(cache)
     except CompileError:
         pytest.skip("NVRTC is not installed")
-    edits = ["--softcap", "--bias", "bool", "--alibi", "slopes"]
+    edits = ["--softcap", "--bias", "bool", "--alibi", "slopes", "--dropout", "philox"]
     assert main(["show", "--head-dim", "64", "--arch", "sm_80", *edits]) == 0
-    expected = "Edits<PositiveScale, SoftCap, Bias<bool, true>, Alibi<true>>"
-    assert expected in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Edits<PositiveScale, SoftCap, Bias<bool, true>, Alibi<true>>" in printed
+    assert "using Dropout = PhiloxDropout;" in printed
 
 
 def test_show_explains_what_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
