@@ -13,7 +13,17 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
-from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.problem import (
+    Alibi,
+    Direction,
+    Geometry,
+    Padding,
+    Philox,
+    Problem,
+    Scale,
+    SoftCap,
+    TensorSpec,
+)
 from dlattn.runtime.target import KNOWN
 
 HOPPER = KNOWN["sm_90a"]
@@ -51,6 +61,16 @@ def test_who_promises_an_order_of_additions(deterministic: bool) -> None:
     assert BwdSm90.supports(wanted, geometry(), HOPPER) is None
     notes = numerical_notes(BwdSm90(wanted, geometry(), HOPPER))
     assert (cudnn.numerical_note.NONDETERMINISTIC in notes) != deterministic
+
+
+def test_dropout_that_hopper_leaves_to_the_portable_kernel() -> None:
+    """Beside a soft cap and slopes, dropout in the widest heads is the portable kernel's."""
+    edits = (Scale(positive=True), SoftCap(), Alibi(symmetric=True))
+    wanted = replace(problem(256), edits=edits, dropout=Philox())
+    assert "dropout" in str(BwdSm90.supports(wanted, geometry(head_dim=256), HOPPER))
+    assert BwdSm80.supports(wanted, geometry(head_dim=256), HOPPER) is None
+    for other in (replace(wanted, edits=edits[:2]), replace(wanted, dropout=None)):
+        assert BwdSm90.supports(other, geometry(head_dim=256), HOPPER) is None
 
 
 @given(
