@@ -19,7 +19,7 @@ from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedFwdParams
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import Direction, Geometry, GivenMask, Problem
 from dlattn.runtime.frameworks import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
@@ -110,7 +110,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
-    if problem.adds_to_scores:
+    if problem.adds_to_scores or isinstance(problem.dropout, GivenMask):
         return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64),)
 
