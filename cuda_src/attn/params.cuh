@@ -46,6 +46,17 @@ struct BiasRef {
   int64 batch, head, row, column;
 };
 
+// Soft-capped scores in log2 units, of raw products x up to `most` in magnitude: x * ratio(x), the
+// hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
+struct SoftCapSeries {
+  float of[4], most;
+
+  DLATTN_DEVICE float ratio(float x) const {
+    const float square = x * x;
+    return fmaf(fmaf(fmaf(of[3], square, of[2]), square, of[1]), square, of[0]);
+  }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -80,6 +91,7 @@ struct Params {
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
+  SoftCapSeries softcap_series;
 
   DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 

@@ -14,6 +14,7 @@
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_queries.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
 
@@ -95,8 +96,83 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
                                   int stage, Piece piece, const LogSumExp& log_sum_exp,
                                   const ScoreValues& values) {
-    const float log2_factor = Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
+    if constexpr (Score::is_quick) {
+      exponentiate_quickly(probability, weights, raw, step, stage, piece, log_sum_exp, values);
+    } else {
+      exponentiate_edited(probability, weights, raw, step, piece, log_sum_exp, values);
+    }
+    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
+    constexpr bool reread = !constant_derivative && !Score::reads_positions;
+    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
+      mask(step, piece, [&](int e, int i) {
+        zero(probability, e, i);
+        if constexpr (!constant_derivative) zero(weights, e, i);
+      });
+    }
+    if constexpr (constant_derivative) weights = probability;
+  }
+
+  DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
+                                          const Step& step, int stage, Piece piece,
+                                          const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    const auto products = [&](auto visit) {
+#pragma unroll
+      for (int n = 0; n < part_q / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i]);
+    };
+    Score::in_form(products, values, [&](auto form) {
+#pragma unroll
+      for (int n = 0; n < part_q / 8; ++n) {
+        const float2 subtrahends = log_sum_exp.columns(n);
+        const BiasOfColumns bias = biases(stage, piece, n);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          float weight[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const auto at = bias.element(position(step, piece, n, i + j), i + j);
+            const float inner = Score::inner(form, raw.at[0][n][i + j], values);
+            const float base = -(j == 0 ? subtrahends.x : subtrahends.y);
+            probability.at[0][n][i + j] = exp2_approx(Score::outer(inner, at, values, base));
+            weight[j] = probability.at[0][n][i + j] * Score::derivative(inner, values);
+          }
+          if constexpr (!constant_derivative) {
+            weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight[0], weight[1]);
+          }
+        }
+      }
+    });
+  }
+
+  // Of a lane's four elements of column n: staged ones, two in a word.
+  struct NoBias {
+    static DLATTN_DEVICE const Position& element(const Position& at, int) { return at; }
+  };
+  struct StagedBias {
+    uint32 words[2];
+    DLATTN_DEVICE BiasedPosition element(const Position& at, int i) const {
+      using Element = Convert<typename Score::BiasElement>;
+      return {at, i % 2 == 0 ? Element::low(words[i / 2]) : Element::high(words[i / 2])};
+    }
+  };
+  using BiasOfColumns = Either<Tiling::stages_bias, StagedBias, NoBias>;
+  DLATTN_DEVICE BiasOfColumns biases(int stage, Piece piece, int n) {
+    BiasOfColumns bias;
+    if constexpr (Tiling::stages_bias) {
+      const int lane = opaque(threadIdx.x % 32);
+      const uint32 query = uint32(piece.query + 8 * n + lane % 8);
+      const uint32 unit = uint32(piece.key) / 8 + Base::first_row_of_warp() / 8 + lane / 8 % 2;
+      ldmatrix_x2<true>(bias.words, shared.bias[stage].unit_address(query, unit));
+    }
+    return bias;
+  }
+
+  DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,
+                                         const Step& step, Piece piece,
+                                         const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    const float log2_factor = Score::factor(values) * log2_e;
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
       const float2 subtrahends = log_sum_exp.columns(n);
@@ -108,15 +184,6 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       }
       if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
     }
-    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
-    constexpr bool reread = !constant_derivative && !Score::reads_positions;
-    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
-      mask(step, piece, [&](int e, int i) {
-        zero(probability, e, i);
-        if constexpr (!constant_derivative) zero(weights, e, i);
-      });
-    }
-    if constexpr (constant_derivative) weights = probability;
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
@@ -185,7 +252,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
     if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
-    if constexpr (!constant_derivative) {        // and for what preparing takes
+    if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
       wgmma_wait<0>();
       tie(raw);
       // With positions, too, the scale has no register.

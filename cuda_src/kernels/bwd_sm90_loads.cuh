@@ -79,8 +79,10 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE bool is_masked(int tile) const {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
-    return !Problem::Mask::full_keys(queries, length, p)
-                .contains({keys.first, keys.first + Base::tile_k});
+    // A bias there may be NaN, whatever the log-sum-exp.
+    const bool unknown = Problem::Score::reads_memory && queries.last - queries.first < tile_q;
+    return unknown || !Problem::Mask::full_keys(queries, length, p)
+                           .contains({keys.first, keys.first + Base::tile_k});
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
@@ -91,6 +93,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
+    constexpr uint32 bias_bytes = Tiling::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
       load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, i, p.heads_per_k);
     };
@@ -102,7 +105,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
       fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.clearings,
-                Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
+                Base::QTile::bytes + stats_bytes + bias_bytes, [&](int stage, uint64& full) {
+                  if constexpr (Tiling::stages_bias) load_bias(stage, full, head, tile);
                   shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
@@ -110,6 +114,11 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                 });
       place.advance();
     });
+  }
+
+  DLATTN_DEVICE void load_bias(int stage, uint64& full, int head, int tile) {
+    shared.bias[stage].load(m.bias, full, tile * tile_q, p.bias.head == 0 ? 0 : head,
+                            p.bias.batch == 0 ? 0 : work.batch, keys.first);
   }
 
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {

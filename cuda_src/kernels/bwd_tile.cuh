@@ -25,7 +25,7 @@ struct BwdTiling {
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int piece_columns_,
-          int dq_slots_, int share_slots_, int query_registers_>
+          int dq_slots_, int share_slots_, int query_registers_, bool stages_bias_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = 64;
   static constexpr bool by_product = by_product_;
@@ -33,6 +33,7 @@ struct Sm90BwdTiling {
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
+  static constexpr bool stages_bias = stages_bias_;
   static constexpr int warps = 8;  // of the kernel before
 };
 

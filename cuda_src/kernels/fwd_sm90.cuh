@@ -27,7 +27,7 @@
 namespace dlattn {
 
 template <int consumers_, int tile_k_, int stages_, int q_stages_, int o_slabs_, bool ping_pong_,
-          bool exponentials_first_>
+          bool exponentials_first_, bool stages_bias_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
@@ -37,17 +37,20 @@ struct Sm90FwdTiling {
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
+  static constexpr bool stages_bias = stages_bias_;  // each consumer's part of a tile
 };
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
   TensorMap q, k, v, o;  // boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns
+  TensorMap bias;        // 64 rows; if the tiling stages it
   Params p;
 };
 
 template <class Problem, class Tiling>
 struct FwdSm90 {
   using T = typename Problem::Element;
+  using Score = typename Problem::Score;
   static constexpr int consumers = Tiling::consumers;
   static constexpr int stages = Tiling::stages, q_stages = Tiling::q_stages;
   static constexpr int o_slabs = Tiling::o_slabs;
@@ -61,11 +64,17 @@ struct FwdSm90 {
   using OSlab = SlabTile<T, 64, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
+  using BiasTile = SlabTile<Either<Tiling::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
   using Scores = Accumulator<1, tile_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
+  static constexpr bool quick = Score::is_quick && !Softmax::exact;
+
+  static constexpr bool stages_bias = Tiling::stages_bias;
+  struct Nothing {};
 
   // Query tiles handed out: one at work, the next being loaded, one more.
   static constexpr int item_stages = 3;
@@ -75,10 +84,12 @@ struct FwdSm90 {
     KTile k[stages];
     VTile v[stages];
     OSlab o[consumers][o_slabs];
+    Either<stages_bias, BiasTile, Nothing> bias[consumers];
     int4 items[item_stages];  // tile, head, batch
     Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
+    Ring<1> bias_ring[consumers];
   };
 
   // Named barriers, by event; + warpgroup.
@@ -129,6 +140,7 @@ struct FwdSm90 {
       shared.k_ring.init(4 * consumers);
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
+      for (Ring<1>& ring : shared.bias_ring) ring.init(4);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -221,14 +233,33 @@ struct FwdSm90 {
     }
   }
 
+  // With each tile, a bias that is staged.
   DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
+    Place<1> bias_place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
       fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
         shared.q[stage].load(m.q, full, at.tile * tile_q, at.head, at.batch);
       });
+      if constexpr (stages_bias) load_bias(work, bias_place);
     });
+  }
+
+  DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
+    const WorkItem at = work.item;
+    const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
+    for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+#pragma unroll
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
+              BiasTile::bytes, [&](int, uint64& full) {
+                shared.bias[consumer].load(m.bias, full, at.tile * tile_q + 64 * consumer, head,
+                                           batch, tile * tile_k);
+              });
+      }
+      place.advance();
+    }
   }
 
   template <class Tile>
@@ -270,17 +301,54 @@ struct FwdSm90 {
     }
   }
 
+  // Where the first element of this lane is.
+  DLATTN_DEVICE Position position(const Work& work, int tile) {
+    return {anew<Score>(work.item.batch),
+            anew<Score>(work.item.head),
+            work.length.q,
+            work.length.kv,
+            anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0),
+            anew<Score>(tile) * tile_k + Scores::column(0, 0)};
+  }
+
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    Problem::Score::prepare(scores, values);
-    using Score = typename Problem::Score;
-    const int batch = anew<Score>(work.item.batch), head = anew<Score>(work.item.head);
-    const int first_query = anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0);
-    const int first_key = anew<Score>(tile) * tile_k + Scores::column(0, 0);
-    scores.for_each([&](float& score, int, int n, int i) {
-      const Position at{batch,       head,      work.length.q,          work.length.kv,
-                        first_query, first_key, Scores::row_step(0, i), Scores::column_step(n, i)};
-      score = Problem::Score::apply(score, at, values);
-    });
+    Score::template prepare<quick>(scores, values);
+    const Position first = position(work, tile);
+#pragma unroll
+    for (int begin = 0; begin < tile_k / 8; begin += 4) {
+      for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
+        score = Score::apply(score, at, values);
+      });
+    }
+  }
+
+  // Calls visit(score, position) in 32 columns.
+  template <class Visit>
+  DLATTN_DEVICE void for_each_element(Scores& scores, int begin, const Position& first,
+                                      Visit visit) {
+#pragma unroll
+    for (int pair = begin; pair < least(begin + 4, tile_k / 8); pair += 2) {
+      uint32 bias[4];
+      if constexpr (stages_bias) {
+        const int lane = opaque(threadIdx.x % 32);
+        ldmatrix_x4<false>(bias, shared.bias[warpgroup].unit_address(
+                                     first_row() % 64 + lane % 16, pair + lane / 16));
+      }
+#pragma unroll
+      for (int n = pair; n < pair + 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          Either<stages_bias, BiasedPosition, Position> at{first};
+          at.down = Scores::row_step(0, i);
+          at.right = Scores::column_step(n, i);
+          if constexpr (stages_bias) {
+            using Element = Convert<typename Score::BiasElement>;
+            const uint32 both = bias[(n - pair) * 2 + i / 2];
+            at.bias = i % 2 == 0 ? Element::low(both) : Element::high(both);
+          }
+          visit(scores.at[0][n][i], at, i);
+        }
+    }
   }
 
   // Columns of a tile that some row of this warp attends to. Three consumers have no registers for
@@ -337,6 +405,7 @@ struct FwdSm90 {
     Place<item_stages> item;
     Place<q_stages> q;
     Place<stages> k, v;
+    Place<1> bias;
   };
 
   DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
@@ -350,11 +419,44 @@ struct FwdSm90 {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
+  // Products become exponentials, 32 columns at a time.
+  DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile,
+                                  const ScoreValues& values, const Softmax& softmax) {
+    const Position first = position(work, tile);
+    Sums sums{};
+#pragma unroll
+    for (int begin = 0; begin < tile_k / 8; begin += 4) {
+      const auto raw = [&](auto visit) {
+#pragma unroll
+        for (int n = begin; n < least(begin + 4, tile_k / 8); ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) visit(scores.at[0][n][i]);
+      };
+      Score::in_form(raw, values, [&](auto form) {
+        for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
+          const float inner = Score::inner(form, s, values);
+          s = exp2_approx(Score::outer(inner, at, values, -softmax.reference[i / 2]));
+          sums.of[i / 2] += s;
+        });
+      });
+    }
+    return sums;
+  }
+
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
+    if constexpr (stages_bias) {
+      mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
+    }
+    if constexpr (quick) {
+      if (!first && work.is_full(tile)) {
+        sums = take_quickly(state.scores, work, tile, values, softmax);
+        return false;
+      }
+    }
     edit(state.scores, work, values, tile);
     if (work.is_full(tile)) {
       const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
@@ -403,6 +505,10 @@ struct FwdSm90 {
   DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
     release(shared.k_ring.empty[state.k.stage]);
     if (tile == work.first_tile) release(shared.q_ring.empty[state.q.stage]);
+    if constexpr (stages_bias) {
+      release(shared.bias_ring[warpgroup].empty[0]);
+      state.bias.advance();
+    }
   }
 
   DLATTN_DEVICE void end_output(State& state) {

@@ -124,11 +124,18 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     if node.softcap is not None:
         edits.append(SoftCap())
     if "bias" in tensors:
-        bias = tensors["bias"].attributes
-        edits.append(Bias(bias.dtype, contiguous=bias.dim[3] > 1 and bias.stride[3] == 1))
+        edits.append(_bias(tensors["bias"].attributes, seq_q=tensors["q"].attributes.dim[2]))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
+
+
+def _bias(it: Attributes, seq_q: int) -> Bias:
+    contiguous = it.dim[3] > 1 and it.stride[3] == 1
+    is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
+    has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
+    aligned = is_short and contiguous and has_rows and _is_wide(it, dtypes.itemsize(it.dtype))
+    return Bias(it.dtype, contiguous, aligned)
 
 
 def _masks(node: AttentionNode) -> tuple[Mask, ...]:

@@ -29,6 +29,7 @@ class Sm90BwdTiling:
         dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
+        stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
     tile_q: int = 64
@@ -39,6 +40,7 @@ class Sm90BwdTiling:
     piece_columns: int = 64
     dq_slots: int = 1
     share_slots: int = 1
+    stages_bias: bool = False
 
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 512
@@ -48,11 +50,11 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product = str(self.by_product).lower()
+        by_product, stages_bias = str(self.by_product).lower(), str(self.stages_bias).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.query_registers}>"
+            f"{self.query_registers}, {stages_bias}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -62,20 +64,23 @@ class Sm90BwdTiling:
         q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
-        weights = ds if self.by_product else 16
+        weights = 16 + ds if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
+        bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + told, 1024)
+        return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
+    if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
+        return Sm90BwdTiling(stages_bias=True)
     if max(dim_qk, dim_v) == 64 and not problem.keeps_scores:
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
@@ -125,7 +130,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def box_rows(self) -> Mapping[str, int]:
         queries, keys = self.tiling.tile_q, self.tiling.tile_k
         # A warpgroup stores its half of the keys.
-        return {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
+        rows = {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
+        return rows | {"bias": queries} if self.tiling.stages_bias else rows
 
     @property
     def heads_per_wave(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ class Sm90FwdTiling:
         o_slabs: slabs of 64 output columns that each consumer stages; divides their number.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
+        stages_bias: a bias comes through shared memory, too; of 16-bit elements.
     """
 
     consumers: int
@@ -52,6 +53,7 @@ class Sm90FwdTiling:
     o_slabs: int = 1
     ping_pong: bool = False
     exponentials_first: bool = True
+    stages_bias: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -67,10 +69,10 @@ class Sm90FwdTiling:
 
     @property
     def cpp(self) -> str:
-        ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
+        flags = (self.ping_pong, self.exponentials_first, self.stages_bias)
         return (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{self.o_slabs}, {ping_pong}, {first}>"
+            f"{self.o_slabs}, {', '.join(str(flag).lower() for flag in flags)}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -79,8 +81,9 @@ class Sm90FwdTiling:
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (16 + 2 * 8)
-        barriers = 2 * 8 * (self.q_stages + 2 * self.stages)
-        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v
+        barriers = 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
+        bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
+        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
         return round_up(tiles + items + barriers, 1024)
 
 
@@ -98,6 +101,11 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
+    if problem.has_aligned_bias and largest <= 128:
+        tiling = Sm90FwdTiling(2, 128, stages_bias=True, ping_pong=True)
+        if largest <= 64:
+            tiling = replace(tiling, stages=3, q_stages=2)
+        return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
     if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
@@ -155,7 +163,8 @@ class FwdSm90(MappedPlan):
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
-        return {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from operator import itemgetter
 from typing import ClassVar
 
@@ -23,18 +24,24 @@ def slab_bytes(rows: int, columns: int) -> int:
 class MappedPlan(CudaPlan):
     """A plan whose main kernel takes a :class:`MappedParams`."""
 
-    #: The argument of the main kernel, with a map for each role that it names before ``p``.
+    #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(problem, geometry, target)
-        #: Where each map is, and the address in it.
-        self._maps = {
-            role: ctypes.addressof(self._argument) + getattr(self.argument_type, role).offset
-            for role in self.argument_type.roles
-        }
-        self._addresses = itemgetter(*self.argument_type.roles)
         self._mapped_addresses: tuple[int, ...] = ()
+
+    @cached_property
+    def _maps(self) -> dict[str, int]:
+        """Where each map is."""
+        argument = ctypes.addressof(self._argument)
+        return {
+            role: argument + getattr(self.argument_type, role).offset for role in self.box_rows()
+        }
+
+    @cached_property
+    def _addresses(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+        return itemgetter(*self._maps)
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -55,7 +62,9 @@ class MappedPlan(CudaPlan):
             return
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]
-            tensormap.encode(self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows, 64))
+            # Memory that is repeated exists once.
+            dim = [n if s else 1 for n, s in zip(spec.dim, spec.stride, strict=True)]
+            tensormap.encode(self._maps[role], spec.dtype, dim, spec.stride, (1, 1, rows, 64))
         super().build()
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
@@ -74,7 +83,7 @@ class MappedPlan(CudaPlan):
             return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
-        for role in cls.argument_type.roles:
+        for role in cls.argument_type.required:
             spec = geometry.tensors[role]
             if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
                 return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
@@ -17,6 +18,11 @@ TENSOR_ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+
+#: ``tanh(x) / x`` as a polynomial of ``x**2`` with a relative error of 2**-23.2 for ``abs(x)`` up to
+#: ``_TANH_REACH``, the least that this degree allows (Remez exchange).
+_TANH = (0.9999999019010428, -0.3333136245997891, 0.13270976773930643, -0.047553604158444555)
+_TANH_REACH = 0.4
 
 
 class TensorRef(ctypes.Structure):
@@ -63,6 +69,12 @@ class BiasRef(ctypes.Structure):
     ]
 
 
+class SoftCapSeries(ctypes.Structure):
+    """Coefficients of the odd powers of a raw product, and up to where they hold."""
+
+    _fields_ = [("of", 4 * ctypes.c_float), ("most", ctypes.c_float)]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -96,13 +108,20 @@ class Params(ctypes.Structure):
         ("attn_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("softcap_inverse", ctypes.c_float),
+        ("softcap_series", SoftCapSeries),
     ]
 
 
 class MappedParams(ctypes.Structure):
-    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned."""
+    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned.
 
-    roles: ClassVar[tuple[str, ...]]
+    Attributes:
+        required: roles that have a map.
+        optional: roles that have one if their tensor is there and fit for it.
+    """
+
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
     p: Params
 
     @classmethod
@@ -112,9 +131,9 @@ class MappedParams(ctypes.Structure):
         return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
+def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
     return [
-        *((role, ctypes.c_uint8 * 128) for role in roles),
+        *((role, ctypes.c_uint8 * 128) for role in (*required, *MappedParams.optional)),
         ("p", Params),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
     ]
@@ -123,15 +142,15 @@ def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    roles = ("q", "k", "v", "o")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "o")
+    _fields_ = _mapped_fields(required)
 
 
 class MappedBwdParams(MappedParams):
     """Of the Hopper backward."""
 
-    roles = ("q", "k", "v", "dO", "dK", "dV")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "dO", "dK", "dV")
+    _fields_ = _mapped_fields(required)
 
 
 def params_for(geometry: Geometry) -> Params:
@@ -151,6 +170,7 @@ def params_for(geometry: Geometry) -> Params:
         attn_scale=geometry.attn_scale,
         softcap=geometry.softcap or 0.0,
         softcap_inverse=1 / geometry.softcap if geometry.softcap else 0.0,
+        softcap_series=_softcap_series(geometry),
     )
     for role in TENSOR_ROLES:
         if role in geometry.tensors:
@@ -172,6 +192,19 @@ def address_slot(params: Params, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
     field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
     return ctypes.c_uint64.from_buffer(params, field.offset)
+
+
+def _softcap_series(geometry: Geometry) -> SoftCapSeries:
+    """``cap * tanh(x * scale / cap) * log2(e)`` as ``x * (c0 + c1 x^2 + c2 x^4 + c3 x^6)``; without
+    a cap, or with a scale on the device or out of float32's reach, of no number."""
+    if geometry.softcap is None or "attn_scale" in geometry.tensors or not geometry.attn_scale:
+        return SoftCapSeries(most=-1.0)
+    slope = geometry.attn_scale / geometry.softcap
+    unit = geometry.softcap * math.log2(math.e)
+    terms = [c * unit * slope ** (2 * k + 1) for k, c in enumerate(_TANH)]
+    if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
+        return SoftCapSeries(most=-1.0)
+    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope))
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:

@@ -74,6 +74,11 @@ class Problem:
         return any(isinstance(edit, Bias) for edit in self.edits)
 
     @property
+    def has_aligned_bias(self) -> bool:
+        """Whether the copy engine can move tiles of the bias."""
+        return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)

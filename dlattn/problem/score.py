@@ -166,10 +166,13 @@ class Bias(Edit):
     Attributes:
         dtype: of the elements; UINT8 is boolean, too.
         contiguous: neighbouring keys are neighbours in memory.
+        aligned: the copy engine can move tiles of it: 16-bit numbers, contiguous, a row for each
+            query, on 16-byte boundaries.
     """
 
     dtype: data_type
     contiguous: bool
+    aligned: bool = False
 
     @property
     def is_boolean(self) -> bool:

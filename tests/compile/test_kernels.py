@@ -65,7 +65,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "softcap": (SoftCap(),),
     "alibi": (Alibi(symmetric=False),),
     "slopes": (Alibi(symmetric=True),),
-    "bias": (Bias(data_type.BFLOAT16, contiguous=True),),
+    "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
+    "rows": (Bias(data_type.HALF, contiguous=True),),
     "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
