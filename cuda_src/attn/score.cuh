@@ -43,7 +43,6 @@ struct Position {
   int length_q, length_kv;
   int query, key;   // of the first element
   int down, right;  // constants, once loops are unrolled
-  static constexpr bool has_bias = false;
 
   // key - query - shift, of which each thread converts one for all its elements.
   DLATTN_DEVICE float distance(int shift) const {
@@ -58,7 +57,6 @@ struct Position {
 // The same, and its bias, which the kernel has read.
 struct BiasedPosition : Position {
   float bias;
-  static constexpr bool has_bias = true;
 };
 
 // A part of positions in a walk over tiles: what edits make of it is not held between tiles, where
@@ -83,7 +81,8 @@ struct SoftCap {};
 
 // What is added to a score, whatever it is.
 struct Added {
-  static constexpr bool constant_derivative = true, reads_positions = true, reads_memory = false;
+  static constexpr bool constant_derivative = true, reads_positions = true, reads_memory = false,
+                        stages_bias = false;
   using BiasElement = unsigned short;  // of none
   template <class At>
   static DLATTN_DEVICE float backward(float grad, float, const At&, const ScoreValues&) {
@@ -116,45 +115,40 @@ struct Alibi : Added {
 };
 
 // A number for each element is added; a bool drops the elements for which it is false. Keys are
-// contiguous, or have any stride.
-template <class T, bool contiguous>
+// contiguous, or have any stride. Or the kernel has read it, by tiles.
+template <class T, bool contiguous, bool staged>
 struct Bias : Added {
-  static constexpr bool reads_memory = true;
+  static constexpr bool reads_memory = true, stages_bias = staged;
   using BiasElement = T;
 
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {
-    if constexpr (At::has_bias) {
+    if constexpr (staged) {
       return score + at.bias;
     } else if constexpr (same_type<T, bool>) {
       if (!at.exists()) return score;
-      return load(at, at.down, at.right, values) ? score : -infinity();
+      return element(at, values) ? score : -infinity();
     } else if constexpr (test_by_branch) {
       if (!at.exists()) return score;
-      return score + to_float(load(at, at.down, at.right, values));
+      return score + to_float(element(at, values));
     } else {
-      return score + (at.exists() ? to_float(load(at, at.down, at.right, values)) : 0.f);
+      return score + (at.exists() ? to_float(element(at, values)) : 0.f);
     }
   }
 
-  static constexpr bool is_quick = !same_type<T, bool>;
+  static constexpr bool is_quick = staged;
   template <class At>
-  static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues& values) {
-    if constexpr (At::has_bias) return fmaf(at.bias, log2_e, base);
-    // Of what does not exist, any number: the nearest.
-    const int down = least(at.down, at.length_q - 1 - at.query);
-    const int right = least(at.right, at.length_kv - 1 - at.key);
-    return fmaf(to_float(load(at, down, right, values)), log2_e, base);
+  static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues&) {
+    return fmaf(at.bias, log2_e, base);
   }
 
  private:
-  template <class At>
-  static DLATTN_DEVICE T load(const At& at, int down, int right, const ScoreValues& values) {
+  static DLATTN_DEVICE T element(const Position& at, const ScoreValues& values) {
     const BiasRef& bias = values.p.bias;
     const T* g_first = static_cast<const T*>(bias.data) + at.batch * bias.batch +
                        at.head * bias.head + at.query * bias.row;
-    const T* g_row = g_first + down * bias.row;
-    const int key = at.key + right;
+    const T* g_row = g_first + at.down * bias.row;
+    const int key = at.key + at.right;
     return load_constant(contiguous ? g_row + key : g_row + key * bias.column);
   }
 
@@ -172,7 +166,9 @@ struct Edits;
 
 template <>
 struct Edits<> {
-  static constexpr bool constant_derivative = true, reads_positions = false, reads_memory = false;
+  static constexpr bool constant_derivative = true, reads_positions = false, reads_memory = false,
+                        stages_bias = false;
+  using BiasElement = unsigned short;
   template <bool rarely = false, class Tile>
   static DLATTN_DEVICE void prepare(Tile&, const ScoreValues&) {}
   template <class At>
@@ -186,7 +182,6 @@ struct Edits<> {
   static DLATTN_DEVICE float factor(const ScoreValues&) { return 1.f; }
   static DLATTN_DEVICE float gradient_factor(const ScoreValues&) { return 1.f; }
 
-  using BiasElement = unsigned short;
   static constexpr bool is_quick = false;
   struct AnyForm {};
   template <class Some, class Take>
@@ -218,6 +213,7 @@ struct Scaled : Edits<> {
   }
 
   static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
+  static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
   using BiasElement = typename Edits<Rest...>::BiasElement;
   static constexpr bool is_quick = (true && ... && Rest::is_quick);
   static DLATTN_DEVICE float inner(Edits<>::AnyForm, float raw, const ScoreValues&) { return raw; }
@@ -262,6 +258,7 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
 
   // By a series, unless a product is too large for it.
   static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
+  static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
   using BiasElement = typename Edits<Rest...>::BiasElement;
   static constexpr bool is_quick = (true && ... && Rest::is_quick);
   struct Series {};
@@ -311,6 +308,7 @@ struct Edits<First, Rest...> : Edits<> {
       First::constant_derivative && Edits<Rest...>::constant_derivative;
   static constexpr bool reads_positions = First::reads_positions || Edits<Rest...>::reads_positions;
   static constexpr bool reads_memory = First::reads_memory || Edits<Rest...>::reads_memory;
+  static constexpr bool stages_bias = First::stages_bias || Edits<Rest...>::stages_bias;
   using BiasElement = Either<First::reads_memory, typename First::BiasElement,
                              typename Edits<Rest...>::BiasElement>;
   template <class At>

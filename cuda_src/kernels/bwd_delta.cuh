@@ -68,7 +68,8 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       const float stats = exists ? to_float(*p.stats.rows<Stats>(batch, head, query)) : -infinity();
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
-      g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
+      g_stats[row] =
+          stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
       g_stats[Shapes::tile_q + row] = -delta;  // what the sums of dP begin with
       if constexpr (Problem::sink) {
         if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;

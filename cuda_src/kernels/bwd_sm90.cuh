@@ -53,6 +53,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using DV = Accumulator<1, dim_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
+  // What brings probabilities back to their size.
+  static constexpr float lowering = 1.f / (1 << Tiling::template raised<T>);
 
   // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
   struct Piece {
@@ -116,34 +118,49 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
                                           const Step& step, int stage, Piece piece,
                                           const LogSumExp& log_sum_exp, const ScoreValues& values) {
-    const auto products = [&](auto visit) {
+    // Columns that take one form together.
+    constexpr int group = by_product ? 2 : part_q / 8;
 #pragma unroll
-      for (int n = 0; n < part_q / 8; ++n)
+    for (int begin = 0; begin < part_q / 8; begin += group) {
+      const auto products = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i]);
-    };
-    Score::in_form(products, values, [&](auto form) {
+        for (int n = begin; n < begin + group; ++n)
 #pragma unroll
-      for (int n = 0; n < part_q / 8; ++n) {
-        const float2 subtrahends = log_sum_exp.columns(n);
-        const BiasOfColumns bias = biases(stage, piece, n);
+          for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i]);
+      };
+      Score::in_form(products, values, [&](auto form) {
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          float weight[2];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const auto at = bias.element(position(step, piece, n, i + j), i + j);
-            const float inner = Score::inner(form, raw.at[0][n][i + j], values);
-            const float base = -(j == 0 ? subtrahends.x : subtrahends.y);
-            probability.at[0][n][i + j] = exp2_approx(Score::outer(inner, at, values, base));
-            weight[j] = probability.at[0][n][i + j] * Score::derivative(inner, values);
-          }
-          if constexpr (!constant_derivative) {
-            weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight[0], weight[1]);
-          }
+        for (int n = begin; n < begin + group; ++n) {
+          exponentiate_columns(probability, weights, raw, form, n, step, stage, piece, log_sum_exp,
+                               values);
         }
+      });
+    }
+  }
+
+  // Of column n of each lane.
+  template <class Form>
+  DLATTN_DEVICE void exponentiate_columns(Scores& probability, Weights& weights, const Scores& raw,
+                                          Form form, int n, const Step& step, int stage,
+                                          Piece piece, const LogSumExp& log_sum_exp,
+                                          const ScoreValues& values) {
+    const float2 subtrahends = log_sum_exp.columns(n);
+    const BiasOfColumns bias = biases(stage, piece, n);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      float weight[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto at = bias.element(position(step, piece, n, i + j), i + j);
+        const float inner = Score::inner(form, raw.at[0][n][i + j], values);
+        const float base = -(j == 0 ? subtrahends.x : subtrahends.y);
+        probability.at[0][n][i + j] = exp2_approx(Score::outer(inner, at, values, base));
+        weight[j] = probability.at[0][n][i + j] * Score::derivative(inner, values);
       }
-    });
+      if constexpr (!constant_derivative) {
+        weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight[0], weight[1]);
+      }
+    }
   }
 
   // Of a lane's four elements of column n: staged ones, two in a word.
@@ -157,10 +174,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       return {at, i % 2 == 0 ? Element::low(words[i / 2]) : Element::high(words[i / 2])};
     }
   };
-  using BiasOfColumns = Either<Tiling::stages_bias, StagedBias, NoBias>;
+  using BiasOfColumns = Either<Score::stages_bias, StagedBias, NoBias>;
   DLATTN_DEVICE BiasOfColumns biases(int stage, Piece piece, int n) {
     BiasOfColumns bias;
-    if constexpr (Tiling::stages_bias) {
+    if constexpr (Score::stages_bias) {
       const int lane = opaque(threadIdx.x % 32);
       const uint32 query = uint32(piece.query + 8 * n + lane % 8);
       const uint32 unit = uint32(piece.key) / 8 + Base::first_row_of_warp() / 8 + lane / 8 % 2;
@@ -410,12 +427,12 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   static DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights) {
-    dP.for_each([&](float& value, int, int n, int i) { value *= weights.at[0][n][i]; });
+    dP.for_each([&](float& value, int, int n, int i) { value *= lowering * weights.at[0][n][i]; });
   }
   static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
     dP.for_each([&](float& value, int, int n, int i) {
       const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
-      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+      value *= lowering * (i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair));
     });
   }
 
@@ -528,7 +545,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, 1.f);
+      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, lowering);
     }
   }
 

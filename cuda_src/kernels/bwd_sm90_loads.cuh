@@ -93,7 +93,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    constexpr uint32 bias_bytes = Tiling::stages_bias ? Base::BiasTile::bytes : 0;
+    constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
       load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, i, p.heads_per_k);
     };
@@ -106,7 +106,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
       fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.clearings,
                 Base::QTile::bytes + stats_bytes + bias_bytes, [&](int stage, uint64& full) {
-                  if constexpr (Tiling::stages_bias) load_bias(stage, full, head, tile);
+                  if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
                   shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),

@@ -18,6 +18,9 @@ struct BwdTiling {
   static constexpr int warps_kv = warps_kv_;  // along keys in dK and dV
   static constexpr int warps_dq = warps_dq_;  // along queries in dQ
   static constexpr int stages_q = stages_q_, stages_do = stages_do_;
+  // Probabilities are multiplied by 2 to this.
+  template <class T>
+  static constexpr int raised = 0;
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
@@ -25,7 +28,7 @@ struct BwdTiling {
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int piece_columns_,
-          int dq_slots_, int share_slots_, int query_registers_, bool stages_bias_>
+          int dq_slots_, int share_slots_, int query_registers_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = 64;
   static constexpr bool by_product = by_product_;
@@ -33,8 +36,11 @@ struct Sm90BwdTiling {
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
-  static constexpr bool stages_bias = stages_bias_;
   static constexpr int warps = 8;  // of the kernel before
+  // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
+  // precision the others have.
+  template <class T>
+  static constexpr int raised = same_type<T, half> ? 12 : 0;
 };
 
 // How a block's warps divide a (rows x columns) product, rows first.

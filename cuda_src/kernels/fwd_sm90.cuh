@@ -27,7 +27,7 @@
 namespace dlattn {
 
 template <int consumers_, int tile_k_, int stages_, int q_stages_, int o_slabs_, bool ping_pong_,
-          bool exponentials_first_, bool stages_bias_>
+          bool exponentials_first_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
@@ -37,13 +37,12 @@ struct Sm90FwdTiling {
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
-  static constexpr bool stages_bias = stages_bias_;  // each consumer's part of a tile
 };
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
   TensorMap q, k, v, o;  // boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns
-  TensorMap bias;        // 64 rows; if the tiling stages it
+  TensorMap bias;        // 64 rows; if it is staged
   Params p;
 };
 
@@ -64,7 +63,7 @@ struct FwdSm90 {
   using OSlab = SlabTile<T, 64, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
-  using BiasTile = SlabTile<Either<Tiling::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
+  using BiasTile = SlabTile<Either<Score::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
   using Scores = Accumulator<1, tile_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
@@ -73,7 +72,7 @@ struct FwdSm90 {
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
-  static constexpr bool stages_bias = Tiling::stages_bias;
+  static constexpr bool stages_bias = Score::stages_bias;
   struct Nothing {};
 
   // Query tiles handed out: one at work, the next being loaded, one more.

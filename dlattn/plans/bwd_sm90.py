@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up
-from dlattn.plans.mapped import MappedPlan, slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
@@ -50,11 +50,11 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product, stages_bias = str(self.by_product).lower(), str(self.stages_bias).lower()
+        by_product = str(self.by_product).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.query_registers}, {stages_bias}>"
+            f"{self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -152,7 +152,6 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)
         shared = self.tiling.shared_memory(self.problem)
-        source = kernel_source(
-            self.name, self.problem, self.tiling, shared, argument=MappedBwdParams
-        )
+        problem = staged(self.problem) if self.tiling.stages_bias else self.problem
+        source = kernel_source(self.name, problem, self.tiling, shared, argument=MappedBwdParams)
         return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)

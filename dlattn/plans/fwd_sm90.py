@@ -15,7 +15,7 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan, slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedFwdParams
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
@@ -69,10 +69,10 @@ class Sm90FwdTiling:
 
     @property
     def cpp(self) -> str:
-        flags = (self.ping_pong, self.exponentials_first, self.stages_bias)
+        ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
         return (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{self.o_slabs}, {', '.join(str(flag).lower() for flag in flags)}>"
+            f"{self.o_slabs}, {ping_pong}, {first}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -217,7 +217,7 @@ class FwdSm90(MappedPlan):
     def _source(self, tiling: Sm90FwdTiling) -> KernelSource:
         return kernel_source(
             self.name,
-            self.problem,
+            staged(self.problem) if tiling.stages_bias else self.problem,
             tiling,
             tiling.shared_memory(self.problem),
             argument=MappedFwdParams,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.problem import Geometry, Problem
+from dlattn.problem import Bias, Geometry, Problem
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -19,6 +20,12 @@ from dlattn.runtime.target import Target
 def slab_bytes(rows: int, columns: int) -> int:
     """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
     return -(-columns // 64) * rows * 128
+
+
+def staged(problem: Problem) -> Problem:
+    """The problem, with a bias that the kernel reads by tiles."""
+    edits = (replace(edit, staged=True) if isinstance(edit, Bias) else edit for edit in problem.edits)
+    return replace(problem, edits=tuple(edits))
 
 
 class MappedPlan(CudaPlan):
