@@ -14,7 +14,8 @@
 //
 // If is_quick, the exponent of an element can be had at once of its raw product: such arithmetic
 // hides behind the exponentials.
-//   in_form(some, values, take)              calls take(form) with how to compute some elements
+//   range(some)                              what decides how to compute some elements
+//   in_form(range, values, take)             calls take(form), with how to compute them
 //   inner(form, raw, values)                 what all but the first part of the pack takes
 //   outer(inner, at, values, base)           the score in log2 units, plus base
 //   derivative(inner, values)                of the score by the product, except for a factor
@@ -109,7 +110,7 @@ struct Alibi : Added {
       return fmaf(-slope, fabsf(at.distance(at.length_kv - at.length_q)), base);
     }
     // What the elements of a row have in common, then a constant.
-    const float first = fmaf(slope, float(at.key - at.query - at.down), base);
+    const float first = fmaf(slope, float(at.key - at.query) - float(at.down), base);
     return fmaf(slope, float(at.right), first);
   }
 };
@@ -183,9 +184,14 @@ struct Edits<> {
   static DLATTN_DEVICE float gradient_factor(const ScoreValues&) { return 1.f; }
 
   static constexpr bool is_quick = false;
+  struct Range {};
+  template <class Some>
+  static DLATTN_DEVICE Range range(Some) {
+    return {};
+  }
   struct AnyForm {};
-  template <class Some, class Take>
-  static DLATTN_DEVICE void in_form(Some, const ScoreValues&, Take take) {
+  template <class Take>
+  static DLATTN_DEVICE void in_form(Range, const ScoreValues&, Take take) {
     take(AnyForm());
   }
   template <class At>
@@ -263,10 +269,19 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
   static constexpr bool is_quick = (true && ... && Rest::is_quick);
   struct Series {};
   struct Exact {};
-  template <class Some, class Take>
-  static DLATTN_DEVICE void in_form(Some some, const ScoreValues& values, Take take) {
-    float largest = 0.f;
-    some([&](float raw) { largest = fmaxf(largest, fabsf(raw)); });
+  struct Range {
+    float largest[4];  // at once: one would wait for itself
+  };
+  template <class Some>
+  static DLATTN_DEVICE Range range(Some some) {
+    Range r{};
+    some([&](float raw, int i) { r.largest[i] = fmaxf(r.largest[i], fabsf(raw)); });
+    return r;
+  }
+  template <class Take>
+  static DLATTN_DEVICE void in_form(const Range& r, const ScoreValues& values, Take take) {
+    const float largest =
+        fmaxf(fmaxf(r.largest[0], r.largest[1]), fmaxf(r.largest[2], r.largest[3]));
     if (__any_sync(0xffffffffu, largest > values.p.softcap_series.most)) {
       take(Exact());
     } else {

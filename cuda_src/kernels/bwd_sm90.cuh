@@ -126,9 +126,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
         for (int n = begin; n < begin + group; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i]);
+          for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i], i);
       };
-      Score::in_form(products, values, [&](auto form) {
+      Score::in_form(Score::range(products), values, [&](auto form) {
 #pragma unroll
         for (int n = begin; n < begin + group; ++n) {
           exponentiate_columns(probability, weights, raw, form, n, step, stage, piece, log_sum_exp,

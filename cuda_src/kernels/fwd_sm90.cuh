@@ -418,27 +418,40 @@ struct FwdSm90 {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
-  // Products become exponentials, 32 columns at a time.
+  // Products become exponentials, 32 columns at a time. What decides how is found out, and sums are made,
+  // beside the exponentials of other columns.
   DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile,
                                   const ScoreValues& values, const Softmax& softmax) {
+    constexpr int group = 4, tiles = tile_k / 8;
     const Position first = position(work, tile);
+    const auto range = [&](int begin) {
+      return Score::range([&](auto visit) {
+#pragma unroll
+        for (int n = begin; n < least(begin + group, tiles); ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) visit(scores.at[0][n][i], i);
+      });
+    };
     Sums sums{};
+    const auto add = [&](int begin) {
 #pragma unroll
-    for (int begin = 0; begin < tile_k / 8; begin += 4) {
-      const auto raw = [&](auto visit) {
+      for (int n = most(begin, 0); n < least(begin + group, tiles); ++n)
 #pragma unroll
-        for (int n = begin; n < least(begin + 4, tile_k / 8); ++n)
+        for (int i = 0; i < 4; ++i) sums.of[i / 2] += scores.at[0][n][i];
+    };
+    auto next = range(0);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) visit(scores.at[0][n][i]);
-      };
-      Score::in_form(raw, values, [&](auto form) {
+    for (int begin = 0; begin < tiles; begin += group) {
+      Score::in_form(next, values, [&](auto form) {
+        next = range(begin + group);
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
           const float inner = Score::inner(form, s, values);
           s = exp2_approx(Score::outer(inner, at, values, -softmax.reference[i / 2]));
-          sums.of[i / 2] += s;
         });
+        add(begin - group);
       });
     }
+    add((tiles - 1) / group * group);
     return sums;
   }
 
