@@ -50,10 +50,12 @@ struct BiasRef {
 // hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
 struct SoftCapSeries {
   float of[4], most;
+  uint32 zero;  // which the compiler does not know
 
-  DLATTN_DEVICE float ratio(float x) const {
+  // highest: of[3].
+  DLATTN_DEVICE float ratio(float x, float highest) const {
     const float square = x * x;
-    return fmaf(fmaf(fmaf(of[3], square, of[2]), square, of[1]), square, of[0]);
+    return fmaf(fmaf(fmaf(highest, square, of[2]), square, of[1]), square, of[0]);
   }
 };
 

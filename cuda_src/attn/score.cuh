@@ -189,7 +189,9 @@ struct Edits<> {
   static DLATTN_DEVICE Range range(Some) {
     return {};
   }
-  struct AnyForm {};
+  struct AnyForm {
+    DLATTN_DEVICE void follow(float) {}
+  };
   template <class Take>
   static DLATTN_DEVICE void in_form(Range, const ScoreValues&, Take take) {
     take(AnyForm());
@@ -267,8 +269,18 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
   static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
   using BiasElement = typename Edits<Rest...>::BiasElement;
   static constexpr bool is_quick = (true && ... && Rest::is_quick);
-  struct Series {};
-  struct Exact {};
+  struct Series {
+    float highest;
+    uint32 zero;
+    // What comes next is not computed before `result`: ptxas would begin all elements of a tile at
+    // once, and spill.
+    DLATTN_DEVICE void follow(float result) {
+      highest = __uint_as_float(__float_as_uint(highest) | (__float_as_uint(result) & zero));
+    }
+  };
+  struct Exact {
+    DLATTN_DEVICE void follow(float) {}
+  };
   struct Range {
     float largest[4];  // at once: one would wait for itself
   };
@@ -285,11 +297,11 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
     if (__any_sync(0xffffffffu, largest > values.p.softcap_series.most)) {
       take(Exact());
     } else {
-      take(Series());
+      take(Series{values.p.softcap_series.of[3], values.p.softcap_series.zero});
     }
   }
-  static DLATTN_DEVICE float inner(Series, float raw, const ScoreValues& values) {
-    return raw * values.p.softcap_series.ratio(raw);
+  static DLATTN_DEVICE float inner(Series form, float raw, const ScoreValues& values) {
+    return raw * values.p.softcap_series.ratio(raw, form.highest);
   }
   static DLATTN_DEVICE float inner(Exact, float raw, const ScoreValues& values) {
     const float tanh = any_tanh(raw * (Scale::of(values) * values.p.softcap_inverse));

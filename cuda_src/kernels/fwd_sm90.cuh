@@ -314,40 +314,37 @@ struct FwdSm90 {
     Score::template prepare<quick>(scores, values);
     const Position first = position(work, tile);
 #pragma unroll
-    for (int begin = 0; begin < tile_k / 8; begin += 4) {
+    for (int begin = 0; begin < tile_k / 8; begin += 2) {
       for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
         score = Score::apply(score, at, values);
       });
     }
   }
 
-  // Calls visit(score, position) in 32 columns.
+  // Calls visit(score, position, i) in the 16 columns of accumulator tiles `pair` and the next.
   template <class Visit>
-  DLATTN_DEVICE void for_each_element(Scores& scores, int begin, const Position& first,
+  DLATTN_DEVICE void for_each_element(Scores& scores, int pair, const Position& first,
                                       Visit visit) {
-#pragma unroll
-    for (int pair = begin; pair < least(begin + 4, tile_k / 8); pair += 2) {
-      uint32 bias[4];
-      if constexpr (stages_bias) {
-        const int lane = opaque(threadIdx.x % 32);
-        ldmatrix_x4<false>(bias, shared.bias[warpgroup].unit_address(
-                                     first_row() % 64 + lane % 16, pair + lane / 16));
-      }
-#pragma unroll
-      for (int n = pair; n < pair + 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          Either<stages_bias, BiasedPosition, Position> at{first};
-          at.down = Scores::row_step(0, i);
-          at.right = Scores::column_step(n, i);
-          if constexpr (stages_bias) {
-            using Element = Convert<typename Score::BiasElement>;
-            const uint32 both = bias[(n - pair) * 2 + i / 2];
-            at.bias = i % 2 == 0 ? Element::low(both) : Element::high(both);
-          }
-          visit(scores.at[0][n][i], at, i);
-        }
+    uint32 bias[4];
+    if constexpr (stages_bias) {
+      const int lane = opaque(threadIdx.x % 32);
+      ldmatrix_x4<false>(bias, shared.bias[warpgroup].unit_address(first_row() % 64 + lane % 16,
+                                                                   pair + lane / 16));
     }
+#pragma unroll
+    for (int n = pair; n < pair + 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Either<stages_bias, BiasedPosition, Position> at{first};
+        at.down = Scores::row_step(0, i);
+        at.right = Scores::column_step(n, i);
+        if constexpr (stages_bias) {
+          using Element = Convert<typename Score::BiasElement>;
+          const uint32 both = bias[(n - pair) * 2 + i / 2];
+          at.bias = i % 2 == 0 ? Element::low(both) : Element::high(both);
+        }
+        visit(scores.at[0][n][i], at, i);
+      }
   }
 
   // Columns of a tile that some row of this warp attends to. Three consumers have no registers for
@@ -418,40 +415,28 @@ struct FwdSm90 {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
-  // Products become exponentials, 32 columns at a time. What decides how is found out, and sums are made,
-  // beside the exponentials of other columns.
+  // Products become exponentials at once.
   DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile,
                                   const ScoreValues& values, const Softmax& softmax) {
-    constexpr int group = 4, tiles = tile_k / 8;
+    constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
-    const auto range = [&](int begin) {
-      return Score::range([&](auto visit) {
-#pragma unroll
-        for (int n = begin; n < least(begin + group, tiles); ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) visit(scores.at[0][n][i], i);
-      });
-    };
+    const auto range = Score::range([&](auto visit) {
+      scores.for_each([&](float raw, int, int, int i) { visit(raw, i); });
+    });
     Sums sums{};
-    const auto add = [&](int begin) {
+    Score::in_form(range, values, [&](auto form) {
+      float before = 0.f;
 #pragma unroll
-      for (int n = most(begin, 0); n < least(begin + group, tiles); ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums.of[i / 2] += scores.at[0][n][i];
-    };
-    auto next = range(0);
-#pragma unroll
-    for (int begin = 0; begin < tiles; begin += group) {
-      Score::in_form(next, values, [&](auto form) {
-        next = range(begin + group);
+      for (int begin = 0; begin < tiles; begin += group) {
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
           const float inner = Score::inner(form, s, values);
           s = exp2_approx(Score::outer(inner, at, values, -softmax.reference[i / 2]));
+          sums.of[i / 2] += s;
         });
-        add(begin - group);
-      });
-    }
-    add((tiles - 1) / group * group);
+        form.follow(before);
+        before = scores.at[0][begin + group - 1][3];
+      }
+    });
     return sums;
   }
 

@@ -72,7 +72,11 @@ class BiasRef(ctypes.Structure):
 class SoftCapSeries(ctypes.Structure):
     """Coefficients of the odd powers of a raw product, and up to where they hold."""
 
-    _fields_ = [("of", 4 * ctypes.c_float), ("most", ctypes.c_float)]
+    _fields_ = [
+        ("of", 4 * ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("zero", ctypes.c_uint32),
+    ]
 
 
 class Params(ctypes.Structure):
