@@ -76,7 +76,7 @@ struct Params {
   BiasRef bias;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;   // else: tiles that blocks have asked for so far
+  int* items_taken;                // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored

@@ -92,7 +92,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Weights = Either<constant_derivative, Scores, Rounded>;
 
   using LogSumExp =
-      Either<constant_derivative && !Score::reads_positions, RowStats, RowStatsInPlace>;
+      Either<constant_derivative && (!Score::reads_positions || (Score::is_quick && part_q <= 64)),
+             RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
@@ -268,7 +269,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
                                            Piece piece, const ScoreValues& values) {
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
+    if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
       wgmma_wait<0>();
       tie(raw);

@@ -420,9 +420,8 @@ struct FwdSm90 {
                                   const ScoreValues& values, const Softmax& softmax) {
     constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
-    const auto range = Score::range([&](auto visit) {
-      scores.for_each([&](float raw, int, int, int i) { visit(raw, i); });
-    });
+    const auto range = Score::range(
+        [&](auto visit) { scores.for_each([&](float raw, int, int, int i) { visit(raw, i); }); });
     Sums sums{};
     Score::in_form(range, values, [&](auto form) {
       float before = 0.f;
