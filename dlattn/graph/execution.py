@@ -77,16 +77,23 @@ class Slot:
             return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
         if device != self.device:
             return f"expected memory on {_said(self.device)}, got {_said(device)}; move the tensor."
-        if self._size(shape) != self._size(spec.dim):
-            return f"expected shape {spec.dim}, got {tuple(shape)}; pass a tensor of that shape."
-        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
-            return (
-                f"expected strides {spec.stride} (those of sizes 1 aside), got {tuple(stride)}; "
-                "pass a tensor of that layout, or declare this one in a new graph."
-            )
+        misfit = self._misfit(tuple(shape), tuple(stride))
+        if misfit is not None:
+            return misfit
         if self.is_output and not writable:
             return "it is written to, but its framework made it read-only; pass a writable tensor."
         return self._address_complaint(ptr)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        spec = self.spec
+        if self._size(shape) != self._size(spec.dim):
+            return f"expected shape {spec.dim}, got {shape}; pass a tensor of that shape."
+        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
+            return (
+                f"expected strides {spec.stride} (those of sizes 1 aside), got {stride}; "
+                "pass a tensor of that layout, or declare this one in a new graph."
+            )
+        return None
 
     def checked_address(self, ptr: int) -> int:
         """A raw address, of which only the alignment can be checked."""
@@ -111,6 +118,38 @@ class Slot:
         return () if single and self.role == "attn_scale" else tuple(shape)
 
 
+class RaggedSlot(Slot):
+    """A ragged tensor's. How many tokens a buffer holds is the caller's business: only the device
+    knows the offsets."""
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
+        declared shape; or memory without gaps in one dimension."""
+        _, heads, longest, columns = self.spec.dim
+        _, head, row, _ = self.spec.stride
+        # Of few tokens, the graph does not know the distance from one to the next.
+        step = row if longest > 1 else None
+        if len(shape) == 1:
+            fits = stride == (1,) or shape == (1,)
+        elif shape == self.spec.dim:
+            fits = canonical_stride(shape[1:], stride[1:]) == self.spec.stride[1:]
+        else:
+            if len(shape) == 2 and columns == 1:
+                shape, stride = (*shape, 1), (*stride, 1)
+            wanted = (step, head, 1)
+            fits = shape[1:] == (heads, columns) and all(
+                size == 1 or want in (None, got)
+                for size, want, got in zip(shape, wanted, stride, strict=True)
+            )
+        if fits:
+            return None
+        return (
+            f"expected (tokens, heads, columns) = (any, {heads}, {columns}) with strides ({row}, "
+            f"{head}, 1), got shape {shape} and strides {stride}; pass such a view of the packed "
+            "memory, or an address."
+        )
+
+
 class Execution:
     """A built plan, bound to the tensors of its graph.
 
@@ -125,7 +164,9 @@ class Execution:
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
         slots = [
-            Slot(role, t, specs[role], lowered.target, role in lowered.outputs)
+            (RaggedSlot if specs[role].ragged else Slot)(
+                role, t, specs[role], lowered.target, role in lowered.outputs
+            )
             for role, t in lowered.tensors.items()
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
