@@ -17,6 +17,7 @@ from dlattn.plans.cuda import (
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedFwdParams
+from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
@@ -142,6 +143,8 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, geometry)
         self._schedule: Any = None
+        if problem.ragged:
+            self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         self._slots = [(role, slot) for role, slot in self._slots if role not in ("q", "k", "v")]
 
     @classmethod
@@ -170,15 +173,24 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def _has_lengths(self) -> bool:
-        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        given = not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        return given or self.problem.ragged
 
     @cached_property
-    def workspace_size(self) -> int:
-        return self.cleared_bytes
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        tile_q = self.tiling.tile_q
+        items = Items(tile_q, query_tiles(self.geometry, tile_q), of_keys=False, last_first=True)
+        return RaggedScratch(self.geometry, items=items)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        return 256 if self._has_lengths else 0  # the counter of tiles asked for
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles asked for
+        return 0 if self.problem.ragged else self.scratch_bytes
 
     def place_workspace(self, workspace: int) -> None:
         if self._has_lengths:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.problem import Geometry, Problem
+from dlattn.problem import Geometry, Problem, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -18,6 +18,16 @@ from dlattn.runtime.target import Target
 def slab_bytes(rows: int, columns: int) -> int:
     """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
     return -(-columns // 64) * rows * 128
+
+
+#: The last dimension of a ragged tensor's map: elements, in units of the least stride that the copy
+#: engine knows, from so many rows before the tensor as its longest sequence has
+#: (``cuda_src/kernels/ragged.cuh`` says why).
+_UNIT, _FARTHEST = 8, 2**31 - 1
+
+
+def _bytes_before(spec: TensorSpec) -> int:
+    return 2 * spec.dim[2] * spec.stride[2] if spec.ragged else 0
 
 
 class MappedPlan(CudaPlan):
@@ -35,6 +45,7 @@ class MappedPlan(CudaPlan):
         }
         self._addresses = itemgetter(*self.argument_type.roles)
         self._mapped_addresses: tuple[int, ...] = ()
+        self._begins = [_bytes_before(geometry.tensors[role]) for role in self._maps]
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -55,15 +66,18 @@ class MappedPlan(CudaPlan):
             return
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]
-            tensormap.encode(self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows, 64))
+            dim, stride = spec.dim, spec.stride
+            if spec.ragged:
+                dim, stride = (_FARTHEST, *dim[1:]), (_UNIT, *stride[1:])
+            tensormap.encode(self._maps[role], spec.dtype, dim, stride, (1, 1, rows, 64))
         super().build()
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
         addresses = self._addresses(pointers)
         if addresses != self._mapped_addresses:
-            for role, address in zip(self._maps, addresses, strict=True):
-                tensormap.set_address(self._maps[role], address)
+            for role, address, before in zip(self._maps, addresses, self._begins, strict=True):
+                tensormap.set_address(self._maps[role], address - before)
             self._mapped_addresses = addresses
 
     @classmethod
@@ -76,6 +90,8 @@ class MappedPlan(CudaPlan):
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in cls.argument_type.roles:
             spec = geometry.tensors[role]
-            if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
+            first = int(spec.ragged)
+            sizes, steps = spec.dim[first:], spec.stride[first:]
+            if any(n > 1 and s == 0 for n, s in zip(sizes, steps, strict=True)):
                 return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
         return None
