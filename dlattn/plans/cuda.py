@@ -84,6 +84,7 @@ class CudaPlan(Plan):
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
+        self._ragged_at: int | None = None
         scale = geometry.tensors.get("attn_scale")
         self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
         self._slots = [
@@ -188,8 +189,9 @@ class CudaPlan(Plan):
                 value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
                 self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])
             self.place_workspace(workspace)
-            if self.ragged is not None:
+            if self.ragged is not None and workspace != self._ragged_at:
                 self.ragged.place(self._params, workspace + self.scratch_bytes)
+                self._ragged_at = workspace
             if self.cleared_bytes:
                 clear(workspace, self.cleared_bytes, stream)
             for launch in launches:

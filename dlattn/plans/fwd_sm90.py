@@ -108,6 +108,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
+    if largest <= 192 and problem.adds_to_scores and problem.ragged:
+        return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
     if problem.adds_to_scores:

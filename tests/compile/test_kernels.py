@@ -37,6 +37,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     TensorSpec,
+    offset_role,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
@@ -103,7 +104,7 @@ def plan_for(
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
         dim = (2, heads, seq, head_dim)
         stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=problem.ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -113,6 +114,10 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dQ": tensors["q"]}
+    if problem.ragged:
+        offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
+        tensors |= {offset_role(role): offsets for role in tuple(tensors)}
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
@@ -120,7 +125,8 @@ def plan_for(
 
 def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
     """The kernels of a plan, and those that other sizes take."""
-    return [kernel.source for kernel in plan.kernels()] + plan.companions()
+    kernels = [*plan.first_kernels(), *plan.kernels()]
+    return [kernel.source for kernel in kernels] + plan.companions()
 
 
 #: What a problem does with its rows beside o and stats, by direction.
