@@ -381,8 +381,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
-  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
-  // any more.
+  // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
   template <int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
                            const TensorMap& map, Mapped tensor, int head, float factor) {
@@ -394,7 +393,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.batch);
+      const MappedEntry entry = this->entry(tensor);
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
         tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,

@@ -32,6 +32,10 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
     return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
   }
 
+  DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {
+    return p.template mapped_entry<Problem::ragged>(tensor, work.batch);
+  }
+
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 
   // The parity of the keys of head i in k_ring, and of its values in v_ring.

@@ -49,7 +49,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     const int rows =
         ref.is_ragged<Problem::ragged>() ? Tile::rows : most(keys.last - keys.first, 0);
     fill_rows(ring, place, tile, rows, landed, clearings, Tile::bytes, [&](int, uint64& full) {
-      const MappedEntry entry = p.mapped_entry<Problem::ragged>(tensor, work.batch);
+      const MappedEntry entry = this->entry(tensor);
       tile[0].load(map, full, entry.row + keys.first, head, entry.batch);
     });
   }
@@ -111,7 +111,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
       fill_rows(shared.q_ring, place, shared.q, existing_rows(p.q, tile), shared.landed[0],
                 at.clearings, Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
-                  const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::q, work.batch);
+                  const MappedEntry entry = this->entry(Mapped::q);
                   shared.q[stage].load(m.q, full, entry.row + tile * tile_q, head, entry.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
@@ -129,7 +129,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],
                 at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
-                  const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::dO, work.batch);
+                  const MappedEntry entry = this->entry(Mapped::dO);
                   shared.dO[stage].load(m.dO, full, entry.row + tile * tile_q, first_head() + i,
                                         entry.batch);
                 });

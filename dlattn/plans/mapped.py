@@ -20,14 +20,20 @@ def slab_bytes(rows: int, columns: int) -> int:
     return -(-columns // 64) * rows * 128
 
 
-#: The last dimension of a ragged tensor's map: elements, in units of the least stride that the copy
-#: engine knows, from so many rows before the tensor as its longest sequence has
-#: (``cuda_src/kernels/ragged.cuh`` says why).
-_UNIT, _FARTHEST = 8, 2**31 - 1
+#: What the copy engine's least stride is, in elements, and how many of them it can count.
+_UNIT, _MOST_UNITS = 8, 2**31 - 1
 
 
-def _bytes_before(spec: TensorSpec) -> int:
-    return 2 * spec.dim[2] * spec.stride[2] if spec.ragged else 0
+def map_of(spec: TensorSpec) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Where a tensor's map begins, in bytes from the tensor, and its shape and strides in elements.
+
+    A ragged tensor's has elements, eight at a time, in place of batch entries, and begins as many
+    rows before the tensor as its longest sequence has: ``cuda_src/kernels/ragged.cuh`` says why.
+    """
+    if not spec.ragged:
+        return 0, spec.dim, spec.stride
+    before = 2 * spec.dim[2] * spec.stride[2]
+    return -before, (_MOST_UNITS, *spec.dim[1:]), (_UNIT, *spec.stride[1:])
 
 
 class MappedPlan(CudaPlan):
@@ -45,7 +51,7 @@ class MappedPlan(CudaPlan):
         }
         self._addresses = itemgetter(*self.argument_type.roles)
         self._mapped_addresses: tuple[int, ...] = ()
-        self._begins = [_bytes_before(geometry.tensors[role]) for role in self._maps]
+        self._begins = [map_of(geometry.tensors[role])[0] for role in self._maps]
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -66,9 +72,7 @@ class MappedPlan(CudaPlan):
             return
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]
-            dim, stride = spec.dim, spec.stride
-            if spec.ragged:
-                dim, stride = (_FARTHEST, *dim[1:]), (_UNIT, *stride[1:])
+            _, dim, stride = map_of(spec)
             tensormap.encode(self._maps[role], spec.dtype, dim, stride, (1, 1, rows, 64))
         super().build()
 
@@ -76,8 +80,8 @@ class MappedPlan(CudaPlan):
         super().place_tensors(pointers)
         addresses = self._addresses(pointers)
         if addresses != self._mapped_addresses:
-            for role, address, before in zip(self._maps, addresses, self._begins, strict=True):
-                tensormap.set_address(self._maps[role], address - before)
+            for role, address, begin in zip(self._maps, addresses, self._begins, strict=True):
+                tensormap.set_address(self._maps[role], address + begin)
             self._mapped_addresses = addresses
 
     @classmethod

@@ -141,7 +141,7 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class of a forward also with all that it can write."""
+    pair meets. Each class also ragged, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -171,9 +171,11 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
+    each_mask = [found[4 * i + i % 4] for i in range(len(HEAD_DIMS))]
+    all_edits = found[-len(EDITED_HEAD_DIMS) :]
+    found += [replace(p, ragged=True) for p in (*each_mask, *all_edits)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     return found
 
