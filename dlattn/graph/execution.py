@@ -6,6 +6,7 @@ made only once something differs.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered, canonical_stride
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Plan
-from dlattn.problem import TensorSpec
+from dlattn.problem import TensorSpec, offset_role
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
@@ -118,9 +119,42 @@ class Slot:
         return () if single and self.role == "attn_scale" else tuple(shape)
 
 
+#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
+_MOST_ELEMENTS = 2**34
+
+
 class RaggedSlot(Slot):
-    """A ragged tensor's. How many tokens a buffer holds is the caller's business: only the device
-    knows the offsets."""
+    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
+
+    Attributes:
+        end: where the tensor that was admitted last ends, the gap behind its last token included;
+            None of an address.
+    """
+
+    end: int | None = None
+
+    def admit(self, value: Any) -> int:
+        pointer = super().admit(value)
+        _, shape, stride, *_ = view(value)
+        self.end = _extent(shape, stride) + stride[0]
+        return pointer
+
+    def checked_address(self, ptr: int) -> int:
+        self.end, self.match = None, lambda value: 0
+        return super().checked_address(ptr)
+
+    def check_offsets(self, offsets: int, spec: TensorSpec) -> None:
+        """Refuses offsets, at an address in host memory, that leave the tensor."""
+        if self.end is None:
+            return
+        element = ctypes.c_int64 if dtypes.itemsize(spec.dtype) == 8 else ctypes.c_int32
+        numbers = (element * spec.dim[0]).from_address(offsets)
+        least, most = min(numbers), max(numbers)
+        if least < 0 or most > self.end:
+            raise InvalidVariantPackError(
+                f"{spec.name}: expected offsets from 0 to at most {self.end}, where {self.said} "
+                f"ends, got {least} to {most}; count elements of that tensor."
+            )
 
     def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
         """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
@@ -141,6 +175,10 @@ class RaggedSlot(Slot):
                 size == 1 or want in (None, got)
                 for size, want, got in zip(shape, wanted, stride, strict=True)
             )
+        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
+            return (
+                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
+            )
         if fits:
             return None
         return (
@@ -148,6 +186,11 @@ class RaggedSlot(Slot):
             f"{head}, 1), got shape {shape} and strides {stride}; pass such a view of the packed "
             "memory, or an address."
         )
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
 class Execution:
@@ -171,6 +214,11 @@ class Execution:
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
         self._slots = [(s, s.key, s.uid, s.role, s.alignment, s.is_output) for s in slots]
+        self._offsets_to_check = [
+            (slot, offset_role(slot.role), specs[offset_role(slot.role)])
+            for slot in slots
+            if isinstance(slot, RaggedSlot) and self._on_cpu
+        ]
         self._seen_workspace: tuple[Any, ...] | None = None
 
     def __call__(
@@ -200,6 +248,8 @@ class Execution:
                 inputs.append(value)
                 if type(value) not in ORDERED_TYPES:
                     unordered.append(value)
+        for ragged_slot, offsets, spec in self._offsets_to_check:
+            ragged_slot.check_offsets(pointers[offsets], spec)
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.

@@ -204,6 +204,15 @@ def test_packs_of_other_layouts(wrong):
         Packed().run(q=wrong)
 
 
+@pytest.mark.parametrize("rows", [(0, 320, 900), (-64, 0, 64)])
+def test_offsets_in_host_memory_stay_inside(rows):
+    """Offsets that leave a tensor on the CPU are refused."""
+    made = Packed()
+    made.pack[made.offset] = np.array(rows, np.int32).reshape(3, 1, 1, 1)
+    with pytest.raises(ValueError, match="offset: expected offsets from 0 to at most 8"):
+        made.run()
+
+
 def test_through_the_wrapper():
     """A Graph finds offsets like other inputs, and makes room for as many tokens as q has."""
     made = Packed()
