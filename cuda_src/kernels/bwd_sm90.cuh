@@ -397,7 +397,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
         tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     entry.row + keys.first + first, head, entry.batch);
+                     entry.row + this->first_stored_key() + first, head, entry.batch);
       }
       tma_commit();
       tma_wait_read<0>();
