@@ -213,6 +213,9 @@ def _run_graph_of(
         given["attn_scale"] = case.scale
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
+    if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
+        arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))
+        arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
     if "dO" in inputs:
         results = graph.sdpa_backward(**arguments)
     else:

@@ -50,6 +50,7 @@ class Case:
         lengths_as: ``"tensors"``, or ``"offsets"`` where lengths can follow from those of a ragged
             q, k or v.
         offset_dtype: integer type of the offsets.
+        bounded: ragged backwards are told how many tokens there are in all.
         layouts: (role, layout) for each tensor that is not laid out as ``"bshd"``.
         wild_strides: dimensions of size 1 carry a meaningless stride.
         stats: type of the stats that the forward writes and the backward reads; with ``None``
@@ -88,6 +89,7 @@ class Case:
     gaps: bool = False
     lengths_as: str = "tensors"
     offset_dtype: str = "int32"
+    bounded: bool = False
     layouts: tuple[tuple[str, str], ...] = ()
     wild_strides: bool = False
     stats: str | None = "float32"
@@ -305,6 +307,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         gaps=draw(st.booleans()),
         lengths_as=draw(st.sampled_from(("tensors", "offsets"))),
         offset_dtype=draw(len_dtype),
+        bounded=draw(st.booleans()),
         layouts=tuple(
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),

@@ -111,7 +111,8 @@ class Operations(ABC):
         head h, row r, column c is ``offset[b] + h * stride[1] + r * stride[2] + c``. Rows beyond an
         entry's length are neither read nor written. Lengths come from ``seq_len_q`` and
         ``seq_len_kv``; where one is not given, from the distances of q's offsets, and of k's (else
-        v's). Offsets keep the alignment that the tensor declares.
+        v's). Offsets keep the alignment that the tensor declares. Packs hold such tensors as
+        (tokens, heads, columns) views, memory of one dimension, or addresses.
 
         The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
         name with :class:`cudnnGraphNotSupportedError`.

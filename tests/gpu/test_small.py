@@ -118,7 +118,7 @@ CASES = {
         layouts=(("k", "odd"), ("dV", "odd")),
     ),
     "ragged: many short sequences and a long one, wide heads": Case(
-        batch=9, heads_q=6, heads_k=3, heads_v=3, seq_q=400, seq_kv=400, right=0,
+        batch=9, heads_q=6, heads_k=3, heads_v=3, seq_q=400, seq_kv=400, right=0, bounded=True,
         len_q=(1, 3, 64, 65, 0, 400, 2, 127, 128), len_kv=(1, 3, 64, 65, 0, 400, 2, 127, 128),
         head_dim_qk=256, head_dim_v=256, scale=0.06,
         ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
