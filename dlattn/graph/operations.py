@@ -171,7 +171,8 @@ class Operations(ABC):
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
             max_total_seq_len_q, max_total_seq_len_kv: of ragged tensors, bounds of the sums of all
-                lengths, which make the workspace smaller.
+                lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
+                it count as having no queries.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
 
