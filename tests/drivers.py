@@ -25,6 +25,7 @@ from dlattn.problem import (
     SoftCap,
     Values,
     alibi_slopes,
+    offset_role,
 )
 from dlattn.runtime.target import CPU
 from tests import oracle
@@ -56,7 +57,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         tensors = make_tensors(case, library)
         run(case, tensors)
         check_poison_intact(tensors)
-        arrays = {role: t.tensor for role, t in tensors.items()}
+        arrays = {role: t.padded() for role, t in tensors.items()}
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
@@ -71,7 +72,9 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if direction is Direction.BACKWARD and not case.stats:
             return
         used = {role: tensors[role] for role in roles if role in tensors}
-        plan = Reference(problem_of(case, direction), geometry_of(case, used), CPU)
+        offsets = [offset_role(role) for role in used if role in case.ragged]
+        used |= {role: tensors[role] for role in offsets}
+        plan = Reference(problem_of(case, direction, bool(offsets)), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
 
@@ -114,7 +117,7 @@ def run_graph(case: Case, tensors: Tensors) -> None:
         _run_graph_of(case, tensors, inputs, made, () if case.sink is None else ("dSink_token",))
 
 
-def problem_of(case: Case, direction: Direction) -> Problem:
+def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Problem:
     """The problem that a graph of the case lowers to."""
     numpy = Library()
     return Problem(
@@ -128,6 +131,7 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
+        ragged=ragged,
     )
 
 
@@ -203,28 +207,62 @@ def _run_graph_of(
         compute_data_type=cudnn.data_type.FLOAT,
     )
     fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
-    given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
+    given: dict[str, Any] = {role: declare(graph, case, role, tensors) for role in fed}
+    pack = {given[role]: tensors[role].tensor for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
+    if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
+        arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))
+        arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
     if "dO" in inputs:
         results = graph.sdpa_backward(**arguments)
     else:
         results = graph.sdpa(**arguments, generate_stats=case.stats is not None)
-    pack = {given[role]: tensors[role].tensor for role in fed}
     for role, t in zip(made, results, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
+        set_offset(graph, case, role, t, tensors)
         pack[t] = tensors[role].tensor
+        given[role] = t
+    for role in set(given) & set(case.ragged):
+        pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
     graph.build()
     size = graph.get_workspace_size()
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
     graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
+
+
+def declare(
+    graph: cudnn.pygraph, case: Case, role: str, tensors: Tensors, prefix: str = ""
+) -> cudnn.tensor:
+    """The graph tensor of an input; a ragged one has another shape than its memory."""
+    it = tensors[role]
+    if not it.spec.ragged:
+        return graph.tensor_like(it.tensor, name=prefix + role)
+    declared = graph.tensor(it.spec.dim, it.spec.stride, it.spec.dtype, name=prefix + role)
+    declared.set_alignment(it.tensor.itemsize if case.layout(role) == "odd" else 16)
+    return set_offset(graph, case, role, declared, tensors, prefix)
+
+
+def set_offset(
+    graph: cudnn.pygraph,
+    case: Case,
+    role: str,
+    declared: cudnn.tensor,
+    tensors: Tensors,
+    prefix: str = "",
+) -> cudnn.tensor:
+    """Gives a graph tensor its offsets, if the case makes it ragged."""
+    if role not in case.ragged:
+        return declared
+    name = offset_role(role)
+    return declared.set_ragged_offset(graph.tensor_like(tensors[name].tensor, name=prefix + name))
 
 
 def edit_arguments(case: Case) -> dict[str, Any]:

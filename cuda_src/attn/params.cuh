@@ -10,10 +10,29 @@ namespace dlattn {
 struct TensorRef {
   void* data;
   int64 batch, head, row;
+  const void*
+      offsets;  // [batch + 1], int32 or int64: where a ragged tensor's entries begin; or null
+  int has_int64_offsets;
+  int unused;
 
-  template <class T>
+  // Of a problem without ragged tensors, the code of what they need does not exist.
+  template <bool ragged>
+  DLATTN_DEVICE bool is_ragged() const {
+    return ragged && offsets != nullptr;
+  }
+  DLATTN_DEVICE int64 offset(int b) const {
+    return has_int64_offsets ? __ldg(static_cast<const int64*>(offsets) + b)
+                             : __ldg(static_cast<const int*>(offsets) + b);
+  }
+  template <class T, bool ragged = false>
   DLATTN_DEVICE T* rows(int b, int h, int r) const {
-    return static_cast<T*>(data) + b * batch + h * head + r * row;
+    const int64 entry = is_ragged<ragged>() ? offset(b) : b * batch;
+    return static_cast<T*>(data) + entry + h * head + r * row;
+  }
+  // How many rows an output stores: where the next sequence may follow, none of padding.
+  template <bool ragged>
+  DLATTN_DEVICE int stored_rows(int length, int longest) const {
+    return is_ragged<ragged>() ? length : longest;
   }
 };
 
@@ -59,6 +78,33 @@ struct SoftCapSeries {
   }
 };
 
+// What the first kernel of a ragged problem (kernels/ragged.cuh) tells the others of a batch entry.
+struct RaggedEntry {
+  int first_tile, query_tiles;  // of one head, among those of all entries
+  int rank;                     // in the order of the items
+  int unused;
+};
+
+// Where the copy engine finds a batch entry of a tensor: added to its rows, and the last coordinate.
+struct MappedEntry {
+  int row, batch;
+};
+enum class Mapped { q, k, v, o, dO, dK, dV };
+inline constexpr int mapped_tensors = 7;
+
+struct RaggedRef {
+  LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
+  RaggedEntry* entries;         // (batch)
+  int* order;                   // (batch): entries by rank
+  int4* items;                  // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;          // (mapped_tensors, batch); or null
+  int tile_q;                   // rows of a query tile
+  int row_tiles;                // that the workspace has room for, of one head
+  int item_rows;                // queries or keys that an item has
+  int items_of_keys, last_first;
+  int unused;
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -74,6 +120,7 @@ struct Params {
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
+  RaggedRef ragged;                // in ragged problems, the lengths above are in the workspace
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
@@ -94,6 +141,13 @@ struct Params {
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
   SoftCapSeries softcap_series;
+
+  // A tensor that is not ragged is its own map's.
+  template <bool ragged>
+  DLATTN_DEVICE MappedEntry mapped_entry(Mapped tensor, int b) const {
+    if constexpr (ragged) return this->ragged.mapped[int(tensor) * batch + b];
+    return {0, b};
+  }
 
   DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 

@@ -31,6 +31,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using Shapes::tile_k;
   using Shapes::tile_q;
   static constexpr int access_bytes = Problem::access_bytes;
+  static constexpr bool ragged = Problem::ragged;
 
   using SGrid = WarpGrid<tile_q, tile_k, Tiling::warps, Tiling::warps_s>;
   using DKGrid = WarpGrid<tile_k, dim_qk, Tiling::warps, Tiling::warps_kv>;
@@ -87,11 +88,13 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, p.k.rows<T>(batch, head_k(), keys.first), p.k.row, keys.last - keys.first);
+        shared.k, p.k.rows<T, ragged>(batch, head_k(), keys.first), p.k.row,
+        keys.last - keys.first);
   }
   DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, p.v.rows<T>(batch, head_v(), keys.first), p.v.row, keys.last - keys.first);
+        shared.v, p.v.rows<T, ragged>(batch, head_v(), keys.first), p.v.row,
+        keys.last - keys.first);
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
@@ -224,8 +227,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
       int tile = opaque(queries.first / tile_q);
       if (threadIdx.x == 0) {
         const int first_tile = Shapes::row_tile(p, batch, head, 0);
-        shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
-                            Shapes::row_stats(p, first_tile), Shapes::dq_accum(p, first_tile)};
+        shared.head_rows = {p.q.rows<T, ragged>(batch, head, 0),
+                            p.dO.rows<T, ragged>(batch, head, 0), Shapes::row_stats(p, first_tile),
+                            Shapes::dq_accum(p, first_tile)};
       }
       __syncthreads();
       load_row_stats(tile, 0);
@@ -247,15 +251,22 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        p.dK.rows<T>(batch, head_k(), keys.first), p.dK.row, shared.k, p.seq_kv - keys.first);
+        p.dK.rows<T, ragged>(batch, head_k(), keys.first), p.dK.row, shared.k,
+        p.dK.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        p.dV.rows<T>(batch, head_v(), keys.first), p.dV.row, shared.v, p.seq_kv - keys.first);
+        p.dV.rows<T, ragged>(batch, head_v(), keys.first), p.dV.row, shared.v,
+        p.dV.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
     __syncthreads();
+  }
+
+  // Whether there is nothing to store: the tile is beyond the end of a sequence, and nothing padded.
+  DLATTN_DEVICE bool is_void() const {
+    return keys.empty() && p.dK.is_ragged<ragged>() && p.dV.is_ragged<ragged>();
   }
 
   // All query heads of the block; dK and dV are stored when the last head that shares them is done.
@@ -291,6 +302,7 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
   Kernel kernel(p, shared,
                 first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
                             p.heads_q / p.heads_per_block, p));
+  if (kernel.is_void()) return;
   kernel.walk_heads();
 }
 

@@ -466,11 +466,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
-  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
-  // any more.
+  // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
   template <int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, int head, float factor) {
+                           const TensorMap& map, Mapped tensor, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -479,10 +478,11 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
+      const MappedEntry entry = this->entry(tensor);
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
         tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     keys.first + first, head, work.batch);
+                     entry.row + this->first_stored_key() + first, head, entry.batch);
       }
       tma_commit();
       tma_wait_read<0>();
@@ -537,7 +537,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
+      store(dK[i], shared.k[0], first + 64 * i, m.dK, Mapped::dK, head / p.heads_per_k,
             Score::gradient_factor(values));
     }
   }
@@ -546,7 +546,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, lowering);
+      store(dV[i], shared.v[0], first + 64 * i, m.dV, Mapped::dV, head / p.heads_per_v, lowering);
     }
   }
 

@@ -130,10 +130,15 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // What the item of this number is.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
+    if constexpr (Problem::ragged) {
+      const int4 row = p.ragged.items[1 + item];
+      return {uniform(row.x), uniform(row.y), uniform(row.z)};
+    }
     constexpr auto order = last_keys_first ? longest_first : first_first;
     return order(item, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
   }
   static DLATTN_DEVICE int item_count(const Params& p) {
+    if constexpr (Problem::ragged) return p.ragged.items[0].x;
     return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
   }
 

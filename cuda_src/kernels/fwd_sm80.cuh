@@ -29,6 +29,7 @@ struct FwdTiling {
 template <class Problem, class Tiling>
 struct FwdSm80 {
   using T = typename Problem::Element;
+  static constexpr bool ragged = Problem::ragged;
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
@@ -73,18 +74,18 @@ struct FwdSm80 {
 
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.q, p.q.rows<T>(item.batch, item.head, queries.first), p.q.row,
+        shared.q, p.q.rows<T, ragged>(item.batch, item.head, queries.first), p.q.row,
         queries.last - queries.first);
   }
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.k[stage], p.k.rows<T>(item.batch, item.head / p.heads_per_k, tile * tile_k), p.k.row,
-        length.kv - tile * tile_k);
+        shared.k[stage], p.k.rows<T, ragged>(item.batch, item.head / p.heads_per_k, tile * tile_k),
+        p.k.row, length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        shared.v[stage], p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k), p.v.row,
-        length.kv - tile * tile_k);
+        shared.v[stage], p.v.rows<T, ragged>(item.batch, item.head / p.heads_per_v, tile * tile_k),
+        p.v.row, length.kv - tile * tile_k);
   }
 
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
@@ -162,6 +163,11 @@ struct FwdSm80 {
     }
   }
 
+  // Beyond the end of a sequence there may be nothing to store.
+  DLATTN_DEVICE bool is_void() const {
+    return ragged && queries.empty() && !stores_padding<Problem>(p);
+  }
+
   DLATTN_DEVICE void store(Softmax& softmax, Output& output) {
     // Read again: a length kept for here would hold a register during the walk over keys.
     const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
@@ -172,7 +178,8 @@ struct FwdSm80 {
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        p.o.rows<T>(item.batch, item.head, first_query), p.o.row, shared.o, p.seq_q - first_query);
+        p.o.rows<T, ragged>(item.batch, item.head, first_query), p.o.row, shared.o,
+        p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
   }
 };
 
@@ -185,6 +192,7 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
 
   Kernel kernel(p, shared,
                 longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+  if (kernel.is_void()) return;
   typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;
   output.clear();

@@ -160,7 +160,9 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void schedule() {
     Place<item_stages> place;
-    if (p.items_taken == nullptr) {
+    if constexpr (Problem::ragged) {
+      offer_numbered(place);
+    } else if (p.items_taken == nullptr) {
       const int end = p.schedule[blockIdx.x + 1];
       for (int i = p.schedule[blockIdx.x]; i < end; ++i) {
         const int4 row = reinterpret_cast<const int4*>(p.schedule)[i];
@@ -187,6 +189,17 @@ struct FwdSm90 {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
       hand_out(place, item);
+    }
+  }
+
+  // The kernel before has numbered the tiles with queries, the longest sequences' first.
+  DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
+    const int count = uniform(p.ragged.items[0].x);
+    int taken = ask();
+    while (taken < count) {
+      const int4 row = p.ragged.items[1 + taken];
+      taken = ask();
+      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
     }
   }
 
@@ -238,8 +251,9 @@ struct FwdSm90 {
     Place<1> bias_place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
+      const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::q, at.batch);
       fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
-        shared.q[stage].load(m.q, full, at.tile * tile_q, at.head, at.batch);
+        shared.q[stage].load(m.q, full, entry.row + at.tile * tile_q, at.head, entry.batch);
       });
       if constexpr (stages_bias) load_bias(work, bias_place);
     });
@@ -263,13 +277,14 @@ struct FwdSm90 {
 
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                               int heads_per_key) {
+                               Mapped tensor, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
+      const MappedEntry entry = p.mapped_entry<Problem::ragged>(tensor, work.item.batch);
       for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
-          tiles[stage].load(map, full, tile * tile_k, head, work.item.batch);
+          tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
       }
     });
@@ -280,9 +295,9 @@ struct FwdSm90 {
       case 0:
         return load_queries();
       case 1:
-        return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
-        return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();
     }
@@ -379,9 +394,10 @@ struct FwdSm90 {
   }
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zero values do. Every consumer clears for itself.
+  // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
+  // a sequence of a ragged tensor, the copy engine does not load.
   DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
-    if (p.seq_len_kv.data == nullptr) return;
+    if (p.seq_len_kv.data == nullptr || p.v.is_ragged<Problem::ragged>()) return;
     const Work work(p, item);
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
@@ -598,6 +614,7 @@ struct FwdSm90 {
 
   // The tiles without queries, evenly among blocks, when there is nothing else to do.
   DLATTN_DEVICE void store_padding() {
+    if (!stores_padding<Problem>(p)) return;
     BatchWalk walk;
     const int tiles = ceil_div(p.seq_q, tile_q);
     const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
@@ -629,8 +646,9 @@ struct FwdSm90 {
       fence_proxy_async();
       named_barrier_sync(rows_staged + warpgroup, 128);
       if (threadIdx.x % 128 == 0) {
-        tma_store_4d(m.o, staged.address(), slab * 64, first_query + 64 * warpgroup, at.head,
-                     at.batch);
+        const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::o, at.batch);
+        tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first_query + 64 * warpgroup,
+                     at.head, entry.batch);
         tma_commit();
       }
     }

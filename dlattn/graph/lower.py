@@ -86,11 +86,17 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
+        ragged=bool(node.offsets),
     )
     diagonal = node.diagonal
     geometry = Geometry(
         tensors={
-            role: _spec(node.label(role), t.attributes, is_output=role in node.outputs)
+            role: _spec(
+                node.label(role),
+                t.attributes,
+                is_output=role in node.outputs,
+                ragged=node.is_ragged(role),
+            )
             for role, t in tensors.items()
         },
         attn_scale=node.attn_scale,
@@ -98,6 +104,8 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        most_tokens_q=node.max_total.get("max_total_seq_len_q"),
+        most_tokens_kv=node.max_total.get("max_total_seq_len_kv"),
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
     return Lowered(problem, geometry, tensors, outputs, target)
@@ -112,10 +120,13 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     )
 
 
-def _spec(label: str, it: Attributes, is_output: bool) -> TensorSpec:
+def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
-    return TensorSpec(label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, by_value)
+    stride = canonical_stride(it.dim, it.stride)
+    if ragged:
+        stride = (0, *stride[1:])
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
@@ -154,8 +165,10 @@ def _access_bytes(tensors: Mapping[str, tensor]) -> int:
 
 
 def _is_wide(it: Attributes, element: int) -> bool:
-    steps = [s * element for d, s in zip(it.dim[:-1], it.stride[:-1], strict=True) if d > 1]
-    return all(offset % _WIDEST_ACCESS == 0 for offset in (*steps, it.alignment))
+    first = int(it.ragged_offset is not None)  # offsets keep the tensor's alignment
+    sizes, steps = it.dim[first:-1], it.stride[first:-1]
+    used = [s * element for d, s in zip(sizes, steps, strict=True) if d > 1]
+    return all(offset % _WIDEST_ACCESS == 0 for offset in (*used, it.alignment))
 
 
 def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:

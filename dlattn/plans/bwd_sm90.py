@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedBwdParams
+from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
@@ -110,6 +112,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
+    tiling: Sm90BwdTiling
 
     def __init__(
         self,
@@ -125,6 +128,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name)
+        if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
+            reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
@@ -139,6 +144,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
         of them where there are few items."""
         blocks, tiles = self.target.multiprocessors, self._key_tiles
+        if self.problem.ragged:  # of one batch entry
+            groups = self.geometry.heads_q // self._heads_per_block
+            return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
         if self.geometry.band_right is None:
             return 1
         if self._pairs * tiles <= 4 * blocks:
@@ -148,6 +156,35 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def row_tiling(self) -> Tiling:
         return RowTiling(self.tiling.cpp)
+
+    @cached_property
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        most = self._pairs * self._key_tiles
+        last_first = self.problem.deterministic and self.geometry.band_right is not None
+        items = Items(self.tiling.tile_k, most, of_keys=True, last_first=last_first)
+        return RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
+
+    @property
+    def _pairs_at_once(self) -> int:
+        """Pairs of ragged problems that blocks work on at a time, if most are half as long as the
+        longest."""
+        return -(-2 * self.target.multiprocessors // self._key_tiles)
+
+    @property
+    def _dq_lag(self) -> int:
+        """In ragged problems, counted in pairs, because pairs differ in items."""
+        if not self.problem.ragged:
+            return super()._dq_lag
+        return self._params.heads_per_wave + self._pairs_at_once
+
+    @property
+    def _dq_places(self) -> int:
+        """A pair gets a place only after the last item that stores what was there before."""
+        if not self.problem.ragged:
+            return super()._dq_places
+        return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
 
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)

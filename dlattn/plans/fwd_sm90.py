@@ -17,6 +17,7 @@ from dlattn.plans.cuda import (
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedFwdParams
+from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
@@ -115,6 +116,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
+    if largest <= 192 and problem.adds_to_scores and problem.ragged:
+        return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
     if problem.adds_to_scores:
@@ -150,6 +153,8 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, geometry)
         self._schedule: Any = None
+        if problem.ragged:
+            self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         self._slots = [(role, slot) for role, slot in self._slots if role not in ("q", "k", "v")]
 
     @classmethod
@@ -179,15 +184,24 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def _has_lengths(self) -> bool:
-        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        given = not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        return given or self.problem.ragged
 
     @cached_property
-    def workspace_size(self) -> int:
-        return self.cleared_bytes
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        tile_q = self.tiling.tile_q
+        items = Items(tile_q, query_tiles(self.geometry, tile_q), of_keys=False, last_first=True)
+        return RaggedScratch(self.geometry, items=items)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        return 256 if self._has_lengths else 0  # the counter of tiles asked for
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles asked for
+        return 0 if self.problem.ragged else self.scratch_bytes
 
     def place_workspace(self, workspace: int) -> None:
         if self._has_lengths:

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
-from dlattn.problem import Geometry, TensorSpec
+from dlattn.problem import Geometry, TensorSpec, offset_role
 
 if TYPE_CHECKING:
     from typing import Self
@@ -26,13 +26,17 @@ _TANH_REACH = 0.4
 
 
 class TensorRef(ctypes.Structure):
-    """Address and strides (in elements) of a tensor whose columns are contiguous."""
+    """Address and strides (in elements) of a tensor whose columns are contiguous; of a ragged one,
+    also the address of its offsets."""
 
     _fields_ = [
         ("data", ctypes.c_uint64),
         ("batch", ctypes.c_int64),
         ("head", ctypes.c_int64),
         ("row", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -79,6 +83,25 @@ class SoftCapSeries(ctypes.Structure):
     ]
 
 
+class RaggedRef(ctypes.Structure):
+    """What the first kernel of a ragged problem reads, and where it writes."""
+
+    _fields_ = [
+        ("given_q", LengthRef),
+        ("given_kv", LengthRef),
+        ("entries", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("items", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("tile_q", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("item_rows", ctypes.c_int32),
+        ("items_of_keys", ctypes.c_int32),
+        ("last_first", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -87,6 +110,7 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
         ("bias", BiasRef),
+        ("ragged", RaggedRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -180,9 +204,13 @@ def params_for(geometry: Geometry) -> Params:
         if role in geometry.tensors:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))
+        if geometry.is_ragged(role):
+            offsets = geometry.tensors[offset_role(role)]
+            getattr(params, role).has_int64_offsets = offsets.dtype is data_type.INT64
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
-            setattr(params, role, _length_ref(geometry.tensors[role]))
+            holder, field = _length_field(params, geometry, role)
+            setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     if "bias" in geometry.tensors:
@@ -192,10 +220,22 @@ def params_for(geometry: Geometry) -> Params:
     return params
 
 
-def address_slot(params: Params, role: str) -> ctypes.c_uint64:
+def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
-    return ctypes.c_uint64.from_buffer(params, field.offset)
+    holder: ctypes.Structure = params
+    field = "attn_scale_device" if role == "attn_scale" else role
+    if role in LENGTH_ROLES:
+        holder, field = _length_field(params, geometry, role)
+    elif role.endswith(offset_role("")):
+        holder, field = getattr(params, role.removesuffix(offset_role(""))), "offsets"
+    return ctypes.c_uint64.from_buffer(holder, getattr(type(holder), field).offset)
+
+
+def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
+    """Where lengths that the user gave are: in ragged problems, kernels read copies of them."""
+    if any(spec.ragged for spec in geometry.tensors.values()):
+        return params.ragged, role.replace("seq_len", "given")
+    return params, role
 
 
 def _softcap_series(geometry: Geometry) -> SoftCapSeries:

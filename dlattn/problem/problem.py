@@ -14,6 +14,17 @@ from dlattn.dtypes import data_type
 from dlattn.problem.mask import Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 
+#: Roles of tensors with a row for each query of each head.
+QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+
+#: Roles of tensors that may be ragged.
+RAGGED_ROLES = (*QUERY_ROLES, "k", "v", "dK", "dV")
+
+
+def offset_role(role: str) -> str:
+    """The role of a tensor's ragged offset."""
+    return f"{role}_offset"
+
 
 class Direction(Enum):
     """Which pass a problem describes."""
@@ -42,6 +53,7 @@ class Problem:
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
         deterministic: the same inputs give the same bits in every run; a forward always does.
+        ragged: some tensor is ragged; which ones, only the device asks.
     """
 
     direction: Direction
@@ -57,6 +69,7 @@ class Problem:
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
+    ragged: bool = False
 
     @property
     def is_edited(self) -> bool:
@@ -94,6 +107,8 @@ class TensorSpec:
         stride: strides in elements, one per dimension.
         dtype: element type.
         by_value: a host scalar, read at execute time.
+        ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
+            :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
     """
 
     name: str
@@ -101,6 +116,7 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: data_type
     by_value: bool = False
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +125,15 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``; an absent role is an
-            absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``, and the
+            :func:`offset_role` of each ragged one; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
         band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
         bottom_right: whether the diagonal ends in the bottom right corner:
             ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
+        most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -125,6 +142,12 @@ class Geometry:
     band_right: int | None = None
     bottom_right: bool = False
     softcap: float | None = None
+    most_tokens_q: int | None = None
+    most_tokens_kv: int | None = None
+
+    def is_ragged(self, role: str) -> bool:
+        """Whether the tensor is there, and ragged."""
+        return role in self.tensors and self.tensors[role].ragged
 
     @property
     def batch(self) -> int:

@@ -37,6 +37,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     TensorSpec,
+    offset_role,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
@@ -104,7 +105,7 @@ def plan_for(
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
         dim = (2, heads, seq, head_dim)
         stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=problem.ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -114,6 +115,10 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dQ": tensors["q"]}
+    if problem.ragged:
+        offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
+        tensors |= {offset_role(role): offsets for role in tuple(tensors)}
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
@@ -121,7 +126,8 @@ def plan_for(
 
 def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
     """The kernels of a plan, and those that other sizes take."""
-    return [kernel.source for kernel in plan.kernels()] + plan.companions()
+    kernels = [*plan.first_kernels(), *plan.kernels()]
+    return [kernel.source for kernel in kernels] + plan.companions()
 
 
 #: What a problem does with its rows beside o and stats, by direction.
@@ -136,7 +142,7 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class of a forward also with all that it can write."""
+    pair meets. Each class also ragged, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -166,9 +172,11 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
+    each_mask = [found[4 * i + i % 4] for i in range(len(HEAD_DIMS))]
+    all_edits = found[-len(EDITED_HEAD_DIMS) :]
+    found += [replace(p, ragged=True) for p in (*each_mask, *all_edits)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     return found
 

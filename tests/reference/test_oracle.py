@@ -113,7 +113,7 @@ def _alibi(case: Case, given: dict[str, Any], b: int, h: int, m: int, n: int) ->
 
 
 def _given(case: Case) -> dict[str, Any]:
-    return {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
 
 
 @settings(max_examples=100)

@@ -24,7 +24,7 @@ _few = settings(max_examples=60)
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    return {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
 
 
 def _close(x: Any, y: Any, size: float = 1.0) -> bool:
