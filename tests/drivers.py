@@ -15,6 +15,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Edit,
     Geometry,
@@ -37,7 +38,9 @@ Tensors = Mapping[str, Guarded]
 _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
-OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token")
+OPTIONS = (
+    *("attn_scale", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv", "sink_token"),
+)
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
@@ -145,8 +148,12 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
 
 
 def masks_of(case: Case) -> tuple[Mask, ...]:
-    band = Band(left=case.left is not None, right=case.right is not None)
-    return (Padding(), band) if band.left or band.right else (Padding(),)
+    masks: list[Mask] = [Padding()]
+    if case.left is not None or case.right is not None:
+        masks.append(Band(left=case.left is not None, right=case.right is not None))
+    if case.blocks is not None:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
@@ -167,6 +174,7 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
         attn_scale=case.scale_value,
         softcap=case.softcap,
         bias=arrays["bias"] if case.bias else None,
+        block_mask=arrays.get("block_mask"),
         alibi_slopes=slopes.reshape(-1, case.heads_q, 1, 1),
         len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
         len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),

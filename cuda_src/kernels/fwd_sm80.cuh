@@ -13,6 +13,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/walk.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared_tile.cuh"
@@ -44,6 +45,7 @@ struct FwdSm80 {
   using Scores = Accumulator<m_tiles, tile_k / 8>;
   using Output = Accumulator<m_tiles, dim_v / 8>;
   using Softmax = OnlineSoftmax<m_tiles, wants_maxima<Problem>>;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
 
   struct SharedMemory {
     union {
@@ -111,17 +113,22 @@ struct FwdSm80 {
     });
   }
 
-  // One key tile: scores, probabilities, output. Prefetches the tile before it.
-  DLATTN_DEVICE void step(int tile, int first_tile, Interval full, int stage, Softmax& softmax,
-                          Output& output) {
+  // The tile to visit after this one.
+  DLATTN_DEVICE int tile_before(int tile, int first_tile) const {
+    return Tiles::last_keys(p, item, tile - 1, first_tile);
+  }
+
+  // One key tile: scores, probabilities, output. Prefetches the next one, before it.
+  DLATTN_DEVICE void step(int tile, int next, int first_tile, Interval full, int stage,
+                          Softmax& softmax, Output& output) {
     const bool more = tile > first_tile;
     cp_async_wait_all();
     __syncthreads();
     if constexpr (Tiling::stages == 1) {
       load_v(tile, 0);
     } else if (more) {
-      load_k(tile - 1, stage ^ 1);
-      load_v(tile - 1, stage ^ 1);
+      load_k(next, stage ^ 1);
+      load_v(next, stage ^ 1);
     }
 
     Scores scores;
@@ -134,7 +141,7 @@ struct FwdSm80 {
     if constexpr (Tiling::stages == 1) {
       cp_async_wait_all();
       __syncthreads();
-      if (more) load_k(tile - 1, 0);
+      if (more) load_k(next, 0);
     }
     float factor[2 * m_tiles];
     if (softmax.advance(scores, factor)) softmax.rescale(output, factor);
@@ -148,16 +155,21 @@ struct FwdSm80 {
     if (queries.empty() || keys.empty()) return;
     const Interval full = Problem::Mask::full_keys(queries, length, p);
     // A first tile known to be zero makes the compiler count pointers down to it, in more registers.
-    const int first_tile = opaque(keys.first / tile_k);
-    int tile = ceil_div(keys.last, tile_k) - 1;
+    int first_tile = opaque(keys.first / tile_k);
+    int tile = tile_before(ceil_div(keys.last, tile_k), first_tile);
+    if constexpr (Tiles::skips) {
+      if (tile < first_tile) return;
+      first_tile = Tiles::first_keys(p, item, first_tile, tile);
+    }
 
     load_q();
     load_k(tile, 0);
     if constexpr (Tiling::stages == 2) load_v(tile, 0);
     int stage = 0;
 #pragma unroll 1
-    for (; tile >= first_tile; --tile) {
-      step(tile, first_tile, full, stage, softmax, output);
+    for (int next; tile >= first_tile; tile = next) {
+      next = tile_before(tile, first_tile);
+      step(tile, next, first_tile, full, stage, softmax, output);
       if constexpr (Tiling::stages == 2) stage ^= 1;
     }
   }

@@ -15,6 +15,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/walk.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -66,6 +67,7 @@ struct FwdSm90 {
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
 
   // Query tiles handed out: one at work, the next being loaded, one more.
   static constexpr int item_stages = 3;
@@ -101,6 +103,10 @@ struct FwdSm90 {
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
       last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
+      if constexpr (Tiles::skips) {
+        last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
+        first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
+      }
     }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
@@ -143,6 +149,13 @@ struct FwdSm90 {
   DLATTN_DEVICE WorkItem await_item(const Place<item_stages>& place) {
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
     return item(place.stage);
+  }
+
+  // The key tile to visit after this one.
+  template <class Item>
+  DLATTN_DEVICE int tile_before(Item item, const Work& work, int tile) const {
+    if constexpr (!Tiles::skips) return tile - 1;
+    return Tiles::last_keys(p, item(), tile - 1, work.first_tile);
   }
 
   // ---- Scheduler: one warp, which hands out query tiles ----
@@ -237,7 +250,9 @@ struct FwdSm90 {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
-      for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+      const auto item = [&] { return work.item; };
+      for (int tile = work.last_tile; tile >= work.first_tile;
+           tile = tile_before(item, work, tile)) {
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, tile * tile_k, head, work.item.batch);
         });
@@ -462,11 +477,14 @@ struct FwdSm90 {
     state.k.advance();
     state.probabilities = Probabilities(state.scores);
 
+    // Read anew for each tile, where it is asked for: it would take registers between tiles.
+    const auto item_at_work = [&] { return item(state.item.stage); };
     for (;;) {
       clear_padding(item(state.item.stage), state.v);
       state.output.clear();
 #pragma unroll 1
-      for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+      for (int tile = tile_before(item_at_work, work, work.last_tile); tile >= work.first_tile;
+           tile = tile_before(item_at_work, work, tile)) {
         if (step<false>(state, work, tile, values, softmax)) {
           softmax.rescale(state.output, state.factor);
         }

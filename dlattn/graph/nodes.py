@@ -30,14 +30,14 @@ TENSOR_ARGUMENTS = {
         *("score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes"),
+        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes", "block_mask"),
         *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
     ),
 }
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        *("block_mask", "dropout", "rng_dump"),
+        *("dropout", "rng_dump"),
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         "score_mod",
     ),
@@ -48,7 +48,9 @@ _NOT_SUPPORTED = {
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
-_OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
+_OPTIONAL_INPUTS = (
+    *("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "block_mask", "sink_token"),
+)
 _GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
 
 #: What an operation returns; ``None`` in place of what was not asked for.

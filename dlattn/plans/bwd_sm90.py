@@ -119,6 +119,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        if problem.has_blocks:
+            return "block_mask: its sums of dQ are counted for every tile of a range."
         reason = backward_refusal(problem, geometry, target, cls.name)
         return reason or cls.mapping_refusal(problem, geometry, target)
 

@@ -15,7 +15,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import BLOCK, Direction, Geometry, Problem
 from dlattn.runtime.target import Target
 
 
@@ -85,7 +85,11 @@ def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
     table = TILINGS if measured else SMALLER_TILINGS
     if problem.has_bias:
         table = BIASED_TILINGS
-    tilings = next(row for limit, row in table.items() if largest <= limit)
+    tilings = next(
+        row
+        for limit, row in table.items()
+        if largest <= limit and not (problem.has_blocks and any(BLOCK % t.tile_k for t in row))
+    )
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 

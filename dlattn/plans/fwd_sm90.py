@@ -98,7 +98,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
-    if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
+    # Three consumers have no registers for edits, and do not divide blocks.
+    if largest <= 64 and (problem.is_edited or problem.has_blocks):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
@@ -107,6 +108,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
+    if largest <= 192 and problem.has_blocks:
+        return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
     if problem.adds_to_scores:
@@ -169,8 +172,9 @@ class FwdSm90(MappedPlan):
         )
 
     @cached_property
-    def _has_lengths(self) -> bool:
-        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+    def _asks_for_tiles(self) -> bool:
+        """What is on the device says how long tiles take."""
+        return not {"seq_len_q", "seq_len_kv", "block_mask"}.isdisjoint(self.geometry.tensors)
 
     @cached_property
     def workspace_size(self) -> int:
@@ -178,10 +182,10 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles asked for
+        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for
 
     def place_workspace(self, workspace: int) -> None:
-        if self._has_lengths:
+        if self._asks_for_tiles:
             self._params.items_taken = workspace
 
     @property
@@ -191,7 +195,7 @@ class FwdSm90(MappedPlan):
     def build(self) -> None:
         if self._launches is not None:
             return
-        if not self._has_lengths:
+        if not self._asks_for_tiles:
             self._schedule = to_device(self.schedule(), self.target.index)
             self._params.schedule = self._schedule.data.ptr
         super().build()  # last: from then on another thread may execute

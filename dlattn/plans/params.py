@@ -63,6 +63,10 @@ class BiasRef(ctypes.Structure):
     ]
 
 
+class BlockMaskRef(BiasRef):
+    """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -71,6 +75,7 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
         ("bias", BiasRef),
+        ("block_mask", BlockMaskRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -162,9 +167,9 @@ def params_for(geometry: Geometry) -> Params:
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     if "bias" in geometry.tensors:
-        bias = geometry.tensors["bias"]
-        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
-        params.bias = BiasRef(0, *steps)
+        params.bias = BiasRef(0, *_broadcast_strides(geometry.tensors["bias"]))
+    if "block_mask" in geometry.tensors:
+        params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     return params
 
 
@@ -172,6 +177,10 @@ def address_slot(params: Params, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
     field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
     return ctypes.c_uint64.from_buffer(params, field.offset)
+
+
+def _broadcast_strides(spec: TensorSpec) -> list[int]:
+    return [step if size > 1 else 0 for size, step in zip(spec.dim, spec.stride, strict=True)]
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:

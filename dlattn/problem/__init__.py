@@ -1,13 +1,15 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
-from dlattn.problem.mask import Band, Mask, Padding
+from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
+    "BLOCK",
     "Alibi",
     "Band",
     "Bias",
+    "BlockMask",
     "Direction",
     "Edit",
     "Geometry",

@@ -28,6 +28,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Edit,
     Geometry,
@@ -74,6 +75,7 @@ MASKS: dict[str, tuple[Mask, ...]] = {
     "causal": (Padding(), Band(left=False, right=True)),
     "left": (Padding(), Band(left=True, right=False)),
     "window": (Padding(), Band(left=True, right=True)),
+    "blocks": (Padding(), Band(left=False, right=True), BlockMask()),
 }
 
 
@@ -143,7 +145,9 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
     found = []
-    masks = tuple(MASKS.values())
+    masks = tuple(
+        mask for mask in MASKS.values() if family is not BwdSm90 or BlockMask() not in mask
+    )
     wanted: list[tuple[tuple[int, int], tuple[Edit, ...], tuple[Mask, ...]]] = [
         *((dims, (), mask) for dims, mask in product(HEAD_DIMS, masks)),
         *(
@@ -167,7 +171,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         )
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
+        each_mask = (found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     return found
 

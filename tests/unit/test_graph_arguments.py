@@ -25,7 +25,10 @@ BACKWARD = """
     sink_token dSink_token
 """.split()
 #: Keywords that cuDNN does not have.
-DLATTNS_OWN = {"softcap", "alibi_slopes"}
+DLATTNS_OWN = {
+    "sdpa": {"softcap", "alibi_slopes"},
+    "sdpa_backward": {"softcap", "alibi_slopes", "block_mask"},
+}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -61,7 +64,7 @@ def test_positional_order_is_cudnns(owner, method, order):
     parameters = inspect.signature(getattr(owner, method)).parameters.values()
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["self", *order]
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN[method]
 
 
 def test_outputs_are_named_after_the_node(graph):
