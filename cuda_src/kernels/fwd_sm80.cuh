@@ -33,7 +33,10 @@ struct FwdSm80 {
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
-  static constexpr int dim_v = round_up(Problem::head_dim_v, 16);
+  // Of the output, wide rows of which several blocks divide, each with all of the scores.
+  static constexpr int slices = ceil_div(Problem::head_dim_v, 256);
+  static constexpr int columns_v = round_up(ceil_div(Problem::head_dim_v, slices), 8);
+  static constexpr int dim_v = round_up(columns_v, 16);
   static constexpr int rows_per_warp = tile_q / Tiling::warps;
   static constexpr int m_tiles = rows_per_warp / 16;
   static_assert(rows_per_warp % 16 == 0 && tile_k % 16 == 0);
@@ -73,6 +76,12 @@ struct FwdSm80 {
         queries{work.tile * tile_q, least((work.tile + 1) * tile_q, length.q)},
         first_row(warp_index() * rows_per_warp) {}
 
+  // Of the output, and of v. The last slice overlaps the one before where they do not divide the row:
+  // both write the same there.
+  static DLATTN_DEVICE int first_column() {
+    return least(blockIdx.x % slices * columns_v, Problem::head_dim_v - columns_v);
+  }
+
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
         shared.q, p.q.rows<T>(item.batch, item.head, queries.first), p.q.row,
@@ -84,8 +93,9 @@ struct FwdSm80 {
         length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
-    load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        shared.v[stage], p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k), p.v.row,
+    load_tile<threads, columns_v, Problem::access_bytes>(
+        shared.v[stage],
+        p.v.rows<T>(item.batch, item.head / p.heads_per_v, tile * tile_k) + first_column(), p.v.row,
         length.kv - tile * tile_k);
   }
 
@@ -183,8 +193,9 @@ struct FwdSm80 {
     __syncthreads();
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();
-    store_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        p.o.rows<T>(item.batch, item.head, first_query), p.o.row, shared.o, p.seq_q - first_query);
+    store_tile<threads, columns_v, Problem::access_bytes>(
+        p.o.rows<T>(item.batch, item.head, first_query) + first_column(), p.o.row, shared.o,
+        p.seq_q - first_query);
   }
 };
 
@@ -196,7 +207,8 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel kernel(p, shared,
-                longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+                longest_first(blockIdx.x / Kernel::slices, ceil_div(p.seq_q, Tiling::tile_q),
+                              p.heads_q, p));
   typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;
   output.clear();

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.cuda import KernelLaunch, round_up
+from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.source import Tiling, kernel_source
@@ -121,7 +121,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         if problem.has_blocks:
             return "block_mask: its sums of dQ are counted for every tile of a range."
-        reason = backward_refusal(problem, geometry, target, cls.name)
+        reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
+    MOST_HOPPER_HEAD_DIM,
     KernelLaunch,
     pairs_per_wave,
     query_tiles,
@@ -149,7 +150,9 @@ class FwdSm90(MappedPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
+        reason = refusal(
+            problem, geometry, target, Direction.FORWARD, cls.name, MOST_HOPPER_HEAD_DIM
+        )
         if reason is not None:
             return reason
         if query_tiles(geometry, 128) > MOST_BLOCKS:
