@@ -51,6 +51,7 @@ class Case:
             there is no backward.
         row_outputs: which of score_max and score_sum_exp the forward writes, too.
         sink: about the mean of the heads' sinks; ``None`` is no sink.
+        deterministic: the backward must give the same bits in every run.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -87,6 +88,7 @@ class Case:
     stats: str | None = "float32"
     row_outputs: tuple[str, ...] = ()
     sink: float | None = None
+    deterministic: bool = False
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -245,6 +247,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         sink=draw(st.sampled_from((None, None, 0.0))),
+        deterministic=draw(st.sampled_from((False, False, True))),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.tensor import Attributes, tensor
-from dlattn.graph.vocabulary import diagonal_alignment
+from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
 from dlattn.problem import Direction
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
@@ -129,6 +129,12 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         TypeError: an argument has the wrong Python type.
     """
     wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
+    _flag("unfuse_fma", given["unfuse_fma"])
+    if not isinstance(given["implementation"], attention_implementation):
+        raise TypeError(
+            "implementation must be a dlattn.attention_implementation; got "
+            f"{given['implementation']!r}."
+        )
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(2, 3))
     outputs = {"o": _output(name, "O")}

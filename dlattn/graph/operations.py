@@ -101,7 +101,8 @@ class Operations(ABC):
             sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
                 there is no value. All statistics include it; a row that attends to nothing else
                 has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o.
-            implementation: accepted; dlattn has one implementation.
+            implementation: AUTO, COMPOSITE or UNIFIED, all of which mean dlattn's one
+                implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
             softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
                 the scale (FlashAttention's softcap).
@@ -166,6 +167,7 @@ class Operations(ABC):
             o: the forward's output, (B, Hq, Sq, Dv).
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+            use_deterministic_algorithm: the same bits in every run, in no more workspace.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
 

@@ -57,6 +57,17 @@ def diagonal(graph):
     return band.left, band.right, band.bottom_right
 
 
+def test_implementations(graph):
+    """Each of cuDNN's lowerings, and its numerics switch, mean the one implementation; other values
+    are errors."""
+    for implementation in cudnn.attention_implementation:
+        sdpa(graph, implementation=implementation, unfuse_fma=True)
+    with pytest.raises(TypeError, match="implementation must be a dlattn.attention_implementation"):
+        sdpa(graph, implementation="UNIFIED")
+    with pytest.raises(TypeError, match="unfuse_fma must be True, False or None; got 2"):
+        sdpa(graph, unfuse_fma=2)
+
+
 @pytest.mark.parametrize("owner", [cudnn.pygraph, cudnn.Graph])
 @pytest.mark.parametrize(("method", "order"), [("sdpa", FORWARD), ("sdpa_backward", BACKWARD)])
 def test_positional_order_is_cudnns(owner, method, order):
