@@ -105,6 +105,17 @@ struct RaggedRef {
   int unused;
 };
 
+// A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.
+struct BlockMaskRef {
+  const unsigned char* data;  // (batch, heads_q, blocks of queries, bytes of blocks of keys)
+  int64 batch, head, row, column;
+
+  DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
+    return __ldg(data + offset) >> keys % 8 & 1;
+  }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -121,6 +132,7 @@ struct Params {
   SlopeRef alibi_slopes;
   BiasRef bias;
   RaggedRef ragged;                // in ragged problems, the lengths above are in the workspace
+  BlockMaskRef block_mask;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far

@@ -14,6 +14,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Edit,
     Geometry,
@@ -41,7 +42,11 @@ _WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
-_TYPES = {"stats": _FLOATS, "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)}
+_TYPES = {
+    "stats": _FLOATS,
+    "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8),
+    "block_mask": (data_type.UINT8,),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         head_dim_qk=q.dim[3],
         head_dim_v=v.dim[3],
         edits=_edits(node, tensors),
-        masks=_masks(node),
+        masks=_masks(node, tensors),
         stats=None if stats is None else stats.get_data_type(),
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
@@ -149,9 +154,14 @@ def _bias(it: Attributes, seq_q: int) -> Bias:
     return Bias(it.dtype, contiguous, aligned)
 
 
-def _masks(node: AttentionNode) -> tuple[Mask, ...]:
+def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:
+    masks: list[Mask] = [Padding()]
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
-    return (Padding(), Band(left, right)) if left or right else (Padding(),)
+    if left or right:
+        masks.append(Band(left, right))
+    if "block_mask" in tensors:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def _near(bound: int | None) -> int | None:

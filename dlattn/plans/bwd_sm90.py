@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.cuda import KernelLaunch, round_up
+from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -127,7 +127,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = backward_refusal(problem, geometry, target, cls.name)
+        if problem.has_blocks:
+            return "block_mask: its sums of dQ are counted for every tile of a range."
+        reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         return reason or cls.mapping_refusal(problem, geometry, target)

@@ -19,8 +19,8 @@ TENSOR_ROLES = (
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
-#: ``tanh(x) / x`` as a polynomial of ``x**2`` with a relative error of 2**-23.2 for ``abs(x)`` up to
-#: ``_TANH_REACH``, the least that this degree allows (Remez exchange).
+#: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH`` its
+#: relative error is 2**-23.2.
 _TANH = (0.9999999019010428, -0.3333136245997891, 0.13270976773930643, -0.047553604158444555)
 _TANH_REACH = 0.4
 
@@ -102,6 +102,10 @@ class RaggedRef(ctypes.Structure):
     ]
 
 
+class BlockMaskRef(BiasRef):
+    """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -111,6 +115,7 @@ class Params(ctypes.Structure):
         ("alibi_slopes", SlopeRef),
         ("bias", BiasRef),
         ("ragged", RaggedRef),
+        ("block_mask", BlockMaskRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -214,9 +219,9 @@ def params_for(geometry: Geometry) -> Params:
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     if "bias" in geometry.tensors:
-        bias = geometry.tensors["bias"]
-        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
-        params.bias = BiasRef(0, *steps)
+        params.bias = BiasRef(0, *_broadcast_strides(geometry.tensors["bias"]))
+    if "block_mask" in geometry.tensors:
+        params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     return params
 
 
@@ -249,6 +254,10 @@ def _softcap_series(geometry: Geometry) -> SoftCapSeries:
     if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
         return SoftCapSeries(most=-1.0)
     return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope))
+
+
+def _broadcast_strides(spec: TensorSpec) -> list[int]:
+    return [step if size > 1 else 0 for size, step in zip(spec.dim, spec.stride, strict=True)]
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:

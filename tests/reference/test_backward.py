@@ -22,9 +22,8 @@ _smooth = cases(
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    return {
-        role: t.padded().astype(np.float64) for role, t in make_tensors(case, Library()).items()
-    }
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    return {role: x if role == "block_mask" else x.astype(np.float64) for role, x in arrays.items()}
 
 
 def _directions(case: Case, seed: int) -> dict[str, Any]:
