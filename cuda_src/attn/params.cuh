@@ -69,6 +69,7 @@ struct BiasRef {
 // hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
 struct SoftCapSeries {
   float of[4], most;
+  float bound, inverse_bound;  // of scores; their product is 1, or what is bounded would have a slope
   uint32 zero;  // which the compiler does not know
 
   // highest: of[3].

@@ -6,6 +6,8 @@ import ctypes
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from dlattn.dtypes import data_type
 from dlattn.problem import Geometry, TensorSpec, offset_role
 
@@ -79,6 +81,8 @@ class SoftCapSeries(ctypes.Structure):
     _fields_ = [
         ("of", 4 * ctypes.c_float),
         ("most", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("inverse_bound", ctypes.c_float),
         ("zero", ctypes.c_uint32),
     ]
 
@@ -246,14 +250,28 @@ def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes
 def _softcap_series(geometry: Geometry) -> SoftCapSeries:
     """``cap * tanh(x * scale / cap) * log2(e)`` as ``x * (c0 + c1 x^2 + c2 x^4 + c3 x^6)``; without
     a cap, or with a scale on the device or out of float32's reach, of no number."""
-    if geometry.softcap is None or "attn_scale" in geometry.tensors or not geometry.attn_scale:
-        return SoftCapSeries(most=-1.0)
-    slope = geometry.attn_scale / geometry.softcap
+    if geometry.softcap is None:
+        return SoftCapSeries()
     unit = geometry.softcap * math.log2(math.e)
+    bounds = dict(zip(("bound", "inverse_bound"), _reciprocals(unit), strict=True))
+    if "attn_scale" in geometry.tensors or not geometry.attn_scale:
+        return SoftCapSeries(most=-1.0, **bounds)
+    slope = geometry.attn_scale / geometry.softcap
     terms = [c * unit * slope ** (2 * k + 1) for k, c in enumerate(_TANH)]
     if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
-        return SoftCapSeries(most=-1.0)
-    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope))
+        return SoftCapSeries(most=-1.0, **bounds)
+    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope), **bounds)
+
+
+def _reciprocals(value: float) -> tuple[np.float32, np.float32]:
+    """float32 numbers next to a value and its reciprocal whose rounded product is 1."""
+    near = np.float32(value)
+    for number in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+        inverse = np.float32(1) / number
+        for other in (inverse, np.nextafter(inverse, np.float32(np.inf))):
+            if number * other == 1:
+                return number, other
+    return near, np.float32(1) / near
 
 
 def _broadcast_strides(spec: TensorSpec) -> list[int]:

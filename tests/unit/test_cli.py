@@ -152,7 +152,7 @@ def test_show_takes_every_edit(cache: Path, capsys: pytest.CaptureFixture[str]) 
     edits += ["--causal", "--block-mask"]
     assert main(["show", "--head-dim", "64", "--arch", "sm_80", *edits]) == 0
     printed = capsys.readouterr().out
-    assert "Edits<PositiveScale, SoftCap, Bias<bool, true>, Alibi<true>>" in printed
+    assert "Edits<PositiveScale, SoftCap, Bias<bool, true, false>, Alibi<true>>" in printed
     assert "Masks<Padding, Band<false, true>, BlockMask>" in printed
 
 
