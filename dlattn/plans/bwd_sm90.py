@@ -82,8 +82,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
-    scores = 64 if problem.keeps_scores else 0
-    if dim_qk + dim_v + scores > 320 or max(dim_qk, dim_v) > 192:
+    others = 64 if problem.keeps_scores or problem.has_blocks else 0
+    if dim_qk + dim_v + others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
@@ -119,9 +119,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        if problem.has_blocks:
-            return "block_mask: its sums of dQ are counted for every tile of a range."
         reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
+        edited = problem.keeps_scores and problem.adds_to_scores
+        if edited and problem.has_blocks and problem.head_dim_qk + problem.head_dim_v > 384:
+            return "block_mask: with softcap and what is added to scores, it has no registers."
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
