@@ -120,9 +120,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
-        edited = problem.keeps_scores and problem.adds_to_scores
-        if edited and problem.has_blocks and problem.head_dim_qk + problem.head_dim_v > 384:
-            return "block_mask: with softcap and what is added to scores, it has no registers."
+        crowded = problem.deterministic or (problem.keeps_scores and problem.adds_to_scores)
+        if crowded and problem.has_blocks and problem.head_dim_qk + problem.head_dim_v > 384:
+            return (
+                "head dimensions above 384 in sum leave no registers for block_mask together with "
+                "use_deterministic_algorithm, or with softcap and what is added to scores."
+            )
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
