@@ -39,6 +39,12 @@ struct Walk {
     });
     return found > last ? end : most(tile, found * tiles);
   }
+  // Whether a tile is visited, for those who walk over all.
+  static DLATTN_DEVICE bool visits(const Params& p, int batch, int head, int queries, int keys) {
+    if constexpr (!skips) return true;
+    return uniform(p.block_mask.keeps(batch, head, queries * tile_q / block_size,
+                                      keys * tile_k / block_size)) != 0;
+  }
 
  private:
   static DLATTN_DEVICE auto keys_of(const Params& p, WorkItem queries) {

@@ -42,7 +42,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using VTile = SlabTile<T, tile_k, dim_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
   using BiasTile =
-      SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q, tile_k>;
+      SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
+               tile_k>;
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
   using DQ = Accumulator<1, 64 / 8>;
   static constexpr int piece_columns = Tiling::piece_columns;

@@ -276,8 +276,7 @@ struct FwdSm90 {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
     const auto item = [&] { return at; };
-    for (int tile = work.last_tile; tile >= work.first_tile;
-         tile = tile_before(item, work, tile)) {
+    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(item, work, tile)) {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],

@@ -161,9 +161,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         stats = [data_type.FLOAT]
     found = []
     wide = [] if hopper else WIDE_HEAD_DIMS
-    masks = tuple(
-        mask for mask in MASKS.values() if family is not BwdSm90 or BlockMask() not in mask
-    )
+    masks = tuple(MASKS.values())
     wanted: list[tuple[tuple[int, int], tuple[Edit, ...], tuple[Mask, ...]]] = [
         *((dims, (), mask) for dims, mask in product(HEAD_DIMS, masks)),
         *((dims, (), masks[i % len(masks)]) for i, dims in enumerate(wide)),
