@@ -93,6 +93,8 @@ def by_entry(
             keep = keep & kept
             if bias is not None:
                 added = bias if added is None else added + bias
+        if case.blocks is not None:
+            keep = keep & _blocks(given, q, index, m, n)
         e = Entry(
             xp=xp,
             q=q[index, :, :m],
@@ -138,6 +140,15 @@ def _bias(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> 
         return bias != 0, None
     kept = bias != -np.inf
     return kept, _module(like).where(kept, bias, 0.0)
+
+
+def _blocks(given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
+    """Which positions of a batch entry a block mask keeps, (H or 1, m, n)."""
+    xp, mask = _module(like), given["block_mask"]
+    row, column = (_positions(xp, like, max(size, 1)) for size in (m, n))
+    row, block = cast(row // 128, "int64"), cast(column // 128, "int64")
+    byte = cast(mask[index % mask.shape[0]], "int64")[:, row][:, :, block // 8]
+    return (byte >> (block % 8)) % 2 == 1
 
 
 def kept_by(case: Case, given: Tensors, dtype: str) -> Any:

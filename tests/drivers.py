@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Dropout,
     Edit,
@@ -28,6 +30,7 @@ from dlattn.problem import (
     SoftCap,
     Values,
     alibi_slopes,
+    offset_role,
 )
 from dlattn.runtime.target import CPU
 from tests import oracle
@@ -41,7 +44,7 @@ _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
 OPTIONS = (
-    *("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token"),
+    *("attn_scale", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv", "sink_token"),
     *("dropout_seed", "dropout_offset", "dropout_mask", "dropout_scale", "dropout_scale_inv"),
 )
 
@@ -62,7 +65,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         tensors = make_tensors(case, library)
         run(case, tensors)
         check_poison_intact(tensors)
-        arrays = {role: t.tensor for role, t in tensors.items()}
+        arrays = {role: t.padded() for role, t in tensors.items()}
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         if "rng_dump" in outputs:
@@ -83,7 +86,9 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if not case.drops:
             used = {role: t for role, t in used.items() if not role.startswith("dropout_")}
         _forget_dump(tensors)
-        plan = Reference(problem_of(case, direction), geometry_of(case, used), CPU)
+        offsets = [offset_role(role) for role in used if role in case.ragged]
+        used |= {role: tensors[role] for role in offsets}
+        plan = Reference(problem_of(case, direction, bool(offsets)), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
 
@@ -126,11 +131,17 @@ def run_graph(case: Case, tensors: Tensors) -> None:
     _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump))
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
-        d_sink = () if case.sink is None else ("dSink_token",)
-        _run_graph_of(case, tensors, inputs, made, (*d_sink, *dump))
+        written = dump if case.sink is None else ("dSink_token", *dump)
+        try:
+            _run_graph_of(case, tensors, inputs, made, written)
+        except cudnn.cudnnGraphNotSupportedError as refusal:
+            # Not every kernel has an order of additions; none leaves the wish out of its reasons.
+            if not (case.deterministic and "use_deterministic_algorithm" in str(refusal)):
+                raise
+            _run_graph_of(replace(case, deterministic=False), tensors, inputs, made, written)
 
 
-def problem_of(case: Case, direction: Direction) -> Problem:
+def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Problem:
     """The problem that a graph of the case lowers to."""
     numpy = Library()
     return Problem(
@@ -145,6 +156,8 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
         dropout=dropout_of(case),
+        ragged=ragged,
+        deterministic=case.deterministic and direction is Direction.BACKWARD,
     )
 
 
@@ -155,10 +168,23 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
         edits.append(SoftCap())
     if case.bias:
         contiguous = case.bias_dim()[3] > 1 and case.bias_stride()[3] == 1
-        edits.append(Bias(from_any(Library().dtype(case.bias)), contiguous))
+        edits.append(
+            Bias(from_any(Library().dtype(case.bias)), contiguous, _has_aligned_bias(case))
+        )
     if case.alibi:
         edits.append(Alibi(symmetric=case.alibi != "cudnn"))
     return tuple(edits)
+
+
+def _has_aligned_bias(case: Case) -> bool:
+    """Whether the copy engine can move tiles of the bias."""
+    dim, stride = case.bias_dim(), case.bias_stride()
+    gaps = [step for size, step in zip(dim[:3], stride, strict=False) if size > 1]
+    return (
+        case.bias in ("bfloat16", "float16")
+        and (dim[2], dim[3] > 1, stride[3]) == (case.seq_q, True, 1)
+        and all(step % 8 == 0 for step in gaps)
+    )
 
 
 def dropout_of(case: Case) -> Dropout | None:
@@ -181,8 +207,12 @@ def dropout_numbers(case: Case) -> dict[str, Any]:
 
 
 def masks_of(case: Case) -> tuple[Mask, ...]:
-    band = Band(left=case.left is not None, right=case.right is not None)
-    return (Padding(), band) if band.left or band.right else (Padding(),)
+    masks: list[Mask] = [Padding()]
+    if case.left is not None or case.right is not None:
+        masks.append(Band(left=case.left is not None, right=case.right is not None))
+    if case.blocks is not None:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
@@ -204,6 +234,7 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
         attn_scale=case.scale_value,
         softcap=case.softcap,
         bias=arrays["bias"] if case.bias else None,
+        block_mask=arrays.get("block_mask"),
         alibi_slopes=slopes.reshape(-1, case.heads_q, 1, 1),
         len_q=np.reshape(case.lengths_q(), (-1, 1, 1, 1)),
         len_kv=np.reshape(case.lengths_kv(), (-1, 1, 1, 1)),
@@ -247,28 +278,42 @@ def _run_graph_of(
         options.remove("dropout_scale_inv")
     fed = [*inputs, *options, *written]
     _forget_dump(tensors)
-    given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
+    given: dict[str, Any] = {role: declare(graph, case, role, tensors) for role in fed}
+    pack = {given[role]: tensors[role].tensor for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
+    if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
+        arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))
+        arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
     if "dO" in inputs:
+        arguments["use_deterministic_algorithm"] = case.deterministic
         results = graph.sdpa_backward(**arguments)
     else:
         results = graph.sdpa(**arguments, generate_stats=case.stats is not None)
-    pack = {given[role]: tensors[role].tensor for role in fed}
     for role, t in zip(made, results, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
+        set_offset(graph, case, role, t, tensors)
         pack[t] = tensors[role].tensor
+        given[role] = t
+    for role in set(given) & set(case.ragged):
+        pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
     graph.build()
     size = graph.get_workspace_size()
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
-    graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
+    workspace = guarded[_MARGIN : _MARGIN + size] if size else None
+    graph.execute(pack, workspace)
+    if case.deterministic:
+        first = {role: t.library.copy(t.bits) for role, t in tensors.items()}
+        graph.execute(pack, workspace)
+        for role, bits in first.items():
+            assert bool((tensors[role].bits == bits).all()), f"{role} differs in a second run"
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
 
@@ -289,6 +334,33 @@ def _forget_dump(tensors: Tensors) -> None:
     """So that the backward's dump is seen to be its own."""
     if "rng_dump" in tensors:
         tensors["rng_dump"].tensor[...] = float("nan")
+
+
+def declare(
+    graph: cudnn.pygraph, case: Case, role: str, tensors: Tensors, prefix: str = ""
+) -> cudnn.tensor:
+    """The graph tensor of an input; a ragged one has another shape than its memory."""
+    it = tensors[role]
+    if not it.spec.ragged:
+        return graph.tensor_like(it.tensor, name=prefix + role)
+    declared = graph.tensor(it.spec.dim, it.spec.stride, it.spec.dtype, name=prefix + role)
+    declared.set_alignment(it.tensor.itemsize if case.layout(role) == "odd" else 16)
+    return set_offset(graph, case, role, declared, tensors, prefix)
+
+
+def set_offset(
+    graph: cudnn.pygraph,
+    case: Case,
+    role: str,
+    declared: cudnn.tensor,
+    tensors: Tensors,
+    prefix: str = "",
+) -> cudnn.tensor:
+    """Gives a graph tensor its offsets, if the case makes it ragged."""
+    if role not in case.ragged:
+        return declared
+    name = offset_role(role)
+    return declared.set_ragged_offset(graph.tensor_like(tensors[name].tensor, name=prefix + name))
 
 
 def edit_arguments(case: Case) -> dict[str, Any]:

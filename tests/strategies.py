@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-HEAD_DIMS = range(8, 257, 8)
+#: Mostly those that every kernel has.
+HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
 
 BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
 
@@ -17,6 +18,10 @@ ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
 )
+
+#: Roles of tensors that may be ragged, by the lengths that their entries have.
+RAGGED_Q = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+RAGGED_KV = ("k", "v", "dK", "dV")
 
 #: Layouts whose strides keep rows on 16-byte boundaries (see :func:`tests.builders.strides`).
 ALIGNED_LAYOUTS = ("bshd", "bhsd", "sbhd", "packed", "padded")
@@ -37,16 +42,26 @@ class Case:
         bias: element type of the bias, of which ``"bool"`` and ``"uint8"`` mask; ``None`` for none.
         bias_axes: its axes, of ``"bhqk"``, that are not of size 1.
         bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are.
+        blocks: the share of blocks of 128 x 128 that a block mask keeps; ``None`` for no mask.
+        blocks_axes: its axes, of ``"bh"``, that are not of size 1.
+        blocks_layout: its last axis in memory, as of a bias.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
         len_dtypes: integer types of the two length tensors.
+        ragged: roles of the tensors that are ragged: packed by :func:`tests.builders.packing`.
+        gaps: memory is left out between their sequences.
+        lengths_as: ``"tensors"``, or ``"offsets"`` where lengths can follow from those of a ragged
+            q, k or v.
+        offset_dtype: integer type of the offsets.
+        bounded: ragged backwards are told how many tokens there are in all.
         layouts: (role, layout) for each tensor that is not laid out as ``"bshd"``.
         wild_strides: dimensions of size 1 carry a meaningless stride.
         stats: type of the stats that the forward writes and the backward reads; with ``None``
             there is no backward.
         row_outputs: which of score_max and score_sum_exp the forward writes, too.
         sink: about the mean of the heads' sinks; ``None`` is no sink.
+        deterministic: the backward must give the same bits in every run.
         dropout: the probability to drop, by Philox, or the element type of a mask; or ``None``.
         dropout_as: how seed and offset, or the mask's scales, are given: ``"value"`` (Python
             numbers), ``"host"`` (tensors passed by value) or ``"device"``.
@@ -75,17 +90,26 @@ class Case:
     bias: str | None = None
     bias_axes: str = "bhqk"
     bias_layout: str = "keys"
+    blocks: float | None = None
+    blocks_axes: str = "bh"
+    blocks_layout: str = "keys"
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
     len_q: tuple[int, ...] | None = None
     len_kv: tuple[int, ...] | None = None
     len_dtypes: tuple[str, str] = ("int32", "int32")
+    ragged: tuple[str, ...] = ()
+    gaps: bool = False
+    lengths_as: str = "tensors"
+    offset_dtype: str = "int32"
+    bounded: bool = False
     layouts: tuple[tuple[str, str], ...] = ()
     wild_strides: bool = False
     stats: str | None = "float32"
     row_outputs: tuple[str, ...] = ()
     sink: float | None = None
+    deterministic: bool = False
     dropout: float | str | None = None
     dropout_as: str = "device"
     dropout_dtypes: tuple[str, str] = ("int64", "int64")
@@ -152,6 +176,20 @@ class Case:
             return 1 / (1 - self.dropout)
         return 1.0 if self.dropout is None else 2.0
 
+    def blocks_dim(self) -> tuple[int, ...]:
+        batch, heads = (
+            size if axis in self.blocks_axes else 1
+            for axis, size in zip("bh", (self.batch, self.heads_q), strict=True)
+        )
+        queries, keys = (-(-seq // 128) for seq in (self.seq_q, self.seq_kv))
+        return (batch, heads, queries, -(-keys // 8))
+
+    def blocks_stride(self) -> tuple[int, ...]:
+        """With gaps after each head."""
+        b, h, q, k = self.blocks_dim()
+        head = q * k + 3
+        return (h * head, head, *((k, 1) if self.blocks_layout == "keys" else (1, q)))
+
     def slopes_dim(self) -> tuple[int, ...] | None:
         """The shape of the slopes, if they are a tensor."""
         batch, heads = self.batch, self.heads_q
@@ -164,6 +202,25 @@ class Case:
 
     def lengths_kv(self) -> tuple[int, ...]:
         return self.len_kv or (self.seq_kv,) * self.batch
+
+    def length_source(self, side: str) -> str | None:
+        """The tensor whose offsets tell the lengths of ``"q"`` or ``"kv"``, if any does."""
+        if self.lengths_as == "tensors":
+            return None
+        return next((role for role in side if role in self.ragged), None)
+
+    def length_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The lengths that are given as tensors, by role."""
+        sides = {
+            "seq_len_q": ("q", RAGGED_Q, self.len_q, self.lengths_q()),
+            "seq_len_kv": ("kv", RAGGED_KV, self.len_kv, self.lengths_kv()),
+        }
+        given = {}
+        for role, (side, roles, lengths, full) in sides.items():
+            if self.length_source(side) is None:
+                chosen = full if set(roles) & set(self.ragged) else lengths
+                given |= {role: chosen} if chosen is not None else {}
+        return given
 
     def dims(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes by role."""
@@ -193,12 +250,14 @@ class Profile:
     Attributes:
         dtypes: element types to draw from, with the types of stats that go with each.
         edges: sequence lengths to draw often: one around each tile boundary.
+        block_edges: lengths to draw often where there is a block mask.
         longest: longest sequence.
         heads: query heads to draw from.
     """
 
     dtypes: dict[str, tuple[str, ...]]
     edges: tuple[int, ...]
+    block_edges: tuple[int, ...]
     longest: int
     heads: tuple[int, ...]
 
@@ -212,6 +271,7 @@ PROFILES = {
             "float64": ("float64", "float32"),
         },
         edges=(2, 7, 8, 9, 15, 16, 17, 33),
+        block_edges=(127, 128, 129, 300),
         longest=40,
         heads=(1, 2, 3, 4, 6),
     ),
@@ -221,6 +281,7 @@ PROFILES = {
             *(2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129),
             *(159, 160, 161, 175, 176, 177, 191, 192, 193, 255, 256, 257, 383, 384, 385, 511, 513),
         ),
+        block_edges=(128, 129, 300, 600, 1024, 1030, 1200),
         longest=600,
         heads=(1, 2, 3, 4, 6, 8, 12),
     ),
@@ -229,6 +290,15 @@ PROFILES = {
 
 _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
+
+
+_RAGGED = (
+    (*RAGGED_Q, *RAGGED_KV),
+    (*RAGGED_Q, *RAGGED_KV),
+    ("q", "o", "dO", "dQ", *RAGGED_KV),
+    RAGGED_Q,
+    RAGGED_KV,
+)
 
 
 def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
@@ -263,11 +333,14 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
         bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
+        blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
+        ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
+        deterministic=draw(st.sampled_from((False, False, True))),
         dropout=draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES))),
         dropout_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
     )
@@ -280,6 +353,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     heads_q = draw(st.sampled_from(profile.heads))
     divisors = st.sampled_from([h for h in range(1, heads_q + 1) if heads_q % h == 0])
     size = st.sampled_from(profile.edges) | st.integers(1, profile.longest)
+    if kind.blocks is not None:
+        size = st.sampled_from(profile.block_edges) | size
     seq_q, seq_kv = draw(size), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
@@ -304,12 +379,20 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
         alibi=draw(st.sampled_from(("H", "BH", "BH11"))) if kind.alibi == "H" else kind.alibi,
         bias_axes=draw(axes) if kind.bias else "bhqk",
+        blocks=None if kind.blocks is None else draw(st.sampled_from((0.1, 0.5, 0.9))),
+        blocks_axes=draw(st.sampled_from(("bh", "bh", "b", "h", ""))) if kind.blocks else "bh",
+        blocks_layout=draw(st.sampled_from(("keys", "queries"))) if kind.blocks else "keys",
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),
         len_q=draw(_lengths(batch, seq_q)) if padded in ("both", "q") else None,
         len_kv=draw(_lengths(batch, seq_kv)) if padded in ("both", "kv") else None,
         len_dtypes=draw(st.tuples(len_dtype, len_dtype)),
+        ragged=draw(_ragged()) if kind.ragged else (),
+        gaps=draw(st.booleans()),
+        lengths_as=draw(st.sampled_from(("tensors", "offsets"))),
+        offset_dtype=draw(len_dtype),
+        bounded=draw(st.booleans()),
         layouts=tuple(
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),
@@ -325,6 +408,11 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def _ragged() -> st.SearchStrategy[tuple[str, ...]]:
+    some = st.sets(st.sampled_from(_RAGGED[0]), min_size=1)
+    return st.sampled_from(_RAGGED) | some.map(lambda roles: tuple(sorted(roles)))
 
 
 def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:

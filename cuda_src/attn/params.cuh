@@ -10,10 +10,29 @@ namespace dlattn {
 struct TensorRef {
   void* data;
   int64 batch, head, row;
+  const void*
+      offsets;  // [batch + 1], int32 or int64: where a ragged tensor's entries begin; or null
+  int has_int64_offsets;
+  int unused;
 
-  template <class T>
+  // Of a problem without ragged tensors, the code of what they need does not exist.
+  template <bool ragged>
+  DLATTN_DEVICE bool is_ragged() const {
+    return ragged && offsets != nullptr;
+  }
+  DLATTN_DEVICE int64 offset(int b) const {
+    return has_int64_offsets ? __ldg(static_cast<const int64*>(offsets) + b)
+                             : __ldg(static_cast<const int*>(offsets) + b);
+  }
+  template <class T, bool ragged = false>
   DLATTN_DEVICE T* rows(int b, int h, int r) const {
-    return static_cast<T*>(data) + b * batch + h * head + r * row;
+    const int64 entry = is_ragged<ragged>() ? offset(b) : b * batch;
+    return static_cast<T*>(data) + entry + h * head + r * row;
+  }
+  // How many rows an output stores: where the next sequence may follow, none of padding.
+  template <bool ragged>
+  DLATTN_DEVICE int stored_rows(int length, int longest) const {
+    return is_ragged<ragged>() ? length : longest;
   }
 };
 
@@ -66,6 +85,59 @@ struct FloatRef {
   DLATTN_DEVICE float value() const { return data == nullptr ? number : *data; }
 };
 
+// Soft-capped scores in log2 units, of raw products x up to `most` in magnitude: x * ratio(x), the
+// hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
+struct SoftCapSeries {
+  float of[4], most;
+  float bound,
+      inverse_bound;  // of scores; their product is 1, or what is bounded would have a slope
+  uint32 zero;        // which the compiler does not know
+
+  // highest: of[3].
+  DLATTN_DEVICE float ratio(float x, float highest) const {
+    const float square = x * x;
+    return fmaf(fmaf(fmaf(highest, square, of[2]), square, of[1]), square, of[0]);
+  }
+};
+
+// What the first kernel of a ragged problem (kernels/ragged.cuh) tells the others of a batch entry.
+struct RaggedEntry {
+  int first_tile, query_tiles;  // of one head, among those of all entries
+  int rank;                     // in the order of the items
+  int unused;
+};
+
+// Where the copy engine finds a batch entry of a tensor: added to its rows, and the last coordinate.
+struct MappedEntry {
+  int row, batch;
+};
+enum class Mapped { q, k, v, o, dO, dK, dV };
+inline constexpr int mapped_tensors = 7;
+
+struct RaggedRef {
+  LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
+  RaggedEntry* entries;         // (batch)
+  int* order;                   // (batch): entries by rank
+  int4* items;                  // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;          // (mapped_tensors, batch); or null
+  int tile_q;                   // rows of a query tile
+  int row_tiles;                // that the workspace has room for, of one head
+  int item_rows;                // queries or keys that an item has
+  int items_of_keys, last_first;
+  int unused;
+};
+
+// A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.
+struct BlockMaskRef {
+  const unsigned char* data;  // (batch, heads_q, blocks of queries, bytes of blocks of keys)
+  int64 batch, head, row, column;
+
+  DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
+    return __ldg(data + offset) >> keys % 8 & 1;
+  }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -85,9 +157,11 @@ struct Params {
   BiasRef dropout_mask;  // nonzero where probabilities are kept
   IntegerRef dropout_seed, dropout_offset;
   FloatRef dropout_scale, dropout_scale_inv;  // of kept probabilities
-  const float* attn_scale_device;             // null: attn_scale holds the value
-  const int* schedule;                        // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;                           // else: tiles that blocks have asked for so far
+  RaggedRef ragged;  // in ragged problems, the lengths above are in the workspace
+  BlockMaskRef block_mask;
+  const float* attn_scale_device;  // null: attn_scale holds the value
+  const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
+  int* items_taken;                // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
@@ -105,6 +179,14 @@ struct Params {
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
   uint32 dropout_addend;           // 2^15 less the threshold of random bits, in each half
+  SoftCapSeries softcap_series;
+
+  // A tensor that is not ragged is its own map's.
+  template <bool ragged>
+  DLATTN_DEVICE MappedEntry mapped_entry(Mapped tensor, int b) const {
+    if constexpr (ragged) return this->ragged.mapped[int(tensor) * batch + b];
+    return {0, b};
+  }
 
   DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 

@@ -13,6 +13,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/signs.cuh"
+#include "attn/walk.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/math.cuh"
@@ -33,6 +34,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using Shapes::tile_q;
   static constexpr int access_bytes = Problem::access_bytes;
   static constexpr bool drops = Problem::Dropout::drops;
+  static constexpr bool ragged = Problem::ragged;
 
   using SGrid = WarpGrid<tile_q, tile_k, Tiling::warps, Tiling::warps_s>;
   using DKGrid = WarpGrid<tile_k, dim_qk, Tiling::warps, Tiling::warps_kv>;
@@ -48,6 +50,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using KTile = SharedTile<T, tile_k, dim_qk>;
   using VTile = SharedTile<T, tile_k, dim_v>;
   using PTile = SharedTile<T, tile_q, tile_k>;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
 
   // Where the rows of the head at work begin. In shared memory, because dK, dV and the scores take
   // nearly all registers.
@@ -89,11 +92,13 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, p.k.rows<T>(batch, head_k(), keys.first), p.k.row, keys.last - keys.first);
+        shared.k, p.k.rows<T, ragged>(batch, head_k(), keys.first), p.k.row,
+        keys.last - keys.first);
   }
   DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, p.v.rows<T>(batch, head_v(), keys.first), p.v.row, keys.last - keys.first);
+        shared.v, p.v.rows<T, ragged>(batch, head_v(), keys.first), p.v.row,
+        keys.last - keys.first);
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
@@ -150,15 +155,20 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.p, SGrid::first_row(), SGrid::first_column(), probability);
   }
 
-  // One query tile of one head.
-  DLATTN_DEVICE void step(int tile, int last_tile, int iteration, DK& dK, DV& dV) {
-    const bool more = tile + 1 < last_tile;
+  // The first query tile to visit from this one on.
+  DLATTN_DEVICE int tile_from(int tile, int last_tile) const {
+    return Tiles::first_queries(p, {keys.first / tile_k, head, batch}, tile, last_tile);
+  }
+
+  // One query tile of one head. Prefetches the next one.
+  DLATTN_DEVICE void step(int tile, int next, int last_tile, int iteration, DK& dK, DV& dV) {
+    const bool more = next < last_tile;
     cp_async_wait_all();
     __syncthreads();
     if (more) {
-      load_row_stats(tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_q == 2) load_q(tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_do == 2) load_do(tile + 1, iteration + 1);
+      load_row_stats(next, iteration + 1);
+      if constexpr (Tiling::stages_q == 2) load_q(next, iteration + 1);
+      if constexpr (Tiling::stages_do == 2) load_do(next, iteration + 1);
     }
     QTile& s_q = shared.q[iteration % Tiling::stages_q];
     DOTile& s_do = shared.dO[iteration % Tiling::stages_do];
@@ -201,14 +211,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
                          SharedRight<DOTile, true>(s_do, DVGrid::first_column()));
     if constexpr (Tiling::stages_do == 1) {
       __syncthreads();
-      if (more) load_do(tile + 1, 0);
+      if (more) load_do(next, 0);
     }
     add_dq(tile);
     gemm<T, tile_q / 16>(dK, SharedLeft<PTile, true>(shared.dS, DKGrid::first_row()),
                          SharedRight<QTile, true>(s_q, DKGrid::first_column()));
     if constexpr (Tiling::stages_q == 1) {
       __syncthreads();
-      if (more) load_q(tile + 1, 0);
+      if (more) load_q(next, 0);
     }
   }
 
@@ -236,21 +246,25 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   // All query tiles of one head.
   DLATTN_DEVICE void walk_queries(DK& dK, DV& dV) {
     const Interval queries = Problem::Mask::queries(keys, length, p);
-    if (!keys.empty() && !queries.empty()) {
-      const int last_tile = ceil_div(queries.last, tile_q);
-      int tile = opaque(queries.first / tile_q);
+    const int last_tile = ceil_div(queries.last, tile_q);
+    int tile = opaque(queries.first / tile_q);
+    if (Tiles::skips) tile = tile_from(tile, last_tile);
+    const bool some = !Tiles::skips || tile < last_tile;
+    if (!keys.empty() && !queries.empty() && some) {
       if (threadIdx.x == 0) {
         const int first_tile = Shapes::row_tile(p, batch, head, 0);
-        shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
-                            Shapes::row_stats(p, first_tile), Shapes::dq_accum(p, first_tile)};
+        shared.head_rows = {p.q.rows<T, ragged>(batch, head, 0),
+                            p.dO.rows<T, ragged>(batch, head, 0), Shapes::row_stats(p, first_tile),
+                            Shapes::dq_accum(p, first_tile)};
       }
       __syncthreads();
       load_row_stats(tile, 0);
       load_q(tile, 0);
       load_do(tile, 0);
 #pragma unroll 1
-      for (int iteration = 0; tile < last_tile; ++tile, ++iteration) {
-        step(tile, last_tile, iteration, dK, dV);
+      for (int iteration = 0, next; tile < last_tile; tile = next, ++iteration) {
+        next = tile_from(tile + 1, last_tile);
+        step(tile, next, last_tile, iteration, dK, dV);
       }
     }
     cp_async_wait_all();
@@ -264,7 +278,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        p.dK.rows<T>(batch, head_k(), keys.first), p.dK.row, shared.k, p.seq_kv - keys.first);
+        p.dK.rows<T, ragged>(batch, head_k(), keys.first), p.dK.row, shared.k,
+        p.dK.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
@@ -273,8 +288,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        p.dV.rows<T>(batch, head_v(), keys.first), p.dV.row, shared.v, p.seq_kv - keys.first);
+        p.dV.rows<T, ragged>(batch, head_v(), keys.first), p.dV.row, shared.v,
+        p.dV.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
     __syncthreads();
+  }
+
+  // Whether there is nothing to store: the tile is beyond the end of a sequence, and nothing padded.
+  DLATTN_DEVICE bool is_void() const {
+    return keys.empty() && p.dK.is_ragged<ragged>() && p.dV.is_ragged<ragged>();
   }
 
   // All query heads of the block; dK and dV are stored when the last head that shares them is done.
@@ -310,6 +331,7 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
   Kernel kernel(p, shared,
                 first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
                             p.heads_q / p.heads_per_block, p));
+  if (kernel.is_void()) return;
   kernel.walk_heads();
 }
 

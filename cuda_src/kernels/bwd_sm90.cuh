@@ -15,6 +15,7 @@
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_outputs.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
 
@@ -62,6 +63,8 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
   using DV = Accumulator<1, dim_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
+  // What brings probabilities back to their size.
+  static constexpr float lowering = 1.f / (1 << Tiling::template raised<T>);
 
   // Of a lane's columns.
   struct RowStats {
@@ -88,14 +91,105 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
   using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
 
   using LogSumExp =
-      Either<constant_derivative && !Score::reads_positions, RowStats, RowStatsInPlace>;
+      Either<constant_derivative && (!Score::reads_positions || (Score::is_quick && part_q <= 64)),
+             RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
                                   int stage, Piece piece, const LogSumExp& log_sum_exp,
                                   const ScoreValues& values) {
-    const float log2_factor = Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
+    if constexpr (Score::is_quick) {
+      exponentiate_quickly(probability, weights, raw, step, stage, piece, log_sum_exp, values);
+    } else {
+      exponentiate_edited(probability, weights, raw, step, piece, log_sum_exp, values);
+    }
+    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
+    constexpr bool reread = !constant_derivative && !Score::reads_positions;
+    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
+      mask(step, piece, [&](int e, int i) {
+        zero(probability, e, i);
+        if constexpr (!constant_derivative) zero(weights, e, i);
+      });
+    }
+    if constexpr (constant_derivative) weights = Weights(probability);
+  }
+
+  DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
+                                          const Step& step, int stage, Piece piece,
+                                          const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    // Columns that take one form together.
+    constexpr int group = by_product || signs_last ? 2 : part_q / 8;
+#pragma unroll
+    for (int begin = 0; begin < part_q / 8; begin += group) {
+      const auto products = [&](auto visit) {
+#pragma unroll
+        for (int n = begin; n < begin + group; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i], i);
+      };
+      Score::in_form(Score::range(products), values, [&](auto form) {
+#pragma unroll
+        for (int n = begin; n < begin + group; ++n) {
+          exponentiate_columns(probability, weights, raw, form, n, step, stage, piece, log_sum_exp,
+                               values);
+        }
+      });
+    }
+  }
+
+  // Of column n of each lane.
+  template <class Form>
+  DLATTN_DEVICE void exponentiate_columns(Scores& probability, Weights& weights, const Scores& raw,
+                                          Form form, int n, const Step& step, int stage,
+                                          Piece piece, const LogSumExp& log_sum_exp,
+                                          const ScoreValues& values) {
+    const float2 subtrahends = log_sum_exp.columns(n);
+    const BiasOfColumns bias = biases(stage, piece, n);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      float weight[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto at = bias.element(position(step, piece, n, i + j), i + j);
+        const float inner = Score::inner(form, raw.at[0][n][i + j], values);
+        const float base = -(j == 0 ? subtrahends.x : subtrahends.y);
+        probability.at[0][n][i + j] = exp2_approx(Score::outer(inner, at, values, base));
+        weight[j] = probability.at[0][n][i + j] * Score::derivative(inner, values);
+      }
+      if constexpr (!constant_derivative) {
+        weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight[0], weight[1]);
+      }
+    }
+  }
+
+  // Of a lane's four elements of column n: staged ones, two in a word.
+  struct NoBias {
+    static DLATTN_DEVICE const Position& element(const Position& at, int) { return at; }
+  };
+  struct StagedBias {
+    uint32 words[2];
+    DLATTN_DEVICE BiasedPosition element(const Position& at, int i) const {
+      using Element = Convert<typename Score::BiasElement>;
+      return {at, i % 2 == 0 ? Element::low(words[i / 2]) : Element::high(words[i / 2])};
+    }
+  };
+  using BiasOfColumns = Either<Score::stages_bias, StagedBias, NoBias>;
+  DLATTN_DEVICE BiasOfColumns biases(int stage, Piece piece, int n) {
+    BiasOfColumns bias;
+    if constexpr (Score::stages_bias) {
+      const int lane = opaque(threadIdx.x % 32);
+      const uint32 query = uint32(piece.query + 8 * n + lane % 8);
+      const uint32 unit = uint32(piece.key) / 8 + Base::first_row_of_warp() / 8 + lane / 8 % 2;
+      ldmatrix_x2<true>(bias.words, shared.bias[stage].unit_address(query, unit));
+    }
+    return bias;
+  }
+
+  DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,
+                                         const Step& step, Piece piece,
+                                         const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    const float log2_factor = Score::factor(values) * log2_e;
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
       const float2 subtrahends = log_sum_exp.columns(n);
@@ -107,15 +201,6 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
       }
       if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
     }
-    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
-    constexpr bool reread = !constant_derivative && !Score::reads_positions;
-    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
-      mask(step, piece, [&](int e, int i) {
-        zero(probability, e, i);
-        if constexpr (!constant_derivative) zero(weights, e, i);
-      });
-    }
-    if constexpr (constant_derivative) weights = Weights(probability);
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
@@ -179,16 +264,20 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
-  // What dropout does with a piece, computed while its scores are.
+  // What dropout does with a piece: computed while its scores are, or where a soft cap has no register
+  // for it there, when they have become exponentials.
   using Signs = Either<drops, TransposedSigns<part_q>, Nothing>;
-  DLATTN_DEVICE Signs signs(int stage, Piece piece) const {
-    if constexpr (drops) {
+  static constexpr bool signs_last = drops && Score::is_quick && !constant_derivative;
+  using FirstSigns = Either<signs_last, Nothing, Signs>;
+  template <class Made>
+  DLATTN_DEVICE Made signs(int stage, Piece piece) const {
+    if constexpr (!same_type<Made, Nothing>) {
       const Step step = shared.steps[stage];
       constexpr bool spare_registers =
           tile_q == 64 && constant_derivative && !Score::reads_positions;
       const typename Problem::Dropout dropout(p, work.batch, step.head, length, spare_registers);
-      return Signs(dropout, step.tile * tile_q + piece.query,
-                   keys.first + piece.key + Base::first_row_of_warp());
+      return Made(dropout, step.tile * tile_q + piece.query,
+                  keys.first + piece.key + Base::first_row_of_warp());
     } else {
       return {};
     }
@@ -199,9 +288,9 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
                                            Piece piece, const ScoreValues& values) {
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    const Signs dropped = signs(stage, piece);
-    if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
-    if constexpr (!constant_derivative) {        // and for what preparing takes
+    const FirstSigns dropped = signs<FirstSigns>(stage, piece);
+    if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
+    if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
       wgmma_wait<0>();
       tie(raw);
       // With positions, too, the scale has no register.
@@ -211,7 +300,11 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
     wgmma_wait<0>();
     tie(raw);
     exponentiate(probability, weights, raw, stage, piece, log_sum_exp, values);
-    if constexpr (drops) dropped.mark(weights);
+    if constexpr (signs_last) {
+      signs<Signs>(stage, piece).mark(weights);
+    } else if constexpr (drops) {
+      dropped.mark(weights);
+    }
   }
 
   // Starts dP - delta, once dO is there; or dP, of which some is dropped.
@@ -358,7 +451,7 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights, int, Piece) const {
-    dP.for_each([&](float& value, int, int n, int i) { value *= weights.at[0][n][i]; });
+    dP.for_each([&](float& value, int, int n, int i) { value *= lowering * weights.at[0][n][i]; });
   }
   DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights, int stage, Piece piece) const {
     const RowStatsInPlace minus_delta(shared.row_stats[stage] + tile_q + piece.query);
@@ -369,7 +462,8 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
-        const float weight = i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+        const float weight =
+            lowering * (i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair));
         float& value = dP.at[0][n][i];
         value = drops ? weigh_dropped(weight, value, i % 2 == 0 ? addends.x : addends.y)
                       : value * weight;
@@ -391,9 +485,10 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
         return ds;
       }
     }
-    DLATTN_DEVICE void advance() {
+    DLATTN_DEVICE bool advance(bool more) {
       place.advance();
       if constexpr (stages != ds_stages) ds.advance();
+      return more;
     }
   };
 
@@ -408,22 +503,13 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
-  template <class Take>
-  DLATTN_DEVICE void take_steps(Steps& at, bool more, Take take) {
-#pragma unroll 1
-    while (more) {
-      more = take();
-      at.advance();
-    }
-  }
-
   // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
   template <int n>
   DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head, const ScoreValues& values) {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
+      store(dK[i], shared.k[0], first + 64 * i, m.dK, Mapped::dK, head / p.heads_per_k,
             gradient_factor<Problem>(values));
     }
   }
@@ -432,8 +518,8 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v,
-            dropout_scale<Problem>(p));
+      store(dV[i], shared.v[0], first + 64 * i, m.dV, Mapped::dV, head / p.heads_per_v,
+            lowering * dropout_scale<Problem>(p));
     }
   }
 
@@ -444,10 +530,10 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] {
+      this->take_steps(i, last, some, [&] {
         if constexpr (few_registers)
-          return step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values);
-        return step(dK[0], dV[0], at.place, at.ds_place(), values);
+          return at.advance(step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values));
+        return at.advance(step(dK[0], dV[0], at.place, at.ds_place(), values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {
@@ -467,7 +553,9 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] { return step_on_values(dV, at.place, at.ds_place(), values); });
+      this->take_steps(i, last, some, [&] {
+        return at.advance(step_on_values(dV, at.place, at.ds_place(), values));
+      });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -485,7 +573,8 @@ struct BwdSm90 : BwdSm90Outputs<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] { return step_on_keys(dK, at.place, at.ds_place()); });
+      this->take_steps(i, last, some,
+                       [&] { return at.advance(step_on_keys(dK, at.place, at.ds_place())); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);

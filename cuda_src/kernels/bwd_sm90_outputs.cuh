@@ -15,10 +15,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   using Base::dim_qk;
   using Base::dim_v;
   using Base::ds_stages;
-  using Base::keys;
   using Base::shared;
   using Base::tile_q;
-  using Base::work;
   using typename Base::T;
 
   // Where dK and dV leave few registers, scores are made of half the queries at a time.
@@ -88,11 +86,10 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
-  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
-  // any more.
+  // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
   template <int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, int head, float factor) {
+                           const TensorMap& map, Mapped tensor, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -101,10 +98,11 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
+      const MappedEntry entry = this->entry(tensor);
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
         tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     keys.first + first, head, work.batch);
+                     entry.row + this->first_stored_key() + first, head, entry.batch);
       }
       tma_commit();
       tma_wait_read<0>();

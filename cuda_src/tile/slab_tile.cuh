@@ -29,10 +29,12 @@ struct SlabTile {
   }
 
   // Starts loading rows from `row` on of one head; arrives on the barrier with `bytes` bytes.
-  DLATTN_DEVICE void load(const TensorMap& map, uint64& barrier, int row, int head, int batch) {
+  DLATTN_DEVICE void load(const TensorMap& map, uint64& barrier, int row, int head, int batch,
+                          int first_column = 0) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
-      tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * 64, row, head, batch);
+      tma_load_4d(address() + slab * slab_bytes, map, barrier, first_column + slab * 64, row, head,
+                  batch);
     }
   }
 

@@ -23,6 +23,7 @@ def describe(node: AttentionNode) -> dict[str, Any]:
         "use_padding_mask": node.padding,
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,
+        "max_total": dict(node.max_total),
         "not_supported": list(node.not_supported),
         "tensors": {role: described(t) for role, t in node.tensors.items()},
     }

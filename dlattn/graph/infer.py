@@ -5,8 +5,10 @@ from __future__ import annotations
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.problem import BLOCK
 from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
 _DEFAULT_TYPES = {
@@ -17,6 +19,7 @@ _DEFAULT_TYPES = {
     "dSink_token": data_type.FLOAT,
     "attn_scale": data_type.FLOAT,
     "alibi_slopes": data_type.FLOAT,
+    "block_mask": data_type.UINT8,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
     "dropout_seed": data_type.INT64,
@@ -26,6 +29,8 @@ _DEFAULT_TYPES = {
     "rng_dump": data_type.FLOAT,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+#: Roles whose last stride need not be 1.
+_ANY_STRIDE = (*BROADCAST_ROLES, "alibi_slopes", "block_mask")
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
@@ -41,16 +46,19 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         InvalidGraphError: a shape is missing or wrong, an output has no memory, lengths without
             ``use_padding_mask``, or the reverse, or a probability of dropout outside [0, 1).
         cudnnGraphNotSupportedError: a valid wish that no plan grants: a last stride other than 1,
-            heads that do not divide, ragged or reordered storage.
+            heads that do not divide, reordered storage.
     """
     for t in node.tensors.values():
         t.attributes.forget_inferred()
     _refuse_storage(node)
+    check_ragged(node)
     _check_lengths_are_wanted(node)
     if node.dropout is not None:
         node.dropout.check()
     for role in node.inputs:
         _check_declared(node, role)
+    for role in node.offsets:
+        check_offset(node, role)
     _check_heads(node)
     for role, dim in _expected_dims(node).items():
         _settle_dim(node, role, dim)
@@ -73,14 +81,16 @@ def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return False
 
 
+def _may_overlap(node: AttentionNode, role: str) -> bool:
+    """:func:`overlaps`, within a batch entry of a ragged tensor."""
+    it = node.tensors[role].attributes
+    first = int(node.is_ragged(role))
+    return overlaps(it.dim[first:], it.stride[first:])
+
+
 def _refuse_storage(node: AttentionNode) -> None:
     for role, t in node.tensors.items():
         it = t.attributes
-        if it.ragged_offset is not None:
-            raise cudnnGraphNotSupportedError(
-                f"{node.label(role)} has a ragged offset, and no plan reads packed "
-                "variable-length storage yet; pad the sequences and use use_padding_mask."
-            )
         if it.reordering_type is not tensor_reordering.NONE or it.vector_count != 1:
             raise cudnnGraphNotSupportedError(
                 f"{node.label(role)} has reordering {it.reordering_type} and vector count "
@@ -90,7 +100,7 @@ def _refuse_storage(node: AttentionNode) -> None:
 
 def _check_lengths_are_wanted(node: AttentionNode) -> None:
     lengths = [role for role in ("seq_len_q", "seq_len_kv") if role in node.inputs]
-    if node.padding and not lengths:
+    if node.padding and not lengths and not any(map(node.is_ragged, "qkv")):
         raise InvalidGraphError(
             f"{node.operation} {node.name!r} has use_padding_mask=True without seq_len_q or "
             "seq_len_kv; give at least one of them."
@@ -125,6 +135,8 @@ def _check_declared(node: AttentionNode, role: str) -> None:
         _check_slopes(node, it.dim)
     elif role in BROADCAST_ROLES:
         _check_broadcasts(node, role, it.dim)
+    elif role == "block_mask":
+        _check_block_mask(node, it.dim)
     elif len(it.dim) != 4:
         raise InvalidGraphError(
             f"{label} must have four dimensions, {_AXES_OF.get(role, _AXES)}; got dim {it.dim}. "
@@ -153,6 +165,18 @@ def _check_broadcasts(node: AttentionNode, role: str, dim: tuple[int, ...]) -> N
 def _scores_dim(node: AttentionNode) -> tuple[int, ...]:
     q, k = (node.inputs[role].attributes.dim for role in ("q", "k"))
     return (*q[:3], k[2])
+
+
+def _check_block_mask(node: AttentionNode, dim: tuple[int, ...]) -> None:
+    batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
+    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, node.inputs["k"].attributes.dim[2]))
+    full = (batch, heads, queries, -(-keys // 8))
+    if len(dim) != 4 or dim[0] not in (1, batch) or dim[1] not in (1, heads) or dim[2:] != full[2:]:
+        raise InvalidGraphError(
+            f"{node.label('block_mask')} has dim {dim}; expected {full}, a bit for each block of "
+            f"{BLOCK} queries and {BLOCK} keys, with 1 for batch or heads, from {node.label('q')} "
+            f"and {node.label('k')}."
+        )
 
 
 def _check_heads(node: AttentionNode) -> None:
@@ -211,12 +235,17 @@ def _settle_stride(node: AttentionNode, role: str) -> None:
         return
     source = _LAYOUT_FROM.get(role)
     if source is None:
-        it.infer("stride", packed_strides(it.dim))
+        # A token of a ragged tensor has its heads side by side.
+        tokens = (3, 1, 2, 0) if node.is_ragged(role) else None
+        it.infer("stride", packed_strides(it.dim, like=tokens))
         return
     model = node.inputs[source].attributes
-    same = model.dim == it.dim and not overlaps(model.dim, model.stride)
+    same = model.dim == it.dim and not _may_overlap(node, source)
     gradient = role != "o"
-    packed = packed_strides(it.dim, like=model.stride)
+    order = model.stride
+    if node.is_ragged(source):
+        order = (max(order) + 1, *order[1:])  # its batch stride says nothing
+    packed = packed_strides(it.dim, like=order)
     it.infer("stride", model.stride if gradient and same else packed)
 
 
@@ -225,6 +254,8 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
     if it.dtype is not data_type.NOT_SET:
         return
     inferred = _DEFAULT_TYPES.get(role, io_data_type)
+    if role in node.offsets:
+        inferred = data_type.INT32
     if inferred is data_type.NOT_SET and role in node.outputs:
         inferred = node.inputs["q"].attributes.dtype
     if inferred is data_type.NOT_SET:
@@ -237,13 +268,15 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
 
 def _check_strides(node: AttentionNode, role: str) -> None:
     it = node.tensors[role].attributes
-    used = [step for size, step in zip(it.dim, it.stride, strict=True) if size > 1]
+    first = int(node.is_ragged(role))
+    sizes, steps = it.dim[first:], it.stride[first:]
+    used = [step for size, step in zip(sizes, steps, strict=True) if size > 1]
     if used and min(used) < 0:
         raise InvalidGraphError(
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if role not in (*BROADCAST_ROLES, "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role not in _ANY_STRIDE and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."
@@ -263,7 +296,7 @@ def _check_output(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} is virtual, but {node.operation} writes it to memory; call "
             "set_output(True) on it."
         )
-    if overlaps(it.dim, it.stride):
+    if _may_overlap(node, role):
         raise InvalidGraphError(
             f"{node.label(role)} is an output with dim {it.dim} and stride {it.stride}, in which "
             "elements may share an address; give it strides without overlap."

@@ -15,6 +15,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Dropout,
     Edit,
@@ -52,6 +53,7 @@ _TYPES = {
     "stats": _FLOATS,
     "bias": _FLOATS_AND_BOOLEANS,
     "dropout_mask": _FLOATS_AND_BOOLEANS,
+    "block_mask": (data_type.UINT8,),
 }
 
 
@@ -91,7 +93,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         head_dim_qk=q.dim[3],
         head_dim_v=v.dim[3],
         edits=_edits(node, tensors),
-        masks=_masks(node),
+        masks=_masks(node, tensors),
         stats=None if stats is None else stats.get_data_type(),
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
@@ -100,11 +102,17 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
+        ragged=bool(node.offsets),
     )
     diagonal = node.diagonal
     geometry = Geometry(
         tensors={
-            role: _spec(node.label(role), t.attributes, is_output=role in node.outputs)
+            role: _spec(
+                node.label(role),
+                t.attributes,
+                is_output=role in node.outputs,
+                ragged=node.is_ragged(role),
+            )
             for role, t in tensors.items()
         },
         attn_scale=node.attn_scale,
@@ -112,6 +120,8 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        most_tokens_q=node.max_total.get("max_total_seq_len_q"),
+        most_tokens_kv=node.max_total.get("max_total_seq_len_kv"),
         **dropout_numbers(node.dropout),
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
@@ -127,10 +137,13 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     )
 
 
-def _spec(label: str, it: Attributes, is_output: bool) -> TensorSpec:
+def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
-    return TensorSpec(label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, by_value)
+    stride = canonical_stride(it.dim, it.stride)
+    if ragged:
+        stride = (0, *stride[1:])
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
@@ -139,16 +152,28 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     if node.softcap is not None:
         edits.append(SoftCap())
     if "bias" in tensors:
-        bias = tensors["bias"].attributes
-        edits.append(Bias(bias.dtype, contiguous=_is_contiguous(bias)))
+        edits.append(_bias(tensors["bias"].attributes, seq_q=tensors["q"].attributes.dim[2]))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
 
 
-def _masks(node: AttentionNode) -> tuple[Mask, ...]:
+def _bias(it: Attributes, seq_q: int) -> Bias:
+    contiguous = _is_contiguous(it)
+    is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
+    has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
+    aligned = is_short and contiguous and has_rows and _is_wide(it, dtypes.itemsize(it.dtype))
+    return Bias(it.dtype, contiguous, aligned)
+
+
+def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:
+    masks: list[Mask] = [Padding()]
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
-    return (Padding(), Band(left, right)) if left or right else (Padding(),)
+    if left or right:
+        masks.append(Band(left, right))
+    if "block_mask" in tensors:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def _drops_nothing(node: AttentionNode) -> bool:
@@ -181,8 +206,10 @@ def _access_bytes(tensors: Mapping[str, tensor]) -> int:
 
 
 def _is_wide(it: Attributes, element: int) -> bool:
-    steps = [s * element for d, s in zip(it.dim[:-1], it.stride[:-1], strict=True) if d > 1]
-    return all(offset % _WIDEST_ACCESS == 0 for offset in (*steps, it.alignment))
+    first = int(it.ragged_offset is not None)  # offsets keep the tensor's alignment
+    sizes, steps = it.dim[first:-1], it.stride[first:-1]
+    used = [s * element for d, s in zip(sizes, steps, strict=True) if d > 1]
+    return all(offset % _WIDEST_ACCESS == 0 for offset in (*used, it.alignment))
 
 
 def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:

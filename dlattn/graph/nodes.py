@@ -19,8 +19,8 @@ from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
-from dlattn.graph.vocabulary import diagonal_alignment
-from dlattn.problem import Direction
+from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
+from dlattn.problem import Direction, offset_role
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {
@@ -31,25 +31,23 @@ TENSOR_ARGUMENTS = {
         *("score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes"),
+        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes", "block_mask"),
         *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
     ),
 }
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        "block_mask",
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
         "score_mod",
     ),
-    "sdpa_backward": (
-        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("score_mod", "score_mod_bprop"),
-    ),
+    "sdpa_backward": ("dBias", "score_mod", "score_mod_bprop"),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
-_OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
+_OPTIONAL_INPUTS = (
+    *("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "block_mask", "sink_token"),
+)
 _GIVEN_OUTPUTS = {
     "sdpa": ("score_max", "score_sum_exp", "rng_dump"),
     "sdpa_backward": ("dSink_token", "rng_dump"),
@@ -89,6 +87,8 @@ class AttentionNode:
         dropout: what is dropped, or None.
         compute_data_type: as given, or ``NOT_SET``.
         deterministic: ``use_deterministic_algorithm``.
+        max_total: argument -> value of those of ``max_total_seq_len_q`` and
+            ``max_total_seq_len_kv`` that were given.
         not_supported: arguments that were given and that no plan understands.
     """
 
@@ -104,6 +104,7 @@ class AttentionNode:
     dropout: DropoutArgument | None
     compute_data_type: data_type
     deterministic: bool
+    max_total: Mapping[str, int]
     not_supported: tuple[str, ...]
 
     @property
@@ -116,9 +117,22 @@ class AttentionNode:
         return [self.outputs.get(role) for role in _RETURNED[self.operation]]
 
     @property
+    def offsets(self) -> dict[str, tensor]:
+        """Role -> ragged offset, of the tensors that have memory and one."""
+        return {
+            offset_role(role): t.attributes.ragged_offset
+            for role, t in {**self.inputs, **self.outputs}.items()
+            if t.attributes.ragged_offset is not None and not t.get_is_virtual()
+        }
+
+    @property
     def tensors(self) -> dict[str, tensor]:
-        """Role -> tensor, inputs first."""
-        return {**self.inputs, **self.outputs}
+        """Role -> tensor: inputs, outputs, then ragged offsets."""
+        return {**self.inputs, **self.outputs, **self.offsets}
+
+    def is_ragged(self, role: str) -> bool:
+        """Whether the node has the tensor, and it is ragged."""
+        return offset_role(role) in self.offsets
 
     def label(self, role: str) -> str:
         """The user's name for a tensor, or its role."""
@@ -133,6 +147,12 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         TypeError: an argument has the wrong Python type.
     """
     wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
+    _flag("unfuse_fma", given["unfuse_fma"])
+    if not isinstance(given["implementation"], attention_implementation):
+        raise TypeError(
+            "implementation must be a dlattn.attention_implementation; got "
+            f"{given['implementation']!r}."
+        )
     outputs = {"o": _output(name, "O")}
     if wants_stats:
         outputs["stats"] = _output(name, "Stats")
@@ -197,6 +217,11 @@ def _node(
         deterministic=_flag(
             "use_deterministic_algorithm", given.get("use_deterministic_algorithm")
         ),
+        max_total={
+            argument: total
+            for argument in ("max_total_seq_len_q", "max_total_seq_len_kv")
+            if (total := _bound(argument, given.get(argument), least=1)) is not None
+        },
         not_supported=tuple(
             argument for argument in _NOT_SUPPORTED[operation] if not _absent(given[argument])
         ),

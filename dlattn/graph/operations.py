@@ -61,7 +61,8 @@ class Operations(ABC):
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
         ``o = dropout(softmax(mask(edit(q @ k^T * attn_scale)))) @ v``, and statistics of the final
-        scores. Edits and masks take part in the order: softcap, bias, ALiBi, padding, band.
+        scores. Edits and masks take part in the order: softcap, bias, ALiBi, padding, band,
+        block_mask.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -75,6 +76,9 @@ class Operations(ABC):
                 be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e29 counts as
                 masked. BOOLEAN and UINT8 mask where they are 0. What lies beyond actual lengths is
                 not read.
+            block_mask: a bit for each block of 128 queries and 128 keys, lowest bit first: 1 where
+                the block is attended to. UINT8, (B or 1, Hq or 1, ceil(Sq / 128),
+                ceil(ceil(Skv / 128) / 8)), any strides. Blocks that are not cost next to nothing.
             use_alibi_mask: add ``slope * (key - query)`` to scores, whatever the alignment of the
                 diagonal, with cuDNN's slopes, which fall from head to head (see
                 :func:`dlattn.problem.alibi_slopes`).
@@ -109,13 +113,22 @@ class Operations(ABC):
             sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
                 there is no value. All statistics include it; a row that attends to nothing else
                 has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o.
-            implementation: accepted; dlattn has one implementation.
+            implementation: AUTO, COMPOSITE or UNIFIED, all of which mean dlattn's one
+                implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
             softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
                 the scale (FlashAttention's softcap).
             alibi_slopes: dlattn's own: fp32 slopes, (Hq), (B, Hq) or (1 or B, Hq, 1, 1), any
                 strides; adds ``-slope * |query + len_kv - len_q - key|`` to scores, with actual
                 lengths (FlashAttention's alibi_slopes).
+
+        Any of q, k, v, o, stats, score_max and score_sum_exp may be ragged: sequences packed one
+        after the other, with or without gaps (``set_ragged_offset``). The element of batch entry b,
+        head h, row r, column c is ``offset[b] + h * stride[1] + r * stride[2] + c``. Rows beyond an
+        entry's length are neither read nor written. Lengths come from ``seq_len_q`` and
+        ``seq_len_kv``; where one is not given, from the distances of q's offsets, and of k's (else
+        v's). Offsets keep the alignment that the tensor declares. Packs hold such tensors as
+        (tokens, heads, columns) views, memory of one dimension, or addresses.
 
         The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
         name with :class:`cudnnGraphNotSupportedError`.
@@ -166,6 +179,7 @@ class Operations(ABC):
         *,
         softcap: float | None = None,
         alibi_slopes: Any = None,
+        block_mask: Any = None,
     ) -> list[Any]:
         """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
 
@@ -173,14 +187,21 @@ class Operations(ABC):
             o: the forward's output, (B, Hq, Sq, Dv).
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+            max_total_seq_len_q, max_total_seq_len_kv: of ragged tensors, bounds of the sums of all
+                lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
+                it count as having no queries.
+            use_deterministic_algorithm: the same bits in every run, in no more workspace.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
 
-        The other arguments are those of the forward call, and must be given alike.
+        The other arguments are those of the forward call, and must be given alike; block_mask is
+        dlattn's own here.
 
         Returns:
             ``[dQ, dK, dV]``, virtual until ``set_output(True)``; shapes and strides that are not
-            set are those of q, k and v. Rows beyond the actual lengths are written as 0.
+            set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
+            gradients not at all. o, dO, stats and the gradients may be ragged, too, each with its
+            own offsets.
 
         Raises:
             InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).

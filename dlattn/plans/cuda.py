@@ -16,6 +16,7 @@ import numpy as np
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
 from dlattn.plans.params import Params, SlopeRef, address_slot, number_slot, params_for
+from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
@@ -85,13 +86,14 @@ class CudaPlan(Plan):
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
+        self._ragged_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
         self._host_numbers = [
             (role, to_numpy(spec.dtype), number_slot(self._params, role))
             for role, spec in by_value.items()
         ]
         self._slots = [
-            (role, address_slot(self._params, role))
+            (role, address_slot(self._params, geometry, role))
             for role in geometry.tensors
             if role not in by_value
         ]
@@ -99,6 +101,18 @@ class CudaPlan(Plan):
     @abstractmethod
     def kernels(self) -> list[KernelLaunch]:
         """The kernels, in launch order."""
+
+    @cached_property
+    def ragged(self) -> RaggedScratch | None:
+        """What a ragged problem's kernels are told of its entries."""
+        return RaggedScratch(self.geometry) if self.problem.ragged else None
+
+    def first_kernels(self) -> list[KernelLaunch]:
+        """What runs before :meth:`kernels`."""
+        if self.ragged is None:
+            return []
+        source = ragged_source()
+        return [KernelLaunch(source, (self.geometry.batch, 1, 1), RAGGED_THREADS, 0, plain=True)]
 
     def companions(self) -> list[jit.KernelSource]:
         """Kernels that other sizes of the same problem take: compiled when these are, so that a new
@@ -117,6 +131,11 @@ class CudaPlan(Plan):
 
     @cached_property
     def workspace_size(self) -> int:
+        return self.scratch_bytes + (self.ragged.nbytes if self.ragged else 0)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of the workspace that :meth:`place_workspace` divides; a multiple of 16."""
         return 0
 
     @cached_property
@@ -136,7 +155,11 @@ class CudaPlan(Plan):
         if self._launches is not None:
             return
         self._place_slopes()
-        kernels = [*self.kernels(), *dump_kernels(self.problem, self.geometry)]
+        kernels = [
+            *self.first_kernels(),
+            *self.kernels(),
+            *dump_kernels(self.problem, self.geometry),
+        ]
         sources = [kernel.source for kernel in kernels]
         compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
@@ -175,6 +198,9 @@ class CudaPlan(Plan):
                 value = ctypes.string_at(pointers[role], dtype.itemsize)
                 slot.value = np.frombuffer(value, dtype)[0].item()
             self.place_workspace(workspace)
+            if self.ragged is not None and workspace != self._ragged_at:
+                self.ragged.place(self._params, workspace + self.scratch_bytes)
+                self._ragged_at = workspace
             if self.cleared_bytes:
                 clear(workspace, self.cleared_bytes, stream)
             for launch in launches:
@@ -204,10 +230,19 @@ def dump_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
     return [KernelLaunch(source, grid, tiling.threads, 0, plain=True)]
 
 
+#: The largest head dimension of the portable kernels, and of Hopper's.
+MOST_HEAD_DIM, MOST_HOPPER_HEAD_DIM = 512, 256
+
+
 def refusal(
-    problem: Problem, geometry: Geometry, target: Target, direction: Direction, kernel: str
+    problem: Problem,
+    geometry: Geometry,
+    target: Target,
+    direction: Direction,
+    kernel: str,
+    most_head_dim: int = MOST_HEAD_DIM,
 ) -> str | None:
-    """Why the portable kernels cannot run a problem, or ``None``."""
+    """Why no CUDA kernel up to a head dimension can run a problem, or ``None``."""
     if problem.direction is not direction:
         return f"{kernel} computes the {direction.value} pass only."
     if target.kind != "cuda":
@@ -223,12 +258,12 @@ def refusal(
     if problem.compute is not data_type.FLOAT:
         return f"tensor cores accumulate in FLOAT; the graph asks for {problem.compute.name}."
     for name, dim in (("q and k", problem.head_dim_qk), ("v", problem.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 256:
+        if dim > most_head_dim:
+            return f"the head dimension of {name} must be at most {most_head_dim}; got {dim}."
+        if dim % 8:
             return (
-                f"the head dimension of {name} must be a multiple of 8 from 8 to 256; got {dim}. "
-                f"Pad the last dimension with zeros to {min(256, round_up(dim, 8))}."
-                if dim <= 256
-                else f"the head dimension of {name} must be at most 256; got {dim}."
+                f"the head dimension of {name} must be a multiple of 8; got {dim}. Pad the last "
+                f"dimension with zeros to {round_up(dim, 8)}."
             )
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from dlattn.dtypes import data_type
-from dlattn.problem import Geometry, TensorSpec
+from dlattn.problem import Geometry, TensorSpec, offset_role
 from dlattn.problem.dropout import philox_threshold
 from dlattn.problem.problem import BROADCAST_ROLES
 
@@ -20,15 +23,24 @@ TENSOR_ROLES = (
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
+#: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
+#: its relative error is 2**-23.2.
+_TANH = (0.9999999019010428, -0.3333136245997891, 0.13270976773930643, -0.047553604158444555)
+_TANH_REACH = 0.4
+
 
 class TensorRef(ctypes.Structure):
-    """Address and strides (in elements) of a tensor whose columns are contiguous."""
+    """Address and strides (in elements) of a tensor whose columns are contiguous; of a ragged one,
+    also the address of its offsets."""
 
     _fields_ = [
         ("data", ctypes.c_uint64),
         ("batch", ctypes.c_int64),
         ("head", ctypes.c_int64),
         ("row", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -86,6 +98,41 @@ class FloatRef(ctypes.Structure):
     ]
 
 
+class SoftCapSeries(ctypes.Structure):
+    """Coefficients of the odd powers of a raw product, and up to where they hold."""
+
+    _fields_ = [
+        ("of", 4 * ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("inverse_bound", ctypes.c_float),
+        ("zero", ctypes.c_uint32),
+    ]
+
+
+class RaggedRef(ctypes.Structure):
+    """What the first kernel of a ragged problem reads, and where it writes."""
+
+    _fields_ = [
+        ("given_q", LengthRef),
+        ("given_kv", LengthRef),
+        ("entries", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("items", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("tile_q", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("item_rows", ctypes.c_int32),
+        ("items_of_keys", ctypes.c_int32),
+        ("last_first", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class BlockMaskRef(BiasRef):
+    """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -99,6 +146,8 @@ class Params(ctypes.Structure):
         ("dropout_offset", IntegerRef),
         ("dropout_scale", FloatRef),
         ("dropout_scale_inv", FloatRef),
+        ("ragged", RaggedRef),
+        ("block_mask", BlockMaskRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -125,13 +174,20 @@ class Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("softcap_inverse", ctypes.c_float),
         ("dropout_addend", ctypes.c_uint32),
+        ("softcap_series", SoftCapSeries),
     ]
 
 
 class MappedParams(ctypes.Structure):
-    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned."""
+    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned.
 
-    roles: ClassVar[tuple[str, ...]]
+    Attributes:
+        required: roles that have a map.
+        optional: roles that have one if their tensor is there and fit for it.
+    """
+
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
     p: Params
 
     @classmethod
@@ -141,9 +197,9 @@ class MappedParams(ctypes.Structure):
         return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
+def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
     return [
-        *((role, ctypes.c_uint8 * 128) for role in roles),
+        *((role, ctypes.c_uint8 * 128) for role in (*required, *MappedParams.optional)),
         ("p", Params),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
     ]
@@ -152,15 +208,15 @@ def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    roles = ("q", "k", "v", "o")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "o")
+    _fields_ = _mapped_fields(required)
 
 
 class MappedBwdParams(MappedParams):
     """Of the Hopper backward."""
 
-    roles = ("q", "k", "v", "dO", "dK", "dV")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "dO", "dK", "dV")
+    _fields_ = _mapped_fields(required)
 
 
 def params_for(geometry: Geometry) -> Params:
@@ -185,28 +241,76 @@ def params_for(geometry: Geometry) -> Params:
         dropout_scale=FloatRef(0, geometry.dropout_scale, 0),
         dropout_scale_inv=FloatRef(0, geometry.dropout_scale_inv, 0),
         dropout_addend=(2**15 - philox_threshold(geometry.dropout_p)) * 0x10001,
+        softcap_series=_softcap_series(geometry),
     )
     for role in TENSOR_ROLES:
         if role in geometry.tensors:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))
+        if geometry.is_ragged(role):
+            offsets = geometry.tensors[offset_role(role)]
+            getattr(params, role).has_int64_offsets = offsets.dtype is data_type.INT64
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
-            setattr(params, role, _length_ref(geometry.tensors[role]))
+            holder, field = _length_field(params, geometry, role)
+            setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     for role in BROADCAST_ROLES:
         if role in geometry.tensors:
-            spec = geometry.tensors[role]
-            steps = [s if d > 1 else 0 for d, s in zip(spec.dim, spec.stride, strict=True)]
-            setattr(params, role, BiasRef(0, *steps))
+            setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
+    if "block_mask" in geometry.tensors:
+        params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     return params
 
 
-def address_slot(params: Params, role: str) -> ctypes.c_uint64:
+def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
-    return ctypes.c_uint64.from_buffer(params, field.offset)
+    holder: ctypes.Structure = params
+    field = "attn_scale_device" if role == "attn_scale" else role
+    if role in LENGTH_ROLES:
+        holder, field = _length_field(params, geometry, role)
+    elif role.endswith(offset_role("")):
+        holder, field = getattr(params, role.removesuffix(offset_role(""))), "offsets"
+    return ctypes.c_uint64.from_buffer(holder, getattr(type(holder), field).offset)
+
+
+def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
+    """Where lengths that the user gave are: in ragged problems, kernels read copies of them."""
+    if any(spec.ragged for spec in geometry.tensors.values()):
+        return params.ragged, role.replace("seq_len", "given")
+    return params, role
+
+
+def _softcap_series(geometry: Geometry) -> SoftCapSeries:
+    """``cap * tanh(x * scale / cap) * log2(e)`` as ``x * (c0 + c1 x^2 + c2 x^4 + c3 x^6)``; without
+    a cap, or with a scale on the device or out of float32's reach, of no number."""
+    if geometry.softcap is None:
+        return SoftCapSeries()
+    unit = geometry.softcap * math.log2(math.e)
+    bounds = dict(zip(("bound", "inverse_bound"), _reciprocals(unit), strict=True))
+    if "attn_scale" in geometry.tensors or not geometry.attn_scale:
+        return SoftCapSeries(most=-1.0, **bounds)
+    slope = geometry.attn_scale / geometry.softcap
+    terms = [c * unit * slope ** (2 * k + 1) for k, c in enumerate(_TANH)]
+    if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
+        return SoftCapSeries(most=-1.0, **bounds)
+    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope), **bounds)
+
+
+def _reciprocals(value: float) -> tuple[np.float32, np.float32]:
+    """float32 numbers next to a value and its reciprocal whose rounded product is 1."""
+    near = np.float32(value)
+    for number in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+        inverse = np.float32(1) / number
+        for other in (inverse, np.nextafter(inverse, np.float32(np.inf))):
+            if number * other == 1:
+                return number, other
+    return near, np.float32(1) / near
+
+
+def _broadcast_strides(spec: TensorSpec) -> list[int]:
+    return [step if size > 1 else 0 for size, step in zip(spec.dim, spec.stride, strict=True)]
 
 
 def number_slot(params: Params, role: str) -> ctypes.c_float | ctypes.c_int64:

@@ -1,14 +1,26 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
 from dlattn.problem.dropout import Dropout, GivenMask, Philox, philox_dropout_mask
-from dlattn.problem.mask import Band, Mask, Padding
-from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
+from dlattn.problem.problem import (
+    QUERY_ROLES,
+    RAGGED_ROLES,
+    Direction,
+    Geometry,
+    Problem,
+    TensorSpec,
+    offset_role,
+)
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
+    "BLOCK",
+    "QUERY_ROLES",
+    "RAGGED_ROLES",
     "Alibi",
     "Band",
     "Bias",
+    "BlockMask",
     "Direction",
     "Dropout",
     "Edit",
@@ -24,5 +36,6 @@ __all__ = [
     "Values",
     "Where",
     "alibi_slopes",
+    "offset_role",
     "philox_dropout_mask",
 ]

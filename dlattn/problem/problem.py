@@ -12,7 +12,7 @@ from enum import Enum
 
 from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
-from dlattn.problem.mask import Mask
+from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 
 #: Roles of one number each, on the device or the host.
@@ -22,6 +22,17 @@ SCALAR_ROLES = (
 
 #: Roles that broadcast to (B, H, S_q, S_kv), with any strides.
 BROADCAST_ROLES = ("bias", "dropout_mask")
+
+#: Roles of tensors with a row for each query of each head.
+QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+
+#: Roles of tensors that may be ragged.
+RAGGED_ROLES = (*QUERY_ROLES, "k", "v", "dK", "dV")
+
+
+def offset_role(role: str) -> str:
+    """The role of a tensor's ragged offset."""
+    return f"{role}_offset"
 
 
 class Direction(Enum):
@@ -52,6 +63,7 @@ class Problem:
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
         deterministic: the same inputs give the same bits in every run; a forward always does.
+        ragged: some tensor is ragged; which ones, only the device asks.
     """
 
     direction: Direction
@@ -68,6 +80,7 @@ class Problem:
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
+    ragged: bool = False
 
     @property
     def is_edited(self) -> bool:
@@ -85,6 +98,16 @@ class Problem:
         return any(isinstance(edit, Bias) for edit in self.edits)
 
     @property
+    def has_aligned_bias(self) -> bool:
+        """Whether the copy engine can move tiles of the bias."""
+        return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a mask drops whole blocks, which tiles must divide."""
+        return any(isinstance(mask, BlockMask) for mask in self.masks)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
@@ -100,6 +123,8 @@ class TensorSpec:
         stride: strides in elements, one per dimension.
         dtype: element type.
         by_value: a host scalar, read at execute time.
+        ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
+            :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
     """
 
     name: str
@@ -107,6 +132,7 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: data_type
     by_value: bool = False
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,9 +141,9 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes dropout_seed
-            dropout_offset dropout_mask dropout_scale dropout_scale_inv rng_dump``; an absent role
-            is an absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask dropout_seed
+            dropout_offset dropout_mask dropout_scale dropout_scale_inv rng_dump``, and the
+            :func:`offset_role` of each ragged one; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
@@ -127,6 +153,7 @@ class Geometry:
         dropout_p: the probability to drop, of Philox.
         dropout_seed, dropout_offset, dropout_scale, dropout_scale_inv: what they are when there is
             no tensor of that name; see :class:`dlattn.problem.Values`.
+        most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -140,6 +167,12 @@ class Geometry:
     dropout_offset: int = 0
     dropout_scale: float = 1.0
     dropout_scale_inv: float = 1.0
+    most_tokens_q: int | None = None
+    most_tokens_kv: int | None = None
+
+    def is_ragged(self, role: str) -> bool:
+        """Whether the tensor is there, and ragged."""
+        return role in self.tensors and self.tensors[role].ragged
 
     @property
     def batch(self) -> int:

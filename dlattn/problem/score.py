@@ -38,6 +38,8 @@ class Values:
         bias: added to scores, or if boolean, whether they are kept; broadcasts to
             (B, H, S_q, S_kv); or None.
         alibi_slopes: slopes of ALiBi, float32, of shape (B or 1, H, 1, 1), or None.
+        block_mask: uint8 bits of blocks that are kept, (B or 1, H or 1, blocks of queries, bytes
+            of blocks of keys), or None.
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
@@ -57,6 +59,7 @@ class Values:
     softcap: float | None = None
     alibi_slopes: Array | None = None
     bias: Array | None = None
+    block_mask: Array | None = None
     heads_q: int = 1
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -186,10 +189,15 @@ class Bias(Edit):
     Attributes:
         dtype: of the elements; UINT8 is boolean, too.
         contiguous: neighbouring keys are neighbours in memory.
+        aligned: the copy engine can move tiles of it: 16-bit numbers, contiguous, a row for each
+            query, on 16-byte boundaries.
+        staged: and the plan does that.
     """
 
     dtype: data_type
     contiguous: bool
+    aligned: bool = False
+    staged: bool = False
 
     @property
     def is_boolean(self) -> bool:
@@ -198,7 +206,7 @@ class Bias(Edit):
     @property
     def cpp(self) -> str:
         element = "bool" if self.is_boolean else to_cpp(self.dtype)
-        return f"Bias<{element}, {str(self.contiguous).lower()}>"
+        return f"Bias<{element}, {str(self.contiguous).lower()}, {str(self.staged).lower()}>"
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         assert values.bias is not None

@@ -29,6 +29,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Dropout,
     Edit,
@@ -41,6 +42,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     TensorSpec,
+    offset_role,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
@@ -59,6 +61,8 @@ HEAD_DIMS = [
     (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
     (64, 32), (32, 64), (64, 96),
 ]  # fmt: skip
+#: Of the portable kernels alone.
+WIDE_HEAD_DIMS = [(264, 264), (384, 384), (512, 64), (64, 512), (480, 512), (512, 512)]
 #: Of these, one for each row, and unequal ones: for every edit.
 EDITED_HEAD_DIMS = [
     (8, 8), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64),
@@ -69,7 +73,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "softcap": (SoftCap(),),
     "alibi": (Alibi(symmetric=False),),
     "slopes": (Alibi(symmetric=True),),
-    "bias": (Bias(data_type.BFLOAT16, contiguous=True),),
+    "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
+    "rows": (Bias(data_type.HALF, contiguous=True),),
     "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
@@ -84,6 +89,7 @@ MASKS: dict[str, tuple[Mask, ...]] = {
     "causal": (Padding(), Band(left=False, right=True)),
     "left": (Padding(), Band(left=True, right=False)),
     "window": (Padding(), Band(left=True, right=True)),
+    "blocks": (Padding(), Band(left=False, right=True), BlockMask()),
 }
 
 
@@ -97,6 +103,12 @@ def compiler() -> None:
 
 def direction_of(family: type[CudaPlan]) -> Direction:
     return Direction.BACKWARD if family.name.startswith("bwd") else Direction.FORWARD
+
+
+def is_too_wide(problem: Problem, arch: str) -> bool:
+    """Whether a backward's tiles do not fit shared memory, which it says."""
+    wide = min(problem.head_dim_qk, problem.head_dim_v) > 480
+    return wide and problem.direction is Direction.BACKWARD and arch == "sm_120"
 
 
 def plan_for(
@@ -113,7 +125,7 @@ def plan_for(
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
         dim = (2, heads, seq, head_dim)
         stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=problem.ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -123,6 +135,10 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dQ": tensors["q"]}
+    if problem.ragged:
+        offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
+        tensors |= {offset_role(role): offsets for role in tuple(tensors)}
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
@@ -130,7 +146,8 @@ def plan_for(
 
 def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
     """The kernels of a plan, and those that other sizes take."""
-    return [kernel.source for kernel in plan.kernels()] + plan.companions()
+    kernels = [*plan.first_kernels(), *plan.kernels()]
+    return [kernel.source for kernel in kernels] + plan.companions()
 
 
 #: What a problem does with its rows beside o and stats, by direction.
@@ -145,7 +162,8 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class of a forward also with all that it can write."""
+    cycle, so that each pair meets. Each class also ragged, and of a forward with all that it can
+    write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -153,17 +171,21 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     if direction is Direction.BACKWARD:
         stats = [data_type.FLOAT]
     found = []
+    wide = [] if hopper else WIDE_HEAD_DIMS
     masks = tuple(MASKS.values())
     some_edits = ((), *EDITS.values())
     wanted: list[tuple[Any, ...]] = [
         *((dims, (), mask, None) for dims, mask in product(HEAD_DIMS, masks)),
+        *((dims, (), masks[i % len(masks)], None) for i, dims in enumerate(wide)),
         *(
             (dims, edits, masks[i % len(masks)], None)
-            for i, (edits, dims) in enumerate(product(EDITS.values(), EDITED_HEAD_DIMS))
+            for i, (edits, dims) in enumerate(
+                product(EDITS.values(), (*EDITED_HEAD_DIMS, *wide[-1:]))
+            )
         ),
         *(
             (dims, some_edits[i % len(some_edits)], masks[i % len(masks)], dropout)
-            for i, (dropout, dims) in enumerate(product(DROPOUTS, EDITED_HEAD_DIMS))
+            for i, (dropout, dims) in enumerate(product(DROPOUTS, (*EDITED_HEAD_DIMS, *wide[-1:])))
         ),
     ]
     for i, (head_dims, edits, mask, dropout) in enumerate(wanted):
@@ -181,9 +203,13 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
+    each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
+    crowded = [
+        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
+    ]
+    found += [replace(p, ragged=True) for p in (*each_mask, *crowded)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     return found
 
@@ -196,6 +222,7 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
     sources = {
         source.text: (problem, source)
         for problem in problems(family)
+        if not is_too_wide(problem, arch)
         for source in every_source(plan_for(family, problem, arch))
     }
     with ThreadPoolExecutor() as pool:
@@ -212,11 +239,15 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
 def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
     """Whatever the head dimensions, every kernel fits the smallest device of its family."""
     smallest = min(archs, key=lambda arch: KNOWN[arch].shared_memory)
-    for head_dims in product(range(8, 257, 8), repeat=2):
+    dims = range(8, 257, 8)
+    wide = [] if family in (FwdSm90, BwdSm90) else WIDE_HEAD_DIMS
+    for head_dims in (*product(dims, repeat=2), *wide):
         problem = Problem(
             direction_of(family), data_type.HALF, *head_dims, (Scale(),), (Padding(),),
             data_type.FLOAT,
         )  # fmt: skip
+        if is_too_wide(problem, smallest):
+            continue
         plan = plan_for(family, problem, smallest)
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN[smallest].shared_memory
 

@@ -21,13 +21,13 @@ _unmasked = cases(
     dropout=None,
     rng_dump=False,
     dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None, alibi=None,
-    bias=None,
+    bias=None, blocks=None,
 )  # fmt: skip
 _few = settings(max_examples=60)
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    return {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
 
 
 def _close(x: Any, y: Any, size: float = 1.0) -> bool:
@@ -143,7 +143,7 @@ def test_batch_entries_and_heads_are_independent(case: Case) -> None:
         heads = {"q": h, "dO": h, "k": h * case.heads_k // case.heads_q}
         heads["v"] = h * case.heads_v // case.heads_q
         part = {role: arrays[role][b : b + 1, i : i + 1] for role, i in heads.items()}
-        for role in ("bias", "dropout_mask"):
+        for role in ("bias", "dropout_mask", "block_mask"):
             if role in arrays:
                 heads_of = (case.batch, case.heads_q, *arrays[role].shape[2:])
                 part[role] = np.broadcast_to(arrays[role], heads_of)[b : b + 1, h : h + 1]

@@ -25,7 +25,10 @@ BACKWARD = """
     sink_token dSink_token
 """.split()
 #: Keywords that cuDNN does not have.
-DLATTNS_OWN = {"softcap", "alibi_slopes"}
+DLATTNS_OWN = {
+    "sdpa": {"softcap", "alibi_slopes"},
+    "sdpa_backward": {"softcap", "alibi_slopes", "block_mask"},
+}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -54,6 +57,17 @@ def diagonal(graph):
     return band.left, band.right, band.bottom_right
 
 
+def test_implementations(graph):
+    """Each of cuDNN's lowerings, and its numerics switch, mean the one implementation; other values
+    are errors."""
+    for implementation in cudnn.attention_implementation:
+        sdpa(graph, implementation=implementation, unfuse_fma=True)
+    with pytest.raises(TypeError, match="implementation must be a dlattn.attention_implementation"):
+        sdpa(graph, implementation="UNIFIED")
+    with pytest.raises(TypeError, match="unfuse_fma must be True, False or None; got 2"):
+        sdpa(graph, unfuse_fma=2)
+
+
 @pytest.mark.parametrize("owner", [cudnn.pygraph, cudnn.Graph])
 @pytest.mark.parametrize(("method", "order"), [("sdpa", FORWARD), ("sdpa_backward", BACKWARD)])
 def test_positional_order_is_cudnns(owner, method, order):
@@ -61,7 +75,7 @@ def test_positional_order_is_cudnns(owner, method, order):
     parameters = inspect.signature(getattr(owner, method)).parameters.values()
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["self", *order]
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN[method]
 
 
 def test_outputs_are_named_after_the_node(graph):

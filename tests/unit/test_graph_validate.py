@@ -16,7 +16,7 @@ NotSupported = cudnn.cudnnGraphNotSupportedError
 
 def given(graph, argument):
     """A value for an argument that no plan understands."""
-    if argument.startswith(("paged_attention_max", "max_total")):
+    if argument.startswith("paged_attention_max"):
         return 64
     if argument.startswith("score_mod"):
         return lambda graph, score: score
@@ -26,7 +26,7 @@ def given(graph, argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("block_mask", "score_mod"),
+        "score_mod",
         *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
     ],
 )
@@ -38,13 +38,7 @@ def test_forward_arguments_without_a_plan(argument):
         made.validate()
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
-        *("score_mod", "score_mod_bprop"),
-    ],
-)
+@pytest.mark.parametrize("argument", ["dBias", "score_mod", "score_mod_bprop"])
 def test_backward_arguments_without_a_plan(argument):
     """The same for the backward."""
     made = Backward()
@@ -64,10 +58,6 @@ def test_absent_means_none_or_false():
         implementation=cudnn.attention_implementation.UNIFIED,
         dropout=None,
     ).validate()
-
-
-def ragged(made):
-    made.k.set_ragged_offset(made.graph.tensor((3, 1, 1, 1)))
 
 
 def reordered(made):
@@ -95,7 +85,6 @@ def integers(made):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (ragged, "k has a ragged offset"),
         (reordered, "v has reordering"),
         (strided_heads, "q has stride .* last stride must be 1"),
         (two_heads_too_many, "k has 3 heads, which do not divide the 4 heads of q"),
@@ -286,6 +275,24 @@ def test_types_of_biases():
     made = Forward()
     made.sdpa(bias=made.graph.tensor((2, 4, 8, 12), data_type=types.INT32, name="my bias"))
     with pytest.raises(ValueError, match="my bias is data_type.INT32; expected FLOAT"):
+        made.validate()
+
+
+@pytest.mark.parametrize("dim", [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)])
+def test_block_masks_broadcast_over_batch_and_heads(dim):
+    """A block mask has a bit for each block, 8 a byte, and a type that is not inferred from q."""
+    made = Forward()
+    made.sdpa(block_mask=made.graph.tensor(dim, (1, 1, 7, 3), name="blocks")).validate()
+    assert made.graph.lowered.tensors["block_mask"].get_data_type() is cudnn.data_type.UINT8
+    for wrong in ((1, 1), (3, 4, 1, 1), (2, 2, 1, 1), (2, 4, 2, 1), (2, 4, 1, 2), (2, 4, 8, 12)):
+        made = Forward()
+        made.sdpa(block_mask=made.graph.tensor(wrong, name="blocks"))
+        with pytest.raises(ValueError, match=r"blocks has dim .*; expected \(2, 4, 1, 1\), a bit"):
+            made.validate()
+    made = Backward()
+    blocks = made.graph.tensor(dim, data_type=cudnn.data_type.BOOLEAN, name="blocks")
+    made.sdpa(block_mask=blocks)
+    with pytest.raises(ValueError, match="blocks is data_type.BOOLEAN; expected UINT8"):
         made.validate()
 
 

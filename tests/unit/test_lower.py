@@ -11,9 +11,17 @@ from hypothesis import given, settings
 import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
-from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap
+from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap, offset_role
 from tests.builders import Library, make_tensors
-from tests.drivers import OPTIONS, dropout_argument, edit_arguments, geometry_of, problem_of
+from tests.drivers import (
+    OPTIONS,
+    dropout_argument,
+    edit_arguments,
+    geometry_of,
+    problem_of,
+    set_offset,
+)
+from tests.drivers import declare as declare_input
 from tests.strategies import Case, cases
 
 HALF = cudnn.data_type.HALF
@@ -50,16 +58,19 @@ def test_random_cases(case: Case):
         unused = () if case.drops else ("dropout_seed", "dropout_offset")
         unused = unused if "dO" in inputs else (*unused, "dropout_scale_inv")
         roles = [role for role in roles if role not in unused]
+        roles += [offset_role(role) for role in roles if role in case.ragged]
         expected = geometry_of(case, {role: tensors[role] for role in roles})
         assert lowered.problem == replace(
-            problem_of(case, direction), access_bytes=lowered.problem.access_bytes
+            problem_of(case, direction, ragged=bool(set(roles) & set(case.ragged))),
+            access_bytes=lowered.problem.access_bytes,
         )
         assert set(lowered.geometry.tensors) == set(roles)
         assert lowered.outputs == {role for role in (*outputs, *written) if role in tensors}
         for role in roles:
             got, want = lowered.geometry.tensors[role], expected.tensors[role]
             assert (got.name, got.dim, got.dtype) == (f"my {role}", want.dim, want.dtype)
-            assert got.stride == canonical_stride(want.dim, want.stride)
+            stride = canonical_stride(want.dim, want.stride)
+            assert got.stride == ((0, *stride[1:]) if role in case.ragged else stride)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
         if "dropout_scale" not in tensors:
@@ -76,7 +87,7 @@ def given_outputs(case, inputs):
 def declare(case, tensors, inputs, outputs):
     graph = cudnn.pygraph(io_data_type=from_any(Library().dtype(case.dtype)))
     given = {
-        role: graph.tensor_like(tensors[role].tensor, name=f"my {role}")
+        role: declare_input(graph, case, role, tensors, "my ")
         for role in (*inputs, *OPTIONS, *given_outputs(case, inputs))
         if role in tensors
     }
@@ -91,6 +102,7 @@ def declare(case, tensors, inputs, outputs):
         "use_padding_mask": "seq_len_q" in given or "seq_len_kv" in given,
     }
     if "dO" in inputs:
+        band["use_deterministic_algorithm"] = case.deterministic
         made = graph.sdpa_backward(**given, **scale, **edits, **band)
     else:
         made = graph.sdpa(**given, **scale, **edits, **band, generate_stats=case.stats is not None)
@@ -99,6 +111,7 @@ def declare(case, tensors, inputs, outputs):
             spec = tensors[role].spec
             t.set_output(True).set_dim(spec.dim).set_stride(spec.stride)
             t.set_data_type(spec.dtype).set_name(f"my {role}")
+            set_offset(graph, case, role, t, tensors, "my ")
     return graph
 
 
@@ -123,14 +136,14 @@ def test_window_bounds_are_run_time_values():
 
 
 def test_parameters_of_edits_are_run_time_values():
-    """Another cap, and a bias that broadcasts otherwise, are the same problem, hence one kernel."""
+    """Another cap, and a bias that broadcasts otherwise, are the same problem, hence one kernel: a
+    bias with a row for each query, which Hopper's copy engine can move, and any other."""
     caps = [forward(softcap=cap) for cap in (30, 50.0)]
     assert caps[0].problem == caps[1].problem
     assert [lowered.geometry.softcap for lowered in caps] == [30.0, 50.0]
-    one, two = (
-        forward(bias=lambda g, dim=dim: g.tensor(dim)) for dim in ((2, 4, 8, 8), (1, 1, 1, 8))
-    )
-    assert one.problem == two.problem
+    for dims in (((2, 4, 8, 8), (1, 1, 8, 8)), ((2, 4, 1, 8), (1, 1, 1, 8))):
+        one, two = (forward(bias=lambda g, dim=dim: g.tensor(dim)) for dim in dims)
+        assert one.problem == two.problem
 
 
 def test_edits_stand_in_cudnns_order():
