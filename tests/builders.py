@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +16,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.problem import TensorSpec
+from tests.pages import in_memory, into_pages, page_numbers, table
 from tests.strategies import Case
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
@@ -91,6 +92,7 @@ class Guarded:
         bits: the whole buffer, as integers.
         tensor: the tensor.
         written: the engine may write the tensor's elements.
+        pages: of these alone, along the first axis; ``None`` is all.
     """
 
     library: Library
@@ -100,13 +102,15 @@ class Guarded:
     tensor: Any
     written: bool
     before: Any = field(repr=False)
+    pages: list[int] | None = None
 
     def stray_writes(self) -> int:
         """How many elements were changed that should not have been."""
         now = self.library.copy(self.bits)
         if self.written:
             own, was = (self._elements(bits) for bits in (now, self.before))
-            own[...] = was
+            for part in [...] if self.pages is None else self.pages:
+                own[part] = was[part]
         return int((now != self.before).sum())
 
     def _elements(self, flat: Any) -> Any:
@@ -143,13 +147,15 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     ``attn_scale``, bias, slopes and lengths where the case gives none as tensors.
     """
     made = dict(_data(case, library))
-    dims = case.dims()
     types = {"stats": case.stats} if case.stats else {}
     types |= dict.fromkeys(case.row_outputs, "float32")
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
-        spec = _spec(case, role, dims[role], dtype)
+        spec = _spec(case, role, in_memory(case, role), dtype)
         made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
+        if case.page(role):
+            pages = [number for own in page_numbers(case, role) for number in own]
+            made[role] = replace(made[role], pages=pages)
     return made
 
 
@@ -170,6 +176,12 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
                 data[..., 0] = 1.0 if role == "q" else case.offset / case.scale_value
         for entry, length in enumerate(rows.get(role, case.lengths_kv())):
             data[entry, :, length:] = _TAILS[case.tails]
+        if case.page(role):
+            by_sequence, dim = data, in_memory(case, role)
+            data = library.normal(dim, 0)
+            data[...] = _TAILS[case.tails]
+            into_pages(case, role, by_sequence, data)
+            yield from _tables(case, library, role)
         shifted = case.layout(role) == "odd"
         yield role, _guard(library, _spec(case, role, dim, case.dtype), case.dtype, data, shifted)
     if case.sink is not None:
@@ -203,6 +215,30 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             dim = (case.batch, 1, 1, 1)
             data = library.values(given, dtype).reshape(dim)
             yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+
+
+def _tables(case: Case, library: Library, role: str) -> Iterator[tuple[str, Guarded]]:
+    """The page table of k or v, and its offsets if it is packed."""
+    name, numbers = f"paged_attention_{role}_table", table(case, role)
+    if not case.packed_tables:
+        dim = (case.batch, 1, len(numbers[0]), 1)
+        spec = TensorSpec(name, dim, (dim[2] + 3, 1, 1, 1), data_type.INT32)
+        data = library.values([n for own in numbers for n in own], "int32").reshape(dim)
+        yield name, _guard(library, spec, "int32", data, False)
+        return
+    # One more, so that there is memory even if no sequence has a page.
+    entries = library.values([*(n for own in numbers for n in own), -1], "int32")
+    spec = TensorSpec(name, tuple(entries.shape), (1,), data_type.INT32)
+    made = _guard(library, spec, "int32", entries, False)
+    width = -(-case.seq_kv // (case.page(role) or 1))
+    dim = (case.batch, 1, width, 1)
+    spec = TensorSpec(name, dim, (width, 1, 1, 1), data_type.INT32, packed=True)
+    yield name, replace(made, spec=spec)
+    offsets = [sum(map(len, numbers[:entry])) for entry in range(case.batch + 1)]
+    name, dtype = f"{name}_offset", case.len_dtypes[0]
+    dim = (case.batch + 1, 1, 1, 1)
+    data = library.values(offsets, dtype).reshape(dim)
+    yield name, _guard(library, _spec(case, name, dim, dtype), dtype, data, False)
 
 
 def _score_factor(case: Case) -> float:

@@ -12,6 +12,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -29,6 +30,7 @@ from dlattn.problem import (
 from dlattn.runtime.target import CPU
 from tests import oracle
 from tests.builders import Guarded, Library, check_poison_intact, make_tensors
+from tests.pages import by_sequence, check_page_ends
 from tests.strategies import Case
 
 Tensors = Mapping[str, Guarded]
@@ -37,7 +39,11 @@ Tensors = Mapping[str, Guarded]
 _MARGIN = 4096
 
 #: Tensors that a case may have, and that forward and backward read.
-OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token")
+OPTIONS = (
+    *("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token"),
+    *PAGE_TABLES.values(),
+    *(f"{table}_offset" for table in PAGE_TABLES.values()),
+)
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
@@ -57,6 +63,9 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         run(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: t.tensor for role, t in tensors.items()}
+        if case.stats:
+            check_page_ends(case, arrays)
+        arrays = by_sequence(case, arrays)
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
@@ -128,6 +137,8 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
+        paged_k=case.page_k is not None,
+        paged_v=case.page_v is not None,
     )
 
 
@@ -157,6 +168,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
         band_left=case.left,
         band_right=case.right,
         bottom_right=case.bottom_right,
+        max_seq_kv=case.seq_kv if case.page_k or case.page_v else None,
     )
 
 
@@ -203,16 +215,19 @@ def _run_graph_of(
         compute_data_type=cudnn.data_type.FLOAT,
     )
     fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
-    given: dict[str, Any] = {role: graph.tensor_like(tensors[role].tensor) for role in fed}
+    given: dict[str, Any] = {role: declared(graph, tensors[role]) for role in fed}
+    pack = {given[role]: tensors[role].tensor for role in fed}
+    take_offsets(given)
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
+    if case.page_k or case.page_v:
+        given["paged_attention_max_seq_len_kv"] = case.seq_kv
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if "dO" in inputs:
         results = graph.sdpa_backward(**arguments)
     else:
         results = graph.sdpa(**arguments, generate_stats=case.stats is not None)
-    pack = {given[role]: tensors[role].tensor for role in fed}
     for role, t in zip(made, results, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
@@ -225,6 +240,19 @@ def _run_graph_of(
     graph.execute(pack, guarded[_MARGIN : _MARGIN + size] if size else None)
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
+
+
+def declared(graph: Any, made: Guarded, name: str = "") -> Any:
+    """A tensor of a graph, as a user declares it."""
+    if made.spec.packed:
+        return graph.tensor(made.spec.dim, made.spec.stride, made.spec.dtype, name=name)
+    return graph.tensor_like(made.tensor, name=name)
+
+
+def take_offsets(given: dict[str, Any]) -> None:
+    """Offsets are no arguments, but attributes of what they are of."""
+    for role in [role for role in given if role.endswith("_offset")]:
+        given[role.removesuffix("_offset")].set_ragged_offset(given.pop(role))
 
 
 def edit_arguments(case: Case) -> dict[str, Any]:

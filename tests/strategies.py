@@ -41,6 +41,8 @@ class Case:
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
         len_dtypes: integer types of the two length tensors.
+        page_k, page_v: rows of a page of k, of v, and of their gradients; ``None`` is not paged.
+        packed_tables: page tables are packed, with offsets.
         layouts: (role, layout) for each tensor that is not laid out as ``"bshd"``.
         wild_strides: dimensions of size 1 carry a meaningless stride.
         stats: type of the stats that the forward writes and the backward reads; with ``None``
@@ -75,6 +77,9 @@ class Case:
     len_q: tuple[int, ...] | None = None
     len_kv: tuple[int, ...] | None = None
     len_dtypes: tuple[str, str] = ("int32", "int32")
+    page_k: int | None = None
+    page_v: int | None = None
+    packed_tables: bool = False
     layouts: tuple[tuple[str, str], ...] = ()
     wild_strides: bool = False
     stats: str | None = "float32"
@@ -91,6 +96,12 @@ class Case:
 
     def layout(self, role: str) -> str:
         return dict(self.layouts).get(role, "bshd")
+
+    def page(self, role: str) -> int | None:
+        """Rows of a page of this tensor; ``None`` if it is not paged."""
+        return {
+            "k": self.page_k, "dK": self.page_k, "v": self.page_v, "dV": self.page_v,
+        }.get(role)  # fmt: skip
 
     @property
     def scale_value(self) -> float:
@@ -124,7 +135,7 @@ class Case:
         return self.len_kv or (self.seq_kv,) * self.batch
 
     def dims(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes by role."""
+        """Shapes by role; of what is paged, as if it were not (see :mod:`tests.pages`)."""
         rows_q, rows_kv = (self.batch, self.heads_q, self.seq_q), self.seq_kv
         q = (*rows_q, self.head_dim_qk)
         k = (self.batch, self.heads_k, rows_kv, self.head_dim_qk)
@@ -178,6 +189,10 @@ PROFILES = {
 }
 
 
+#: What is paged, k and v.
+_PAGED = (*[(None, None)] * 4, (1, 1), (1, 1), (1, None), (None, 1))
+_PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 64, 128, 256, 1024)
+
 _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
 
@@ -203,6 +218,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
     scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
     dtype = draw(st.sampled_from(tuple(profile.dtypes)))
+    page_k, page_v = draw(st.sampled_from(_PAGED))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
     return Case(
         dtype=dtype,
@@ -216,6 +232,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
+        page_k=page_k,
+        page_v=page_v,
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         sink=draw(st.sampled_from((None, None, 0.0))),
@@ -231,6 +249,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     size = st.sampled_from(profile.edges) | st.integers(1, profile.longest)
     seq_q, seq_kv = draw(size), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
+    if kind.page_k or kind.page_v:
+        padded = "both"
+    page = st.sampled_from(_PAGE_SIZES)
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
     # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
@@ -259,6 +280,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         len_q=draw(_lengths(batch, seq_q)) if padded in ("both", "q") else None,
         len_kv=draw(_lengths(batch, seq_kv)) if padded in ("both", "kv") else None,
         len_dtypes=draw(st.tuples(len_dtype, len_dtype)),
+        page_k=kind.page_k and draw(page),
+        page_v=kind.page_v and draw(page),
+        packed_tables=draw(st.booleans()),
         layouts=tuple(
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),

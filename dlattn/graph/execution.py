@@ -77,9 +77,10 @@ class Slot:
             return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
         if device != self.device:
             return f"expected memory on {_said(self.device)}, got {_said(device)}; move the tensor."
-        if self._size(shape) != self._size(spec.dim):
+        if not spec.packed and self._size(shape) != self._size(spec.dim):
             return f"expected shape {spec.dim}, got {tuple(shape)}; pass a tensor of that shape."
-        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
+        same = len(shape) != len(spec.dim) or canonical_stride(shape, stride) == spec.stride
+        if not spec.packed and not same:
             return (
                 f"expected strides {spec.stride} (those of sizes 1 aside), got {tuple(stride)}; "
                 "pass a tensor of that layout, or declare this one in a new graph."

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.problem import PAGE_TABLES
 
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
@@ -18,6 +20,10 @@ _DEFAULT_TYPES = {
     "alibi_slopes": data_type.FLOAT,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
+    "paged_attention_k_table": data_type.INT32,
+    "paged_attention_v_table": data_type.INT32,
+    "paged_attention_k_table_offset": data_type.INT32,
+    "paged_attention_v_table_offset": data_type.INT32,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
 _AXES = "(batch, heads, sequence, head dim)"
@@ -25,6 +31,10 @@ _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
     "seq_len_kv": "(batch, 1, 1, 1)",
     "sink_token": "(1, heads, 1, 1)",
+    "paged_attention_k_table": "(batch, 1, pages, 1)",
+    "paged_attention_v_table": "(batch, 1, pages, 1)",
+    "paged_attention_k_table_offset": "(batch + 1, 1, 1, 1)",
+    "paged_attention_v_table_offset": "(batch + 1, 1, 1, 1)",
 }
 
 
@@ -41,8 +51,9 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         t.attributes.forget_inferred()
     _refuse_storage(node)
     _check_lengths_are_wanted(node)
-    for role in node.inputs:
+    for role in (*node.inputs, *node.table_offsets):
         _check_declared(node, role)
+    check_pages(node)
     _check_heads(node)
     for role, dim in _expected_dims(node).items():
         _settle_dim(node, role, dim)
@@ -68,7 +79,7 @@ def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _refuse_storage(node: AttentionNode) -> None:
     for role, t in node.tensors.items():
         it = t.attributes
-        if it.ragged_offset is not None:
+        if it.ragged_offset is not None and role not in PAGE_TABLES.values():
             raise cudnnGraphNotSupportedError(
                 f"{node.label(role)} has a ragged offset, and no plan reads packed "
                 "variable-length storage yet; pad the sequences and use use_padding_mask."
@@ -96,7 +107,7 @@ def _check_lengths_are_wanted(node: AttentionNode) -> None:
 
 
 def _check_declared(node: AttentionNode, role: str) -> None:
-    it = node.inputs[role].attributes
+    it = node.tensors[role].attributes
     label = node.label(role)
     if it.is_virtual:
         raise InvalidGraphError(
@@ -135,7 +146,7 @@ def _check_slopes(node: AttentionNode, dim: tuple[int, ...]) -> None:
 
 def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
     batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
-    full = (batch, heads, seq_q, node.inputs["k"].attributes.dim[2])
+    full = (batch, heads, seq_q, max_seq_kv(node))
     if len(dim) != 4 or any(size not in (1, whole) for size, whole in zip(dim, full, strict=True)):
         raise InvalidGraphError(
             f"{node.label('bias')} has dim {dim}; expected {full}, with 1 for any size, from "
@@ -156,10 +167,11 @@ def _check_heads(node: AttentionNode) -> None:
 def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
     q, k, v = (node.inputs[role].attributes.dim for role in ("q", "k", "v"))
     batch, heads, seq_q, head_dim_qk = q
-    seq_kv, head_dim_v = k[2], v[3]
+    seq_kv, head_dim_v = max_seq_kv(node), v[3]
+    paged_k, paged_v = (PAGE_TABLES[role] in node.inputs for role in "kv")
     dims = {
-        "k": (batch, k[1], seq_kv, head_dim_qk),
-        "v": (batch, v[1], seq_kv, head_dim_v),
+        "k": (*k[:3], head_dim_qk) if paged_k else (batch, k[1], seq_kv, head_dim_qk),
+        "v": v if paged_v else (batch, v[1], seq_kv, head_dim_v),
         "o": (batch, heads, seq_q, head_dim_v),
         "dO": (batch, heads, seq_q, head_dim_v),
         "stats": (batch, heads, seq_q, 1),

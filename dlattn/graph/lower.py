@@ -9,8 +9,10 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import is_paged, max_seq_kv
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -41,7 +43,11 @@ _WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
-_TYPES = {"stats": _FLOATS, "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)}
+_TYPES = {
+    "stats": _FLOATS,
+    "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8),
+    **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
         sink=_SINK_ROLE[node.direction] in tensors,
+        paged_k=PAGE_TABLES["k"] in tensors,
+        paged_v=PAGE_TABLES["v"] in tensors,
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
@@ -98,6 +106,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        max_seq_kv=max_seq_kv(node) if is_paged(node) else None,
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
     return Lowered(problem, geometry, tensors, outputs, target)
@@ -115,7 +124,8 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
 def _spec(label: str, it: Attributes, is_output: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
-    return TensorSpec(label, it.dim, canonical_stride(it.dim, it.stride), it.dtype, by_value)
+    stride, packed = canonical_stride(it.dim, it.stride), it.ragged_offset is not None
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, packed)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:

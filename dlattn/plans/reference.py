@@ -17,6 +17,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
+from dlattn.plans.pages import Pages, pages_of
 from dlattn.problem import (
     Direction,
     Edit,
@@ -32,6 +33,8 @@ from dlattn.problem.score import Array
 from dlattn.runtime.target import Target
 
 _DTYPES = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
+
+_GRADIENT_OF = {"dK": "k", "dV": "v"}
 
 #: Scores held at a time: small enough for a last-level cache, large enough to keep BLAS busy.
 _SCORES_PER_BLOCK = 1 << 20
@@ -69,8 +72,14 @@ class Reference(Plan):
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
         specs = self.geometry.tensors
         tensors = {role: _view(pointers[role], spec) for role, spec in specs.items()}
-        q, k, v = (tensors[role] for role in "qkv")
+        for role, spec in specs.items():
+            if spec.packed:
+                entries = max(0, int(tensors[f"{role}_offset"].max()))
+                tensors[role] = _view(pointers[role], replace(spec, dim=(entries,), stride=(1,)))
         values = self._values(tensors)
+        pages = {role: pages_of(role, self.geometry, tensors, values.len_kv) for role in "kv"}
+        q = tensors["q"]
+        k, v = (_rows(tensors[role], of, self.geometry.seq_kv) for role, of in pages.items())
         edits, masks, compute = self.problem.edits, self.problem.masks, self.compute
         sink = tensors.get("sink_token")
         if self.problem.direction is Direction.FORWARD:
@@ -90,7 +99,10 @@ class Reference(Plan):
                 )
         with np.errstate(all="ignore"):
             for role, result in results.items():
-                if role in tensors:
+                of = pages.get(_GRADIENT_OF.get(role, role))
+                if of is not None:
+                    of.scatter(result, tensors[role])
+                elif role in tensors:
                     tensors[role][...] = result
 
     def _values(self, tensors: Mapping[str, Array]) -> Values:
@@ -366,6 +378,11 @@ def _lengths(given: Array | None, batch: int, size: int) -> Array:
 def _slopes(given: Array | None, heads: int) -> Array:
     """Slopes of ALiBi (B or 1, H, 1, 1): cuDNN's when not given."""
     return alibi_slopes(heads) if given is None else given.reshape(-1, heads, 1, 1)
+
+
+def _rows(given: Array, pages: Pages | None, seq_kv: int) -> Array:
+    """Keys or values by sequence, wherever their rows are."""
+    return given if pages is None else pages.gather(given, seq_kv)
 
 
 def _view(address: int, spec: TensorSpec) -> Array:

@@ -1,10 +1,11 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
 from dlattn.problem.mask import Band, Mask, Padding
-from dlattn.problem.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.problem.problem import PAGE_TABLES, Direction, Geometry, Problem, TensorSpec
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
+    "PAGE_TABLES",
     "Alibi",
     "Band",
     "Bias",

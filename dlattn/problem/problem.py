@@ -14,6 +14,9 @@ from dlattn.dtypes import data_type
 from dlattn.problem.mask import Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 
+#: Whose rows may be paged -> the role of the table that says where the pages are.
+PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
+
 
 class Direction(Enum):
     """Which pass a problem describes."""
@@ -38,6 +41,7 @@ class Problem:
         score_max, score_sum_exp: the forward writes them.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
+        paged_k, paged_v: the rows of k, of v, and of their gradients lie in pages.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -54,6 +58,8 @@ class Problem:
     score_max: bool = False
     score_sum_exp: bool = False
     sink: bool = False
+    paged_k: bool = False
+    paged_v: bool = False
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -89,6 +95,7 @@ class TensorSpec:
         stride: strides in elements, one per dimension.
         dtype: element type.
         by_value: a host scalar, read at execute time.
+        packed: entries lie one after another, as offsets say: its memory may have any shape.
     """
 
     name: str
@@ -96,6 +103,7 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: data_type
     by_value: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,16 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``; an absent role is an
-            absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes paged_attention_k_table
+            paged_attention_v_table``, and of packed tables also ``<table>_offset``; an absent role
+            is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
         band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
         bottom_right: whether the diagonal ends in the bottom right corner:
             ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
+        max_seq_kv: the longest sequence of keys where k, or v, is paged, and so does not say it.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -120,6 +130,7 @@ class Geometry:
     band_right: int | None = None
     bottom_right: bool = False
     softcap: float | None = None
+    max_seq_kv: int | None = None
 
     @property
     def batch(self) -> int:
@@ -143,4 +154,15 @@ class Geometry:
 
     @property
     def seq_kv(self) -> int:
-        return self.tensors["k"].dim[2]
+        return self.tensors["k"].dim[2] if self.max_seq_kv is None else self.max_seq_kv
+
+    def page_size(self, role: str) -> int | None:
+        """Rows of a page of k or of v, whose container is (pages, heads, rows of a page, head
+        dim); ``None`` where it is not paged."""
+        return self.tensors[role].dim[2] if PAGE_TABLES[role] in self.tensors else None
+
+    @property
+    def rows_kv(self) -> int:
+        """Rows of dK and dV that a sequence may have: of whole pages."""
+        pages = (self.page_size(role) or 1 for role in PAGE_TABLES)
+        return max(-(-self.seq_kv // page) * page for page in pages)

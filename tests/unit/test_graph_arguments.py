@@ -26,6 +26,7 @@ BACKWARD = """
 """.split()
 #: Keywords that cuDNN does not have.
 DLATTNS_OWN = {"softcap", "alibi_slopes"}
+PAGED = {f"paged_attention_{what}" for what in ("k_table", "v_table", "max_seq_len_kv")}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -61,7 +62,8 @@ def test_positional_order_is_cudnns(owner, method, order):
     parameters = inspect.signature(getattr(owner, method)).parameters.values()
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["self", *order]
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN
+    own = DLATTNS_OWN if method == "sdpa" else DLATTNS_OWN | PAGED
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == own
 
 
 def test_outputs_are_named_after_the_node(graph):

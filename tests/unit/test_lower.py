@@ -13,7 +13,14 @@ from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap
 from tests.builders import Library, make_tensors
-from tests.drivers import OPTIONS, edit_arguments, geometry_of, problem_of
+from tests.drivers import (
+    OPTIONS,
+    declared,
+    edit_arguments,
+    geometry_of,
+    problem_of,
+    take_offsets,
+)
 from tests.strategies import Case, cases
 
 HALF = cudnn.data_type.HALF
@@ -59,7 +66,7 @@ def test_random_cases(case: Case):
             assert got.stride == canonical_stride(want.dim, want.stride)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
-        for bound in ("softcap", "band_left", "band_right", "bottom_right"):
+        for bound in ("max_seq_kv", "softcap", "band_left", "band_right", "bottom_right"):
             assert getattr(lowered.geometry, bound) == getattr(expected, bound)
 
 
@@ -70,10 +77,13 @@ def given_outputs(case, inputs):
 def declare(case, tensors, inputs, outputs):
     graph = cudnn.pygraph(io_data_type=from_any(Library().dtype(case.dtype)))
     given = {
-        role: graph.tensor_like(tensors[role].tensor, name=f"my {role}")
+        role: declared(graph, tensors[role], f"my {role}")
         for role in (*inputs, *OPTIONS, *given_outputs(case, inputs))
         if role in tensors
     }
+    take_offsets(given)
+    if case.page_k or case.page_v:
+        given["paged_attention_max_seq_len_kv"] = case.seq_kv
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
     edits = edit_arguments(case)
     band = {
