@@ -46,6 +46,36 @@ struct BiasRef {
   int64 batch, head, row, column;
 };
 
+// Where the pages of each sequence are: its rows are in pages of one size, and page i is the page of
+// this number in a container, which is a TensorRef whose batch is the page.
+struct PageTableRef {
+  const int* data;      // (batch, pages of a sequence)
+  int64 batch, page;    // strides in elements
+  const void* offsets;  // packed: where the entries of each sequence begin, int32 or int64; or null
+  int offsets_are_int64;
+  int log2_rows;  // of a page
+  int pages;      // of the container
+  int unused;
+
+  // The number of the page that a row of a sequence is in.
+  DLATTN_DEVICE int number(int b, int row) const {
+    int64 first = b * batch;
+    if (offsets != nullptr) {
+      first = offsets_are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
+                                : __ldg(static_cast<const int*>(offsets) + b);
+    }
+    return __ldg(data + first + (row >> log2_rows) * page);
+  }
+  // A page that the container has.
+  DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }
+  DLATTN_DEVICE int slot(int row) const { return row & ((1 << log2_rows) - 1); }
+  // The rows of the pages that hold so many tokens.
+  DLATTN_DEVICE int whole_pages(int rows) const {
+    const int last_slot = (1 << log2_rows) - 1;
+    return (rows + last_slot) & ~last_slot;
+  }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
@@ -61,9 +91,10 @@ struct Params {
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
+  PageTableRef k_pages, v_pages;   // where they are paged: of k and dK, of v and dV
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
-  int* items_taken;   // else: tiles that blocks have asked for so far
+  int* items_taken;                // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
@@ -77,6 +108,7 @@ struct Params {
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
   int heads_per_block;  // query heads that a backward item has: whole groups of K and V
   int dq_places;        // for how many pairs there are sums of dQ
+  int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within

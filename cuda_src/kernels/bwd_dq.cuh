@@ -30,7 +30,7 @@ DLATTN_DEVICE void bwd_dq(const Params& p) {
   __syncthreads();
   const int first_query = tile * Shapes::tile_q;
   store_tile<Shapes::threads, Problem::head_dim_qk, Problem::access_bytes>(
-      p.dQ.rows<T>(batch, head, first_query), p.dQ.row, s_dq, p.seq_q - first_query);
+      strided(p.dQ.rows<T>(batch, head, first_query), p.dQ.row), s_dq, p.seq_q - first_query);
 }
 
 }  // namespace dlattn

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -127,10 +128,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // What the item of this number is.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
     constexpr auto order = last_keys_first ? longest_first : first_first;
-    return order(item, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
+    return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
+                 p.heads_q / p.heads_per_block, p);
   }
   static DLATTN_DEVICE int item_count(const Params& p) {
-    return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
+    return ceil_div(rows_of_gradients<Problem>(p), tile_k) * (p.heads_q / p.heads_per_block) *
+           p.batch;
   }
 
   // Of the item at work.

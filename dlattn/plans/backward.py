@@ -89,7 +89,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _key_tiles(self) -> int:
-        return -(-self.geometry.seq_kv // self.tiling.tile_k)
+        return -(-self.geometry.rows_kv // self.tiling.tile_k)
 
     @property
     def _pairs(self) -> int:
@@ -159,9 +159,15 @@ class BackwardPlan(CudaPlan):
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0
     ) -> KernelLaunch:
-        """A kernel before or after the main one. Of edits and masks it reads the scale alone, so
-        problems share it."""
-        plain = replace(self.problem, edits=self.problem.edits[:1], masks=(Padding(),))
+        """A kernel before or after the main one. Of edits and masks it reads the scale alone, of
+        keys and values nothing, so problems share it."""
+        plain = replace(
+            self.problem,
+            edits=self.problem.edits[:1],
+            masks=(Padding(),),
+            paged_k=False,
+            paged_v=False,
+        )
         source = kernel_source(kernel, plain, self.row_tiling, shared)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
 

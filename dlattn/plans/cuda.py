@@ -187,8 +187,6 @@ def refusal(
     if target.capability < (8, 0):
         major, minor = target.capability
         return f"it needs compute capability 8.0 (Ampere) or above; {target} has {major}.{minor}."
-    if problem.paged_k or problem.paged_v:
-        return "it does not read pages yet."
     if problem.dtype not in (data_type.HALF, data_type.BFLOAT16):
         return (
             f"tensor cores take HALF or BFLOAT16; the graph has {problem.dtype.name}. "

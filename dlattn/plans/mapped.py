@@ -72,6 +72,8 @@ class MappedPlan(CudaPlan):
         if target.capability != (9, 0):
             major, minor = target.capability
             return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
+        if problem.paged_k or problem.paged_v:
+            return "it does not read pages yet."
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in cls.argument_type.roles:

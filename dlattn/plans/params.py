@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
-from dlattn.problem import Geometry, TensorSpec
+from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec
 
 if TYPE_CHECKING:
     from typing import Self
@@ -63,6 +63,21 @@ class BiasRef(ctypes.Structure):
     ]
 
 
+class PageTableRef(ctypes.Structure):
+    """Address and strides (in elements) of a page table, and what its pages are."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("page", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("offsets_are_int64", ctypes.c_int32),
+        ("log2_rows", ctypes.c_int32),
+        ("pages", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -71,6 +86,8 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
         ("bias", BiasRef),
+        ("k_pages", PageTableRef),
+        ("v_pages", PageTableRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -92,11 +109,23 @@ class Params(ctypes.Structure):
         ("heads_per_wave", ctypes.c_int32),
         ("heads_per_block", ctypes.c_int32),
         ("dq_places", ctypes.c_int32),
+        ("paged_rows", ctypes.c_int32),
         ("dq_lag", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("softcap_inverse", ctypes.c_float),
     ]
+
+
+#: Where the addresses of roles are that do not begin a field of their own name.
+_FIELDS = {
+    "attn_scale": ("attn_scale_device", 0),
+    **{table: (f"{role}_pages", 0) for role, table in PAGE_TABLES.items()},
+    **{
+        f"{table}_offset": (f"{role}_pages", PageTableRef.offsets.offset)
+        for role, table in PAGE_TABLES.items()
+    },
+}
 
 
 class MappedParams(ctypes.Structure):
@@ -141,6 +170,7 @@ def params_for(geometry: Geometry) -> Params:
         heads_q=geometry.heads_q,
         seq_q=geometry.seq_q,
         seq_kv=geometry.seq_kv,
+        paged_rows=geometry.rows_kv,
         heads_per_k=geometry.heads_q // geometry.heads_k,
         heads_per_v=geometry.heads_q // geometry.heads_v,
         band_left=geometry.band_left or 0,
@@ -165,13 +195,14 @@ def params_for(geometry: Geometry) -> Params:
         bias = geometry.tensors["bias"]
         steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
         params.bias = BiasRef(0, *steps)
+    params.k_pages, params.v_pages = (_page_table_ref(geometry, role) for role in PAGE_TABLES)
     return params
 
 
 def address_slot(params: Params, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    field = getattr(Params, "attn_scale_device" if role == "attn_scale" else role)
-    return ctypes.c_uint64.from_buffer(params, field.offset)
+    name, within = _FIELDS.get(role, (role, 0))
+    return ctypes.c_uint64.from_buffer(params, getattr(Params, name).offset + within)
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:
@@ -179,6 +210,21 @@ def _slope_ref(spec: TensorSpec) -> SlopeRef:
     if len(spec.dim) == 1:
         return SlopeRef(0, 0, spec.stride[0])
     return SlopeRef(0, spec.stride[0], spec.stride[1])
+
+
+def _page_table_ref(geometry: Geometry, role: str) -> PageTableRef:
+    page, table = geometry.page_size(role), PAGE_TABLES[role]
+    if page is None:
+        return PageTableRef()
+    batch, _, step, _ = geometry.tensors[table].stride
+    offsets = geometry.tensors.get(f"{table}_offset")
+    return PageTableRef(
+        batch=batch,
+        page=step if offsets is None else 1,
+        offsets_are_int64=offsets is not None and offsets.dtype is data_type.INT64,
+        log2_rows=page.bit_length() - 1,
+        pages=geometry.tensors[role].dim[0],
+    )
 
 
 def _length_ref(spec: TensorSpec) -> LengthRef:

@@ -25,6 +25,7 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -100,9 +101,12 @@ def plan_for(
 ) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
+    paged = {"k": problem.paged_k, "v": problem.paged_v}
+
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        dim = (2, heads, seq, head_dim)
-        stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
+        first, rows = (50, 16) if paged.get(role) else (2, seq)
+        dim = (first, heads, rows, head_dim)
+        stride = (heads * rows * head_dim, rows * head_dim, head_dim, 1)
         return TensorSpec(role, dim, stride, problem.dtype)
 
     tensors = {
@@ -113,7 +117,11 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
-    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
+    for role, table in PAGE_TABLES.items():
+        if paged[role]:
+            tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
+    longest = seq if any(paged.values()) else None
+    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
 

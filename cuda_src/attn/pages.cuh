@@ -1,0 +1,59 @@
+// Rows of keys and values, and of their gradients: one after another, or in pages.
+#pragma once
+
+#include "attn/params.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace dlattn {
+
+// Rows of one sequence and head, from `first` on, that lie in pages. None of a page that the container
+// does not have.
+template <class T>
+struct PagedRows {
+  static constexpr bool has_gaps = true;
+  const TensorRef& container;
+  const PageTableRef& table;
+  int batch, head, first;
+
+  DLATTN_DEVICE T* at(int row, int column) const {
+    const int key = first + row, number = table.number(batch, key);
+    if (!table.has(number)) return nullptr;
+    return container.rows<T>(number, head, table.slot(key)) + column;
+  }
+
+  struct Unit {
+    const PagedRows& rows;
+    int row, column;
+
+    DLATTN_DEVICE const T* at(bool valid) const { return valid ? rows.at(row, column) : nullptr; }
+    DLATTN_DEVICE void advance(int more) { row += more; }
+  };
+  DLATTN_DEVICE Unit unit(int row, int column) const { return {*this, row, column}; }
+};
+
+// The rows of a sequence's keys or values, or of their gradients, from `first` on.
+template <class T, bool paged>
+DLATTN_DEVICE Either<paged, PagedRows<T>, StridedRows<T>> key_rows(const TensorRef& tensor,
+                                                                   const PageTableRef& table,
+                                                                   int batch, int head, int first) {
+  if constexpr (paged) {
+    return {tensor, table, batch, head, first};
+  } else {
+    return {tensor.rows<T>(batch, head, first), tensor.row};
+  }
+}
+
+// Rows of dK and dV that a sequence may have.
+template <class Problem>
+DLATTN_DEVICE int rows_of_gradients(const Params& p) {
+  return Problem::paged_k || Problem::paged_v ? p.paged_rows : p.seq_kv;
+}
+
+// Rows of gradients that are written: all, zeros past the actual length; if paged, of pages that hold
+// tokens.
+template <bool paged>
+DLATTN_DEVICE int written_rows(const Params& p, const PageTableRef& table, int length) {
+  return paged ? table.whole_pages(length) : p.seq_kv;
+}
+
+}  // namespace dlattn
