@@ -383,9 +383,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 
   // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
   // any more.
-  template <int n_tiles, class Tile>
+  template <bool paged, int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, int head, float factor) {
+                           const TensorMap& map, const PageTableRef& table, int head,
+                           float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -394,10 +395,11 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-#pragma unroll
-      for (int slab = 0; slab < Tile::slabs; ++slab) {
-        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     keys.first + first, head, work.batch);
+      if constexpr (paged) {
+        const PagedBoxes<64> boxes{table, work.batch};
+        boxes.store(tile, map, keys.first + first, head, table.whole_pages(length.kv), first);
+      } else {
+        tile.store(map, keys.first + first, head, work.batch, first);
       }
       tma_commit();
       tma_wait_read<0>();
@@ -452,8 +454,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dK[i], shared.k[0], first + 64 * i, m.dK, head / p.heads_per_k,
-            Score::gradient_factor(values));
+      store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i, m.dK, p.k_pages,
+                              head / p.heads_per_k, Score::gradient_factor(values));
     }
   }
   template <int n>
@@ -461,7 +463,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, head / p.heads_per_v, 1.f);
+      store<Problem::paged_v>(dV[i], shared.v[0], first + 64 * i, m.dV, p.v_pages,
+                              head / p.heads_per_v, 1.f);
     }
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/paged_boxes.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
@@ -17,7 +18,8 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  TensorMap q, k, v, dO, dK, dV;  // boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows
+  // Boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v, dO, dK, dV;
   Params p;
 };
 

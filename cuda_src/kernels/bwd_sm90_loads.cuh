@@ -39,14 +39,22 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   }
 
   // The keys or values that this head of the item is the first to need.
-  template <class Tile>
+  template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
-                               const TensorMap& map, int i, int heads_per_key) {
+                               const TensorMap& map, const PageTableRef& table, int i,
+                               int heads_per_key) {
     if (i % heads_per_key != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
     fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, clearings, Tile::bytes,
-              [&](int, uint64& full) { tile[0].load(map, full, keys.first, head, work.batch); });
+              [&](int, uint64& full) {
+                if constexpr (paged) {
+                  const PagedBoxes<Base::tile_k> boxes{table, work.batch};
+                  boxes.load(tile[0], map, full, keys.first, head, length.kv);
+                } else {
+                  tile[0].load(map, full, keys.first, head, work.batch);
+                }
+              });
   }
 
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
@@ -92,7 +100,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     const auto load_keys_of = [&](int i) {
-      load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, i, p.heads_per_k);
+      load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k,
+                                  p.k_pages, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
@@ -114,7 +123,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
     const auto load_values_of = [&](int i) {
-      load_keys(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v, i, p.heads_per_v);
+      load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v,
+                                  p.v_pages, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1],

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/paged_boxes.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -41,7 +42,8 @@ struct Sm90FwdTiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  TensorMap q, k, v, o;  // boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns
+  // Boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v, o;
   Params p;
 };
 
@@ -245,13 +247,41 @@ struct FwdSm90 {
     });
   }
 
+  // The same through a page table, of which the entries for a tile are read a tile early.
+  template <class Tile>
+  DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+                                 const PageTableRef& table, int heads_per_key) {
+    Place<stages> place;
+    for_each_work([&](const Work& work) {
+      const PagedBoxes<tile_k> boxes{table, work.item.batch};
+      const int head = work.item.head / heads_per_key;
+      int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
+#pragma unroll 1
+      for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+        const int number = next;
+        if (tile > work.first_tile)
+          next = boxes.number_of_lane((tile - 1) * tile_k, work.length.kv);
+        uint64& full = ring.full[place.stage];
+        order(ring, place, full, Tile::bytes, [](int, uint64&) {});
+        boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
+        place.advance();
+      }
+    });
+  }
+
   DLATTN_DEVICE void produce() {
     switch (warp_index()) {
       case 0:
         return load_queries();
       case 1:
+        if constexpr (Problem::paged_k) {
+          return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+        }
         return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
       case 2:
+        if constexpr (Problem::paged_v) {
+          return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+        }
         return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
       case 3:
         return schedule();

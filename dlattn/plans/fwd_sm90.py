@@ -155,7 +155,8 @@ class FwdSm90(MappedPlan):
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
-        return {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
+        return {"q": tiling.tile_q, **keys, "o": 64}
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""

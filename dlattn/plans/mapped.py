@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Mapping
+from math import gcd
 from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.problem import Geometry, Problem
+from dlattn.problem import PAGE_TABLES, Geometry, Problem
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
+
+#: Rows after which the swizzle of slabs repeats: a box begins at a multiple of them.
+LEAST_PAGE = 8
 
 
 def slab_bytes(rows: int, columns: int) -> int:
@@ -39,6 +43,11 @@ class MappedPlan(CudaPlan):
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
         """Rows that one copy moves, by role; it moves 64 columns."""
+
+    def paged_rows(self, role: str, rows: int) -> int:
+        """Rows of a box of k or v, or of a gradient, where a tile has so many."""
+        page = self.geometry.page_size(role)
+        return rows if page is None else gcd(page, rows)
 
     def make_argument(self) -> ctypes.Structure:
         argument = self.argument_type.aligned()
@@ -72,8 +81,13 @@ class MappedPlan(CudaPlan):
         if target.capability != (9, 0):
             major, minor = target.capability
             return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
-        if problem.paged_k or problem.paged_v:
-            return "it does not read pages yet."
+        for role in PAGE_TABLES:
+            page = geometry.page_size(role)
+            if page is not None and page < LEAST_PAGE:
+                return (
+                    f"the copy engine moves {LEAST_PAGE} rows or more; pages of "
+                    f"{geometry.tensors[role].name} have {page}."
+                )
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in cls.argument_type.roles:

@@ -1,0 +1,66 @@
+// Tiles of keys or values that the copy engine gathers from pages, or scatters into them: a box of as
+// many rows at a time as pages and tile have in common, a power of two, at least 8.
+#pragma once
+
+#include "attn/params.cuh"
+#include "ptx/tma.cuh"
+
+namespace dlattn {
+
+template <int tile_rows>
+struct PagedBoxes {
+  const PageTableRef& table;
+  const int batch;
+
+  // The page that no container has: loads give zeros, and stores write nothing.
+  static constexpr int nowhere = -1;
+
+  DLATTN_DEVICE int rows() const { return least(1 << table.log2_rows, tile_rows & -tile_rows); }
+
+  // The number of the page of a row; entries for rows from `end` on are not read.
+  DLATTN_DEVICE int number(int row, int end) const {
+    return row < end ? table.number(batch, row) : nowhere;
+  }
+
+  // Of the box of this lane in the tile that begins with this row.
+  DLATTN_DEVICE int number_of_lane(int first, int end) const {
+    const int offset = threadIdx.x % 32 * rows();
+    return offset < tile_rows ? number(first + offset, end) : nowhere;
+  }
+
+  // By a warp, of which each lane has the number for its box: so they are there without waiting.
+  template <class Tile>
+  DLATTN_DEVICE void load_by_warp(Tile& tile, const TensorMap& map, uint64& landed, int first,
+                                  int head, int number_of_lane) const {
+#pragma unroll 1
+    for (int row = 0, box = 0; row < tile_rows; row += rows(), ++box) {
+      const int number = __shfl_sync(0xffffffffu, number_of_lane, box);
+      if (threadIdx.x % 32 == 0) {
+        tile.load(map, landed, table.slot(first + row), head, number, row);
+      }
+    }
+    __syncwarp();
+  }
+
+  // By one thread, which reads the table as it goes.
+  template <class Tile>
+  DLATTN_DEVICE void load(Tile& tile, const TensorMap& map, uint64& landed, int first, int head,
+                          int end) const {
+#pragma unroll 1
+    for (int row = 0; row < tile_rows; row += rows()) {
+      tile.load(map, landed, table.slot(first + row), head, number(first + row, end), row);
+    }
+  }
+
+  // Rows of a tile from tile_row on, that belong at `first`; by one thread.
+  template <class Tile>
+  DLATTN_DEVICE void store(const Tile& tile, const TensorMap& map, int first, int head, int end,
+                           int tile_row) const {
+#pragma unroll 1
+    for (int row = 0; row < tile_rows; row += rows()) {
+      tile.store(map, table.slot(first + row), head, number(first + row, end), tile_row + row);
+    }
+  }
+};
+
+}  // namespace dlattn
