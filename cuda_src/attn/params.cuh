@@ -77,10 +77,10 @@ struct PageTableRef {
 };
 
 struct Params {
-  TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
-  TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
-  TensorRef v;      // (batch, heads_v, seq_kv, head_dim_v)
-  TensorRef o;      // (batch, heads_q, seq_q, head_dim_v)
+  TensorRef q;  // (batch, heads_q, seq_q, head_dim_qk)
+  TensorRef k;  // (batch, heads_k, seq_kv, head_dim_qk), or (pages, heads_k, rows of a page, ...)
+  TensorRef v;  // (batch, heads_v, seq_kv, head_dim_v), likewise
+  TensorRef o;  // (batch, heads_q, seq_q, head_dim_v)
   TensorRef stats;  // (batch, heads_q, seq_q, 1): natural log of the sum of exponentials
   TensorRef dO;     // like o
   TensorRef dQ;     // like q

@@ -182,8 +182,9 @@ class Operations(ABC):
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
                 dlattn's own here: as in the forward call. dK, or dV, is then a container with as
                 many pages as k, or v, and strides of its own. Every row of a page that holds
-                tokens of a sequence is written, with 0 beyond its length; other pages are left
-                alone. No two sequences may share a page of tokens: its gradient would be that of
+                tokens of a sequence is written, with 0 beyond its length. Other pages are left
+                alone, so that a container which a call of ``Graph`` allocates may hold anything
+                there. No two sequences may share a page of tokens: its gradient would be that of
                 one of them (the reference engine refuses it).
 
         The other arguments are those of the forward call, and must be given alike.

@@ -182,7 +182,7 @@ def backward_refusal(
 ) -> str | None:
     """Why no backward kernel can run a problem, or ``None``."""
     reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel)
-    blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
+    blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."
     return reason

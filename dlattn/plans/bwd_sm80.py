@@ -111,6 +111,8 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
         measured = False  # the fastest tiling for equal head dimensions spills for others
     if problem.is_edited:
         measured = False  # and for edits, too
+    if problem.paged_k or problem.paged_v:
+        measured = False  # and for addresses out of tables
     table = HOPPER_TILINGS if measured else TILINGS
     if problem.has_bias:
         table = BIASED_TILINGS

@@ -141,9 +141,19 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 }  # fmt: skip
 
 
+#: What is paged.
+PAGED = (
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True},
+    {"paged_v": True},
+)
+
+
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class of a forward also with all that it can write."""
+    pair meets. Each class of a forward also with all that it can write. Each class with pages, and
+    with pages and every edit."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -173,11 +183,14 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
+    plain = 4 * len(HEAD_DIMS)
+    chosen = [found[4 * i + i % 4] for i in range(len(HEAD_DIMS))] + found[plain:]
+    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(chosen)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found
+    return found + paged
 
 
 @pytest.mark.parametrize(

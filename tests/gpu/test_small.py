@@ -94,6 +94,34 @@ CASES = {
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=40,
         head_dim_v=40, scale=-0.2, offset=-120.0, sink=0.0, row_outputs=("score_max",),
     ),
+    "pages of keys and values, of two sizes, in turn": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=70, seq_kv=300, right=0, bottom_right=True,
+        len_q=(70, 33, 1), len_kv=(300, 129, 64), head_dim_qk=128, head_dim_v=128, scale=0.09,
+        page_k=16, page_v=64,
+    ),
+    "pages larger than tiles, an empty sequence, packed tables": Case(
+        dtype="float16", batch=3, heads_q=2, heads_k=2, heads_v=2, seq_q=130, seq_kv=290,
+        len_q=(130, 7, 90), len_kv=(290, 0, 200), head_dim_qk=64, head_dim_v=64, scale=0.125,
+        page_k=256, page_v=128, packed_tables=True,
+    ),
+    "pages of values alone, of one row, in a window": Case(
+        batch=2, heads_q=4, heads_k=1, heads_v=2, seq_q=40, seq_kv=130, left=50, right=3,
+        len_q=(40, 33), len_kv=(130, 77), head_dim_qk=72, head_dim_v=40, scale=0.2, page_v=1,
+    ),
+    "one query, pages of keys alone, tiles of 96 keys": Case(
+        batch=2, heads_q=4, heads_k=1, heads_v=1, seq_q=1, seq_kv=500, len_q=(1, 1),
+        len_kv=(500, 333), head_dim_qk=192, head_dim_v=192, scale=0.07, page_k=128, sink=0.5,
+    ),
+    "pages of 8 rows, wide heads, a bias and slopes": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=2, heads_v=1, seq_q=65, seq_kv=190,
+        len_q=(65, 40), len_kv=(190, 100), head_dim_qk=256, head_dim_v=256, scale=0.0625,
+        bias="float16", alibi="H", page_k=8, page_v=8, packed_tables=True,
+    ),
+    "pages, element-wise access": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=37, seq_kv=70, head_dim_qk=24,
+        head_dim_v=16, scale=0.2, len_q=(37, 3), len_kv=(70, 5), page_k=16, page_v=4,
+        layouts=(("k", "odd"), ("v", "odd"), ("dK", "odd"), ("dV", "odd")),
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,
