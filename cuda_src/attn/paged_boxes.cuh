@@ -2,7 +2,7 @@
 // many rows at a time as pages and tile have in common, a power of two, at least 8.
 #pragma once
 
-#include "attn/params.cuh"
+#include "attn/seqlen.cuh"
 #include "ptx/tma.cuh"
 
 namespace dlattn {
@@ -62,5 +62,31 @@ struct PagedBoxes {
     }
   }
 };
+
+// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread.
+template <bool paged, class Tile>
+DLATTN_DEVICE void load_key_tile(Tile& tile, const TensorMap& map, uint64& landed,
+                                 const PageTableRef& table, int first, int head, int batch,
+                                 const Lengths& length) {
+  if constexpr (paged) {
+    const PagedBoxes<Tile::rows> boxes{table, batch};
+    boxes.load(tile, map, landed, first, head, length.kv);
+  } else {
+    tile.load(map, landed, first, head, batch);
+  }
+}
+
+// Starts storing some rows of such a tile, from tile_row on, that belong at `first`; by one thread.
+template <bool paged, int rows, class Tile>
+DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const TensorMap& map,
+                                  const PageTableRef& table, int first, int head, int batch,
+                                  const Lengths& length) {
+  if constexpr (paged) {
+    const PagedBoxes<rows> boxes{table, batch};
+    boxes.store(tile, map, first, head, table.whole_pages(length.kv), tile_row);
+  } else {
+    tile.store(map, first, head, batch, tile_row);
+  }
+}
 
 }  // namespace dlattn

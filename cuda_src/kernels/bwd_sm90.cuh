@@ -395,12 +395,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      if constexpr (paged) {
-        const PagedBoxes<64> boxes{table, work.batch};
-        boxes.store(tile, map, keys.first + first, head, table.whole_pages(length.kv), first);
-      } else {
-        tile.store(map, keys.first + first, head, work.batch, first);
-      }
+      store_key_rows<paged, 64>(tile, first, map, table, keys.first + first, head, work.batch,
+                                length);
       tma_commit();
       tma_wait_read<0>();
     }

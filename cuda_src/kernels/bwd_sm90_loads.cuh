@@ -48,12 +48,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     const int head = (first_head() + i) / heads_per_key;
     fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, clearings, Tile::bytes,
               [&](int, uint64& full) {
-                if constexpr (paged) {
-                  const PagedBoxes<Base::tile_k> boxes{table, work.batch};
-                  boxes.load(tile[0], map, full, keys.first, head, length.kv);
-                } else {
-                  tile[0].load(map, full, keys.first, head, work.batch);
-                }
+                load_key_tile<paged>(tile[0], map, full, table, keys.first, head, work.batch,
+                                     length);
               });
   }
 
