@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
+from dlattn.plans.params import address_slot, params_for
 from tests.unit.valid_graphs import FLOAT, HALF, row_major
 
 INT32, INT64 = cudnn.data_type.INT32, cudnn.data_type.INT64
@@ -205,3 +206,45 @@ def test_pages_that_are_left_alone():
     written = sorted({3, 4, 8})
     assert (d_k[[page for page in range(PAGES) if page not in written]] == 7).all()
     assert (d_k[written] != 7).all() and (d_k[4][:, 1:] == 0).all() and (d_k[8][:, 1:] == 0).all()
+
+
+def test_a_call_with_packed_tables():
+    """``Graph`` takes a packed table of any shape, and its offsets, like every other tensor."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((BATCH, HEADS, SEQ_Q, DIM))
+    k, v = rng.standard_normal((2, PAGES, HEADS, 8, DIM))
+    lengths = {"seq_len_q": (3, 2), "seq_len_kv": (9, 20)}
+    lengths = {role: np.array(n, np.int32).reshape(BATCH, 1, 1, 1) for role, n in lengths.items()}
+    entries = np.array([4, 2, 7, 0, 5], np.int32)
+    offsets = np.array([0, 2, 5], np.int32).reshape(3, 1, 1, 1)
+    with cudnn.Graph() as graph:
+        packed = graph.tensor((BATCH, 1, 3, 1), data_type=INT32, name="table")
+        packed.set_ragged_offset(graph.tensor_like(offsets, name="offsets"))
+        o, _ = graph.sdpa(
+            q, k, v, is_inference=True, use_padding_mask=True, name="sdpa", **lengths,
+            paged_attention_k_table=packed, paged_attention_v_table=packed,
+            paged_attention_max_seq_len_kv=20,
+        )  # fmt: skip
+        o.set_output(True)
+    pack = {"sdpa::0": q, "sdpa::1": k, "sdpa::2": v, "table": entries, "offsets": offsets}
+    result = graph({**pack, **{f"sdpa::{role}": length for role, length in lengths.items()}})
+    for entry, pages in enumerate(([4, 2], [7, 0, 5])):
+        rows, n = lengths["seq_len_q"].item(entry), lengths["seq_len_kv"].item(entry)
+        keys, values = (x[pages].swapaxes(0, 1).reshape(HEADS, -1, DIM)[:, :n] for x in (k, v))
+        weights = np.exp(q[entry, :, :rows] @ keys.swapaxes(1, 2))
+        expected = weights @ values / weights.sum(-1, keepdims=True)
+        assert np.allclose(result["sdpa::O"][entry, :, :rows], expected)
+
+
+def test_what_kernels_are_told():
+    """Strides in entries, the size and number of pages, and where the addresses go."""
+    made = Paged("v", page=(8, 16))
+    offsets = made.tensor("offsets", (BATCH + 1, 1, 1, 1), INT64)
+    made.tensors["paged_attention_v_table"].set_ragged_offset(offsets)
+    params = params_for(made.validate().graph.lowered.geometry)
+    assert params.k_pages.pages == 0 and params.paged_rows == 32
+    pages = params.v_pages
+    assert (pages.page, pages.log2_rows, pages.pages, pages.offsets_are_int64) == (1, 4, PAGES, 1)
+    address_slot(params, "paged_attention_v_table").value = 4096
+    address_slot(params, "paged_attention_v_table_offset").value = 8192
+    assert (params.v_pages.data, params.v_pages.offsets) == (4096, 8192)
