@@ -10,7 +10,10 @@ namespace dlattn {
 template <int tile_rows>
 struct PagedBoxes {
   const PageTableRef& table;
-  const int batch;
+  const int* const entries;
+
+  DLATTN_DEVICE PagedBoxes(const PageTableRef& page_table, int batch)
+      : table(page_table), entries(table.entries(batch)) {}
 
   // The page that no container has: loads give zeros, and stores write nothing.
   static constexpr int nowhere = -1;
@@ -19,7 +22,7 @@ struct PagedBoxes {
 
   // The number of the page of a row; entries for rows from `end` on are not read.
   DLATTN_DEVICE int number(int row, int end) const {
-    return row < end ? table.number(batch, row) : nowhere;
+    return row < end ? table.number(entries, row) : nowhere;
   }
 
   // Of the box of this lane in the tile that begins with this row.
@@ -69,7 +72,7 @@ DLATTN_DEVICE void load_key_tile(Tile& tile, const TensorMap& map, uint64& lande
                                  const PageTableRef& table, int first, int head, int batch,
                                  const Lengths& length) {
   if constexpr (paged) {
-    const PagedBoxes<Tile::rows> boxes{table, batch};
+    const PagedBoxes<Tile::rows> boxes(table, batch);
     boxes.load(tile, map, landed, first, head, length.kv);
   } else {
     tile.load(map, landed, first, head, batch);
@@ -82,7 +85,7 @@ DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const TensorMa
                                   const PageTableRef& table, int first, int head, int batch,
                                   const Lengths& length) {
   if constexpr (paged) {
-    const PagedBoxes<rows> boxes{table, batch};
+    const PagedBoxes<rows> boxes(table, batch);
     boxes.store(tile, map, first, head, table.whole_pages(length.kv), tile_row);
   } else {
     tile.store(map, first, head, batch, tile_row);

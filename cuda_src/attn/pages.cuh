@@ -16,7 +16,7 @@ struct PagedRows {
   int batch, head, first;
 
   DLATTN_DEVICE T* at(int row, int column) const {
-    const int key = first + row, number = table.number(batch, key);
+    const int key = first + row, number = table.number(table.entries(batch), key);
     if (!table.has(number)) return nullptr;
     return container.rows<T>(number, head, table.slot(key)) + column;
   }

@@ -57,14 +57,15 @@ struct PageTableRef {
   int pages;      // of the container
   int unused;
 
+  // Of a sequence.
+  DLATTN_DEVICE const int* entries(int b) const {
+    if (offsets == nullptr) return data + b * batch;
+    return data + (offsets_are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
+                                     : __ldg(static_cast<const int*>(offsets) + b));
+  }
   // The number of the page that a row of a sequence is in.
-  DLATTN_DEVICE int number(int b, int row) const {
-    int64 first = b * batch;
-    if (offsets != nullptr) {
-      first = offsets_are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
-                                : __ldg(static_cast<const int*>(offsets) + b);
-    }
-    return __ldg(data + first + (row >> log2_rows) * page);
+  DLATTN_DEVICE int number(const int* entries, int row) const {
+    return __ldg(entries + (row >> log2_rows) * page);
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }

@@ -253,7 +253,7 @@ struct FwdSm90 {
                                  const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
-      const PagedBoxes<tile_k> boxes{table, work.item.batch};
+      const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
