@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/seqlen.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"
 
 namespace dlattn {
@@ -83,10 +84,12 @@ DLATTN_DEVICE void load_key_tile(Tile& tile, const TensorMap& map, uint64& lande
 template <bool paged, int rows, class Tile>
 DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const TensorMap& map,
                                   const PageTableRef& table, int first, int head, int batch,
-                                  const Lengths& length) {
+                                  const Params& p) {
   if constexpr (paged) {
+    batch = opaque(batch);  // or what follows is read early, and held
     const PagedBoxes<rows> boxes(table, batch);
-    boxes.store(tile, map, first, head, table.whole_pages(length.kv), tile_row);
+    const int end = table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
+    boxes.store(tile, map, first, head, end, tile_row);
   } else {
     tile.store(map, first, head, batch, tile_row);
   }

@@ -46,8 +46,8 @@ struct BiasRef {
   int64 batch, head, row, column;
 };
 
-// Where the pages of each sequence are: its rows are in pages of one size, and page i is the page of
-// this number in a container, which is a TensorRef whose batch is the page.
+// Where the pages of each sequence are, if k and dK, or v and dV, lie in pages: entry i is the number
+// of its page i in a container, a TensorRef with the page in the place of the batch entry.
 struct PageTableRef {
   const int* data;      // (batch, pages of a sequence)
   int64 batch, page;    // strides in elements
@@ -78,10 +78,10 @@ struct PageTableRef {
 };
 
 struct Params {
-  TensorRef q;  // (batch, heads_q, seq_q, head_dim_qk)
-  TensorRef k;  // (batch, heads_k, seq_kv, head_dim_qk), or (pages, heads_k, rows of a page, ...)
-  TensorRef v;  // (batch, heads_v, seq_kv, head_dim_v), likewise
-  TensorRef o;  // (batch, heads_q, seq_q, head_dim_v)
+  TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
+  TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk); paged: (pages, heads_k, slots, ...)
+  TensorRef v;      // (batch, heads_v, seq_kv, head_dim_v); paged: likewise
+  TensorRef o;      // (batch, heads_q, seq_q, head_dim_v)
   TensorRef stats;  // (batch, heads_q, seq_q, 1): natural log of the sum of exponentials
   TensorRef dO;     // like o
   TensorRef dQ;     // like q
@@ -92,7 +92,7 @@ struct Params {
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias;
-  PageTableRef k_pages, v_pages;   // where they are paged: of k and dK, of v and dV
+  PageTableRef k_pages, v_pages;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far

@@ -395,8 +395,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      store_key_rows<paged, 64>(tile, first, map, table, keys.first + first, head, work.batch,
-                                length);
+      store_key_rows<paged, 64>(tile, first, map, table, keys.first + first, head, work.batch, p);
       tma_commit();
       tma_wait_read<0>();
     }

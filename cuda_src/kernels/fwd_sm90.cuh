@@ -259,8 +259,9 @@ struct FwdSm90 {
 #pragma unroll 1
       for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
         const int number = next;
-        if (tile > work.first_tile)
+        if (tile > work.first_tile) {
           next = boxes.number_of_lane((tile - 1) * tile_k, work.length.kv);
+        }
         uint64& full = ring.full[place.stage];
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
         boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
