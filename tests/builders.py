@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from dlattn.dtypes import data_type, from_any
-from dlattn.problem import TensorSpec
+from dlattn.problem import TensorSpec, offset_role
 from tests.pages import in_memory, into_pages, page_numbers, table
-from tests.strategies import Case
+from tests.strategies import RAGGED_Q, Case
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
 _MARGIN = 512
@@ -71,6 +71,11 @@ class Library:
             return self.xp.tensor(numbers, dtype=self.dtype(dtype), device=self.device)
         return self.xp.asarray(numbers, dtype=self.dtype(dtype))
 
+    def filled(self, dim: Sequence[int], value: float, like: Any) -> Any:
+        if self.is_torch:
+            return self.xp.full(tuple(dim), value, dtype=like.dtype, device=like.device)
+        return self.xp.full(tuple(dim), value, like.dtype)
+
     def cast(self, x: Any, dtype: str) -> Any:
         return x.to(self.dtype(dtype)) if self.is_torch else x.astype(self.dtype(dtype))
 
@@ -93,6 +98,7 @@ class Guarded:
         tensor: the tensor.
         written: the engine may write the tensor's elements.
         pages: of these alone, along the first axis; ``None`` is all.
+        offsets, lengths: of a ragged tensor's entries; ``tensor`` is then (tokens, heads, columns).
     """
 
     library: Library
@@ -103,18 +109,41 @@ class Guarded:
     written: bool
     before: Any = field(repr=False)
     pages: list[int] | None = None
+    offsets: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    def padded(self) -> Any:
+        """The tensor in its declared shape; of a ragged one a copy, with 0 past the lengths, or
+        -inf in stats and maxima: what a padded tensor would hold."""
+        if not self.spec.ragged:
+            return self.tensor
+        dead = -float("inf") if self.spec.name in ("stats", "score_max") else 0.0
+        whole = self.library.filled(self.spec.dim, dead, self.tensor)
+        flat = self.bits.view(self.tensor.dtype)
+        for entry, rows in enumerate(self._entries(flat)):
+            whole[entry, :, : rows.shape[1]] = rows
+        return whole
 
     def stray_writes(self) -> int:
         """How many elements were changed that should not have been."""
         now = self.library.copy(self.bits)
         if self.written:
-            own, was = (self._elements(bits) for bits in (now, self.before))
-            for part in [...] if self.pages is None else self.pages:
-                own[part] = was[part]
+            for own, was in zip(self._entries(now), self._entries(self.before), strict=True):
+                own[...] = was
         return int((now != self.before).sum())
 
-    def _elements(self, flat: Any) -> Any:
-        return self.library.strided(flat, self.spec.dim, self.spec.stride, self.start)
+    def _entries(self, flat: Any) -> list[Any]:
+        """The elements, of a ragged tensor those of each entry, of a paged one those of its
+        pages."""
+        stride = self.spec.stride
+        if not self.spec.ragged:
+            whole = self.library.strided(flat, self.spec.dim, stride, self.start)
+            return [whole] if self.pages is None else [whole[page] for page in self.pages]
+        _, heads, _, columns = self.spec.dim
+        return [
+            self.library.strided(flat, (heads, length, columns), stride[1:], self.start + offset)
+            for offset, length in zip(self.offsets, self.lengths, strict=False)
+        ]
 
 
 def strides(layout: str, dim: Sequence[int]) -> tuple[int, ...]:
@@ -139,6 +168,46 @@ def strides(layout: str, dim: Sequence[int]) -> tuple[int, ...]:
     return (h * head + 3 * gap, head, row, 1)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a ragged tensor lie.
+
+    Attributes:
+        stride: for (B, H, S, D); that of the batch means nothing.
+        offsets: of each batch entry, and where the last one ends.
+        lengths: tokens of each batch entry.
+        tokens: how many of ``stride[2]`` elements hold all.
+    """
+
+    stride: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tokens: int
+
+
+def packing(case: Case, role: str) -> Packing:
+    """As the role's layout would be of a single sequence of all tokens: ``bshd`` and ``sbhd`` are
+    cuDNN's THD, ``packed`` is the fused q, k, v of it, the others have each head's tokens together.
+
+    With gaps, sequences of the first two kinds begin wherever 8 elements begin.
+    """
+    lengths = case.lengths_q() if role in RAGGED_Q else case.lengths_kv()
+    # Where offsets tell the lengths, nothing lies between the sequences.
+    gaps = case.gaps and role not in (case.length_source("q"), case.length_source("kv"))
+    spaces = [(entry % 3 if gaps else 0) for entry in range(len(lengths))]
+    _, heads, longest, columns = case.dims()[role]
+    layout = case.layout(role)
+    dim = (1, heads, max(longest, sum(lengths) + sum(spaces)), columns)
+    _, head, row, _ = strides(layout, dim)
+    space = row if layout in ("bhsd", "padded", "odd") else 8
+    offsets = [0]
+    for length, count in zip(lengths, spaces, strict=True):
+        offsets.append(offsets[-1] + length * row + count * space)
+    batch = _WILD if case.wild_strides else longest * heads * columns
+    stride = (batch, head if heads > 1 else batch, row, 1)
+    return Packing(stride, tuple(offsets), lengths, max(1, -(-offsets[-1] // row)))
+
+
 def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     """Every tensor that a forward and a backward of the case need, by role.
 
@@ -152,10 +221,16 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, in_memory(case, role), dtype)
-        made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
+        made[role] = _guarded(case, library, spec, dtype, None)
         if case.page(role):
             pages = [number for own in page_numbers(case, role) for number in own]
             made[role] = replace(made[role], pages=pages)
+    for role in case.ragged:
+        if role in made:
+            name, dim = offset_role(role), (case.batch + 1, 1, 1, 1)
+            data = library.values(packing(case, role).offsets, case.offset_dtype).reshape(dim)
+            spec = _spec(case, name, dim, case.offset_dtype)
+            made[name] = _guard(library, spec, case.offset_dtype, data, False)
     return made
 
 
@@ -182,8 +257,7 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             data[...] = _TAILS[case.tails]
             into_pages(case, role, by_sequence, data)
             yield from _tables(case, library, role)
-        shifted = case.layout(role) == "odd"
-        yield role, _guard(library, _spec(case, role, dim, case.dtype), case.dtype, data, shifted)
+        yield role, _guarded(case, library, _spec(case, role, dim, case.dtype), case.dtype, data)
     if case.sink is not None:
         dim = case.dims()["sink_token"]
         data = case.sink + library.normal(dim, 4 * case.seed + 4)
@@ -208,13 +282,11 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
         spec = TensorSpec("alibi_slopes", slopes_dim, _packed(slopes_dim), data_type.FLOAT)
         yield "alibi_slopes", _guard(library, spec, "float32", data, False)
-    for role, given, dtype in zip(
-        ("seq_len_q", "seq_len_kv"), (case.len_q, case.len_kv), case.len_dtypes, strict=True
-    ):
-        if given is not None:
-            dim = (case.batch, 1, 1, 1)
-            data = library.values(given, dtype).reshape(dim)
-            yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+    dtypes = dict(zip(("seq_len_q", "seq_len_kv"), case.len_dtypes, strict=True))
+    for role, lengths in case.length_tensors().items():
+        dim, dtype = (case.batch, 1, 1, 1), dtypes[role]
+        data = library.values(lengths, dtype).reshape(dim)
+        yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
 
 
 def _tables(case: Case, library: Library, role: str) -> Iterator[tuple[str, Guarded]]:
@@ -235,7 +307,7 @@ def _tables(case: Case, library: Library, role: str) -> Iterator[tuple[str, Guar
     spec = TensorSpec(name, dim, (width, 1, 1, 1), data_type.INT32, packed=True)
     yield name, replace(made, spec=spec)
     offsets = [sum(map(len, numbers[:entry])) for entry in range(case.batch + 1)]
-    name, dtype = f"{name}_offset", case.len_dtypes[0]
+    name, dtype = offset_role(name), case.len_dtypes[0]
     dim = (case.batch + 1, 1, 1, 1)
     data = library.values(offsets, dtype).reshape(dim)
     yield name, _guard(library, _spec(case, name, dim, dtype), dtype, data, False)
@@ -250,10 +322,13 @@ def _score_factor(case: Case) -> float:
 def _spec(
     case: Case, role: str, dim: tuple[int, ...], dtype: str, by_value: bool = False
 ) -> TensorSpec:
+    element = from_any(Library().dtype(dtype))
+    if role in case.ragged:
+        return TensorSpec(role, dim, packing(case, role).stride, element, ragged=True)
     stride = strides(case.layout(role), dim)
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
-    return TensorSpec(role, dim, stride, from_any(Library().dtype(dtype)), by_value)
+    return TensorSpec(role, dim, stride, element, by_value)
 
 
 def _bias(case: Case, library: Library) -> Any:
@@ -273,6 +348,26 @@ def _bias(case: Case, library: Library) -> Any:
 
 def _packed(dim: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(dim[axis + 1 :]) for axis in range(len(dim)))
+
+
+def _guarded(case: Case, library: Library, spec: TensorSpec, dtype: str, data: Any) -> Guarded:
+    """A tensor of the case; a ragged one gets the rows of ``data`` that its entries have."""
+    shifted = case.layout(spec.name) == "odd"
+    if not spec.ragged:
+        return _guard(library, spec, dtype, data, shifted)
+    packed, (_, heads, _, columns) = packing(case, spec.name), spec.dim
+    dim, stride = (packed.tokens, heads, columns), (spec.stride[2], spec.stride[1], 1)
+    view = TensorSpec(spec.name, dim, stride, spec.dtype)
+    memory = _guard(library, view, dtype, None, shifted)
+    flat = memory.bits.view(memory.tensor.dtype)
+    made = replace(
+        memory, spec=spec, written=data is None, offsets=packed.offsets, lengths=packed.lengths
+    )
+    if data is None:
+        return made
+    for entry, rows in enumerate(made._entries(flat)):
+        rows[...] = library.cast(data[entry, :, : rows.shape[1]], dtype)
+    return replace(made, before=library.copy(made.bits))
 
 
 def _guard(library: Library, spec: TensorSpec, dtype: str, data: Any, shifted: bool) -> Guarded:

@@ -26,6 +26,7 @@ from dlattn.problem import (
     SoftCap,
     Values,
     alibi_slopes,
+    offset_role,
 )
 from dlattn.runtime.target import CPU
 from tests import oracle
@@ -42,7 +43,6 @@ _MARGIN = 4096
 OPTIONS = (
     *("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sink_token"),
     *PAGE_TABLES.values(),
-    *(f"{table}_offset" for table in PAGE_TABLES.values()),
 )
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
@@ -62,7 +62,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         tensors = make_tensors(case, library)
         run(case, tensors)
         check_poison_intact(tensors)
-        arrays = {role: t.tensor for role, t in tensors.items()}
+        arrays = {role: t.padded() for role, t in tensors.items()}
         if case.stats:
             check_page_ends(case, arrays)
         arrays = by_sequence(case, arrays)
@@ -80,7 +80,10 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if direction is Direction.BACKWARD and not case.stats:
             return
         used = {role: tensors[role] for role in roles if role in tensors}
-        plan = Reference(problem_of(case, direction), geometry_of(case, used), CPU)
+        ragged = not set(case.ragged).isdisjoint(used)
+        offsets = [name for role in used if (name := offset_role(role)) in tensors]
+        used |= {name: tensors[name] for name in offsets}
+        plan = Reference(problem_of(case, direction, ragged), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
 
@@ -123,7 +126,7 @@ def run_graph(case: Case, tensors: Tensors) -> None:
         _run_graph_of(case, tensors, inputs, made, () if case.sink is None else ("dSink_token",))
 
 
-def problem_of(case: Case, direction: Direction) -> Problem:
+def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Problem:
     """The problem that a graph of the case lowers to."""
     numpy = Library()
     return Problem(
@@ -139,6 +142,7 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         sink=case.sink is not None,
         paged_k=case.page_k is not None,
         paged_v=case.page_v is not None,
+        ragged=ragged,
     )
 
 
@@ -215,15 +219,17 @@ def _run_graph_of(
         compute_data_type=cudnn.data_type.FLOAT,
     )
     fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
-    given: dict[str, Any] = {role: declared(graph, tensors[role]) for role in fed}
+    given: dict[str, Any] = {role: declare(graph, role, tensors) for role in fed}
     pack = {given[role]: tensors[role].tensor for role in fed}
-    take_offsets(given)
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     if case.page_k or case.page_v:
         given["paged_attention_max_seq_len_kv"] = case.seq_kv
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
+    if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
+        arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))
+        arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
     if "dO" in inputs:
         results = graph.sdpa_backward(**arguments)
     else:
@@ -233,7 +239,12 @@ def _run_graph_of(
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
+        set_offset(graph, role, t, tensors)
         pack[t] = tensors[role].tensor
+        given[role] = t
+    for role in given:
+        if offset_role(role) in tensors:
+            pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
     graph.build()
     size = graph.get_workspace_size()
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
@@ -242,17 +253,25 @@ def _run_graph_of(
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
 
 
-def declared(graph: Any, made: Guarded, name: str = "") -> Any:
-    """A tensor of a graph, as a user declares it."""
-    if made.spec.packed:
-        return graph.tensor(made.spec.dim, made.spec.stride, made.spec.dtype, name=name)
-    return graph.tensor_like(made.tensor, name=name)
+def declare(graph: cudnn.pygraph, role: str, tensors: Tensors, prefix: str = "") -> cudnn.tensor:
+    """The graph tensor of an input; a ragged or packed one has another shape than its memory."""
+    it = tensors[role]
+    if not (it.spec.ragged or it.spec.packed):
+        return graph.tensor_like(it.tensor, name=prefix + role)
+    declared = graph.tensor(it.spec.dim, it.spec.stride, it.spec.dtype, name=prefix + role)
+    is_aligned = it.start * it.tensor.itemsize % 16 == 0
+    declared.set_alignment(16 if is_aligned else it.tensor.itemsize)
+    return set_offset(graph, role, declared, tensors, prefix)
 
 
-def take_offsets(given: dict[str, Any]) -> None:
-    """Offsets are no arguments, but attributes of what they are of."""
-    for role in [role for role in given if role.endswith("_offset")]:
-        given[role.removesuffix("_offset")].set_ragged_offset(given.pop(role))
+def set_offset(
+    graph: cudnn.pygraph, role: str, declared: cudnn.tensor, tensors: Tensors, prefix: str = ""
+) -> cudnn.tensor:
+    """Gives a graph tensor its offsets, if it has any."""
+    name = offset_role(role)
+    if name not in tensors:
+        return declared
+    return declared.set_ragged_offset(graph.tensor_like(tensors[name].tensor, name=prefix + name))
 
 
 def edit_arguments(case: Case) -> dict[str, Any]:

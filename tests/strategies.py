@@ -18,6 +18,10 @@ ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
 )
 
+#: Roles of tensors that may be ragged, by the lengths that their entries have.
+RAGGED_Q = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+RAGGED_KV = ("k", "v", "dK", "dV")
+
 #: Layouts whose strides keep rows on 16-byte boundaries (see :func:`tests.builders.strides`).
 ALIGNED_LAYOUTS = ("bshd", "bhsd", "sbhd", "packed", "padded")
 
@@ -43,6 +47,12 @@ class Case:
         len_dtypes: integer types of the two length tensors.
         page_k, page_v: rows of a page of k, of v, and of their gradients; ``None`` is not paged.
         packed_tables: page tables are packed, with offsets.
+        ragged: roles of the tensors that are ragged: packed by :func:`tests.builders.packing`.
+        gaps: memory is left out between their sequences.
+        lengths_as: ``"tensors"``, or ``"offsets"`` where lengths can follow from those of a ragged
+            q, k or v.
+        offset_dtype: integer type of the offsets.
+        bounded: ragged backwards are told how many tokens there are in all.
         layouts: (role, layout) for each tensor that is not laid out as ``"bshd"``.
         wild_strides: dimensions of size 1 carry a meaningless stride.
         stats: type of the stats that the forward writes and the backward reads; with ``None``
@@ -80,6 +90,11 @@ class Case:
     page_k: int | None = None
     page_v: int | None = None
     packed_tables: bool = False
+    ragged: tuple[str, ...] = ()
+    gaps: bool = False
+    lengths_as: str = "tensors"
+    offset_dtype: str = "int32"
+    bounded: bool = False
     layouts: tuple[tuple[str, str], ...] = ()
     wild_strides: bool = False
     stats: str | None = "float32"
@@ -133,6 +148,25 @@ class Case:
 
     def lengths_kv(self) -> tuple[int, ...]:
         return self.len_kv or (self.seq_kv,) * self.batch
+
+    def length_source(self, side: str) -> str | None:
+        """The tensor whose offsets tell the lengths of ``"q"`` or ``"kv"``, if any does."""
+        if self.lengths_as == "tensors":
+            return None
+        return next((role for role in side if role in self.ragged), None)
+
+    def length_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The lengths that are given as tensors, by role."""
+        sides = {
+            "seq_len_q": ("q", RAGGED_Q, self.len_q, self.lengths_q()),
+            "seq_len_kv": ("kv", RAGGED_KV, self.len_kv, self.lengths_kv()),
+        }
+        given = {}
+        for role, (side, roles, lengths, full) in sides.items():
+            if self.length_source(side) is None:
+                chosen = full if set(roles) & set(self.ragged) else lengths
+                given |= {role: chosen} if chosen is not None else {}
+        return given
 
     def dims(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes by role; of what is paged, as if it were not (see :mod:`tests.pages`)."""
@@ -197,6 +231,15 @@ _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
 
 
+_RAGGED = (
+    (*RAGGED_Q, *RAGGED_KV),
+    (*RAGGED_Q, *RAGGED_KV),
+    ("q", "o", "dO", "dQ", *RAGGED_KV),
+    RAGGED_Q,
+    RAGGED_KV,
+)
+
+
 def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
     """Any case of a profile; ``fixed`` pins fields."""
     return families(profile, 1).map(lambda family: replace(family[0], **fixed))
@@ -236,6 +279,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         page_v=page_v,
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
+        ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
     )
 
@@ -283,6 +327,11 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         page_k=kind.page_k and draw(page),
         page_v=kind.page_v and draw(page),
         packed_tables=draw(st.booleans()),
+        ragged=draw(_ragged(kind)) if kind.ragged else (),
+        gaps=draw(st.booleans()),
+        lengths_as=draw(st.sampled_from(("tensors", "offsets"))),
+        offset_dtype=draw(len_dtype),
+        bounded=draw(st.booleans()),
         layouts=tuple(
             (role, layout) for role in ROLES if (layout := draw(layouts)) != ALIGNED_LAYOUTS[0]
         ),
@@ -293,6 +342,13 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def _ragged(kind: Case) -> st.SearchStrategy[tuple[str, ...]]:
+    """Some roles, of what is not paged; at least one."""
+    some = st.sets(st.sampled_from(_RAGGED[0]), min_size=1)
+    chosen = st.sampled_from(_RAGGED) | some.map(lambda roles: tuple(sorted(roles)))
+    return chosen.map(lambda roles: tuple(r for r in roles if not kind.page(r)) or RAGGED_Q)
 
 
 def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:

@@ -24,19 +24,43 @@ struct RowStats {
   DLATTN_DEVICE explicit RowStats(float sink)
       : log_sum_exp(sink), largest(sink), sum(sink == -infinity() ? 0.f : 1.f) {}
 
+  // Padded: the row lies beyond the actual length.
   template <class Problem>
-  DLATTN_DEVICE void store(const Params& p, int batch, int head, int query) const {
+  DLATTN_DEVICE void store(const Params& p, int batch, int head, int query, bool padded) const {
     using Stats = typename Problem::Stats;
     if constexpr (Problem::stats) {
-      *p.stats.rows<Stats>(batch, head, query) = from_float<Stats>(log_sum_exp);
+      store_number<Problem, Stats>(p.stats, log_sum_exp, batch, head, query, padded);
     }
-    if constexpr (Problem::score_max) *p.score_max.rows<float>(batch, head, query) = largest;
-    if constexpr (Problem::score_sum_exp) *p.score_sum_exp.rows<float>(batch, head, query) = sum;
+    if constexpr (Problem::score_max) {
+      store_number<Problem, float>(p.score_max, largest, batch, head, query, padded);
+    }
+    if constexpr (Problem::score_sum_exp) {
+      store_number<Problem, float>(p.score_sum_exp, sum, batch, head, query, padded);
+    }
+  }
+
+ private:
+  template <class Problem, class T>
+  static DLATTN_DEVICE void store_number(const TensorRef& rows, float value, int batch, int head,
+                                         int query, bool padded) {
+    if (padded && rows.is_ragged<Problem::ragged>()) return;
+    *rows.rows<T, Problem::ragged>(batch, head, query) = from_float<T>(value);
   }
 };
 
 template <class Problem>
 inline constexpr bool wants_row_stats = Problem::stats || wants_maxima<Problem>;
+
+// Whether rows beyond the actual length are stored at all: not if every output is ragged.
+template <class Problem>
+DLATTN_DEVICE bool stores_padding(const Params& p) {
+  const auto is_padded = [](bool wanted, const TensorRef& rows) {
+    return wanted && !rows.is_ragged<Problem::ragged>();
+  };
+  return is_padded(true, p.o) || is_padded(Problem::stats, p.stats) ||
+         is_padded(Problem::score_max, p.score_max) ||
+         is_padded(Problem::score_sum_exp, p.score_sum_exp);
+}
 
 // Completes the sums, divides the output by them, and stores the statistics of a warp's rows. Rows
 // beyond the actual length get zeros and the statistics of nothing.
@@ -58,7 +82,7 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
     if constexpr (wants_row_stats<Problem>) {
       if (threadIdx.x % 4 == 0 && query < p.seq_q) {
         const RowStats row = padded ? RowStats() : RowStats(softmax, r, factor);
-        row.store<Problem>(p, batch, head, query);
+        row.store<Problem>(p, batch, head, query, padded);
       }
     }
     if (padded) {
@@ -78,8 +102,11 @@ DLATTN_DEVICE void store_empty_rows(const Params& p, int batch, int head, int fi
                                     int length_q, int thread, int threads) {
   using T = typename Problem::Element;
   constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
-  for (int unit = thread; unit < rows * units; unit += threads) {
-    T* row = p.o.rows<T>(batch, head, first + unit / units);
+  int o_rows = rows;
+  if constexpr (Problem::ragged)
+    o_rows = least(rows, p.o.stored_rows<true>(length_q, p.seq_q) - first);
+  for (int unit = thread; unit < o_rows * units; unit += threads) {
+    T* row = p.o.rows<T, Problem::ragged>(batch, head, first + unit / units);
     reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
   }
   if constexpr (wants_row_stats<Problem>) {
@@ -91,7 +118,7 @@ DLATTN_DEVICE void store_empty_rows(const Params& p, int batch, int head, int fi
       if constexpr (Problem::sink) {
         if (first + row < length_q) stats = RowStats(p.sink(head));
       }
-      stats.store<Problem>(p, batch, head, first + row);
+      stats.store<Problem>(p, batch, head, first + row, first + row >= length_q);
     }
   }
 }

@@ -40,7 +40,7 @@ struct PagedBoxes {
     for (int row = 0, box = 0; row < tile_rows; row += rows(), ++box) {
       const int number = __shfl_sync(0xffffffffu, number_of_lane, box);
       if (threadIdx.x % 32 == 0) {
-        tile.load(map, landed, table.slot(first + row), head, number, row);
+        tile.load_rows(row, map, landed, table.slot(first + row), head, number);
       }
     }
     __syncwarp();
@@ -52,7 +52,7 @@ struct PagedBoxes {
                           int end) const {
 #pragma unroll 1
     for (int row = 0; row < tile_rows; row += rows()) {
-      tile.load(map, landed, table.slot(first + row), head, number(first + row, end), row);
+      tile.load_rows(row, map, landed, table.slot(first + row), head, number(first + row, end));
     }
   }
 
@@ -62,36 +62,43 @@ struct PagedBoxes {
                            int tile_row) const {
 #pragma unroll 1
     for (int row = 0; row < tile_rows; row += rows()) {
-      tile.store(map, table.slot(first + row), head, number(first + row, end), tile_row + row);
+      tile.store_rows(tile_row + row, map, table.slot(first + row), head, number(first + row, end));
     }
   }
 };
 
+// Where the copy engine finds keys, values, or their gradients.
+struct MappedKeys {
+  const TensorMap& map;
+  Mapped tensor;
+  const PageTableRef& table;  // if they are paged
+};
+
 // Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread.
-template <bool paged, class Tile>
-DLATTN_DEVICE void load_key_tile(Tile& tile, const TensorMap& map, uint64& landed,
-                                 const PageTableRef& table, int first, int head, int batch,
-                                 const Lengths& length) {
+template <class Problem, bool paged, class Tile>
+DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& landed, int first,
+                                 int head, int batch, const Lengths& length, const Params& p) {
   if constexpr (paged) {
-    const PagedBoxes<Tile::rows> boxes(table, batch);
-    boxes.load(tile, map, landed, first, head, length.kv);
+    const PagedBoxes<Tile::rows> boxes(keys.table, batch);
+    boxes.load(tile, keys.map, landed, first, head, length.kv);
   } else {
-    tile.load(map, landed, first, head, batch);
+    const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
+    tile.load(keys.map, landed, entry.row + first, head, entry.batch);
   }
 }
 
 // Starts storing some rows of such a tile, from tile_row on, that belong at `first`; by one thread.
-template <bool paged, int rows, class Tile>
-DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const TensorMap& map,
-                                  const PageTableRef& table, int first, int head, int batch,
-                                  const Params& p) {
+template <class Problem, bool paged, int rows, class Tile>
+DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const MappedKeys& keys, int first,
+                                  int head, int batch, const Params& p) {
   if constexpr (paged) {
     batch = opaque(batch);  // or what follows is read early, and held
-    const PagedBoxes<rows> boxes(table, batch);
-    const int end = table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
-    boxes.store(tile, map, first, head, end, tile_row);
+    const PagedBoxes<rows> boxes(keys.table, batch);
+    const int end = keys.table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
+    boxes.store(tile, keys.map, first, head, end, tile_row);
   } else {
-    tile.store(map, first, head, batch, tile_row);
+    const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
+    tile.store_rows(tile_row, keys.map, entry.row + first, head, entry.batch);
   }
 }
 

@@ -32,14 +32,14 @@ struct PagedRows {
 };
 
 // The rows of a sequence's keys or values, or of their gradients, from `first` on.
-template <class T, bool paged>
+template <class Problem, bool paged, class T = typename Problem::Element>
 DLATTN_DEVICE Either<paged, PagedRows<T>, StridedRows<T>> key_rows(const TensorRef& tensor,
                                                                    const PageTableRef& table,
                                                                    int batch, int head, int first) {
   if constexpr (paged) {
     return {tensor, table, batch, head, first};
   } else {
-    return {tensor.rows<T>(batch, head, first), tensor.row};
+    return {tensor.rows<T, Problem::ragged>(batch, head, first), tensor.row};
   }
 }
 
@@ -49,11 +49,13 @@ DLATTN_DEVICE int rows_of_gradients(const Params& p) {
   return Problem::paged_k || Problem::paged_v ? p.paged_rows : p.seq_kv;
 }
 
-// Rows of gradients that are written: all, zeros past the actual length; if paged, of pages that hold
-// tokens.
-template <bool paged>
-DLATTN_DEVICE int written_rows(const Params& p, const PageTableRef& table, int length) {
-  return paged ? table.whole_pages(length) : p.seq_kv;
+// Rows of a gradient that are stored: as `TensorRef::stored_rows`, zeros past the actual length; if
+// paged, of pages that hold tokens.
+template <class Problem, bool paged>
+DLATTN_DEVICE int stored_keys(const Params& p, const TensorRef& gradient, const PageTableRef& table,
+                              int length) {
+  if constexpr (paged) return table.whole_pages(length);
+  return gradient.stored_rows<Problem::ragged>(length, p.seq_kv);
 }
 
 }  // namespace dlattn

@@ -6,14 +6,36 @@
 
 namespace dlattn {
 
+// One of some element offsets, int32 or int64.
+DLATTN_DEVICE int64 load_offset(const void* offsets, int are_int64, int b) {
+  return are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
+                   : __ldg(static_cast<const int*>(offsets) + b);
+}
+
 // A (batch, head, row, column) tensor whose columns are contiguous; strides in elements.
 struct TensorRef {
   void* data;
   int64 batch, head, row;
+  const void*
+      offsets;  // [batch + 1], int32 or int64: where a ragged tensor's entries begin; or null
+  int has_int64_offsets;
+  int unused;
 
-  template <class T>
+  // Of a problem without ragged tensors, the code of what they need does not exist.
+  template <bool ragged>
+  DLATTN_DEVICE bool is_ragged() const {
+    return ragged && offsets != nullptr;
+  }
+  DLATTN_DEVICE int64 offset(int b) const { return load_offset(offsets, has_int64_offsets, b); }
+  template <class T, bool ragged = false>
   DLATTN_DEVICE T* rows(int b, int h, int r) const {
-    return static_cast<T*>(data) + b * batch + h * head + r * row;
+    const int64 entry = is_ragged<ragged>() ? offset(b) : b * batch;
+    return static_cast<T*>(data) + entry + h * head + r * row;
+  }
+  // How many rows an output stores: where the next sequence may follow, none of padding.
+  template <bool ragged>
+  DLATTN_DEVICE int stored_rows(int length, int longest) const {
+    return is_ragged<ragged>() ? length : longest;
   }
 };
 
@@ -52,7 +74,7 @@ struct PageTableRef {
   const int* data;      // (batch, pages of a sequence)
   int64 batch, page;    // strides in elements
   const void* offsets;  // packed: where the entries of each sequence begin, int32 or int64; or null
-  int offsets_are_int64;
+  int has_int64_offsets;
   int log2_rows;  // of a page
   int pages;      // of the container
   int unused;
@@ -60,8 +82,7 @@ struct PageTableRef {
   // Of a sequence.
   DLATTN_DEVICE const int* entries(int b) const {
     if (offsets == nullptr) return data + b * batch;
-    return data + (offsets_are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
-                                     : __ldg(static_cast<const int*>(offsets) + b));
+    return data + load_offset(offsets, has_int64_offsets, b);
   }
   // The number of the page that a row of a sequence is in.
   DLATTN_DEVICE int number(const int* entries, int row) const {
@@ -75,6 +96,46 @@ struct PageTableRef {
     const int last_slot = (1 << log2_rows) - 1;
     return (rows + last_slot) & ~last_slot;
   }
+};
+
+// Soft-capped scores in log2 units, of raw products x up to `most` in magnitude: x * ratio(x), the
+// hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
+struct SoftCapSeries {
+  float of[4], most;
+  uint32 zero;  // which the compiler does not know
+
+  // highest: of[3].
+  DLATTN_DEVICE float ratio(float x, float highest) const {
+    const float square = x * x;
+    return fmaf(fmaf(fmaf(highest, square, of[2]), square, of[1]), square, of[0]);
+  }
+};
+
+// What the first kernel of a ragged problem (kernels/ragged.cuh) tells the others of a batch entry.
+struct RaggedEntry {
+  int first_tile, query_tiles;  // of one head, among those of all entries
+  int rank;                     // in the order of the items
+  int unused;
+};
+
+// Where the copy engine finds a batch entry of a tensor: added to its rows, and the last coordinate.
+struct MappedEntry {
+  int row, batch;
+};
+enum class Mapped { q, k, v, o, dO, dK, dV };
+inline constexpr int mapped_tensors = 7;
+
+struct RaggedRef {
+  LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
+  RaggedEntry* entries;         // (batch)
+  int* order;                   // (batch): entries by rank
+  int4* items;                  // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;          // (mapped_tensors, batch); or null
+  int tile_q;                   // rows of a query tile
+  int row_tiles;                // that the workspace has room for, of one head
+  int item_rows;                // queries or keys that an item has
+  int items_of_keys, last_first;
+  int unused;
 };
 
 struct Params {
@@ -93,6 +154,7 @@ struct Params {
   SlopeRef alibi_slopes;
   BiasRef bias;
   PageTableRef k_pages, v_pages;
+  RaggedRef ragged;                // in ragged problems, the lengths above are in the workspace
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
@@ -113,6 +175,14 @@ struct Params {
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
+  SoftCapSeries softcap_series;
+
+  // A tensor that is not ragged is its own map's.
+  template <bool ragged>
+  DLATTN_DEVICE MappedEntry mapped_entry(Mapped tensor, int b) const {
+    if constexpr (ragged) return this->ragged.mapped[int(tensor) * batch + b];
+    return {0, b};
+  }
 
   DLATTN_DEVICE float sink(int head) const { return *sink_token.rows<float>(0, head, 0); }
 

@@ -28,6 +28,10 @@ DLATTN_DEVICE float large_tanh(float x) {
   return fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(2.f * log2_e * x)), 1.f);
 }
 
+DLATTN_DEVICE float any_tanh(float x) {
+  return fabsf(x) > most_small_tanh ? large_tanh(x) : small_tanh(x);
+}
+
 // By a whole warp.
 template <int m_tiles, int n_tiles>
 DLATTN_DEVICE void replace_by_tanh(Accumulator<m_tiles, n_tiles>& x) {
@@ -45,9 +49,7 @@ DLATTN_DEVICE void replace_by_tanh(Accumulator<m_tiles, n_tiles>& x) {
       float largest = 0.f;
       for_each([&](float value) { largest = fmaxf(largest, fabsf(value)); });
       if (__any_sync(0xffffffffu, largest > most_small_tanh)) {
-        for_each([](float& value) {
-          value = fabsf(value) > most_small_tanh ? large_tanh(value) : small_tanh(value);
-        });
+        for_each([](float& value) { value = any_tanh(value); });
       } else {
         for_each([](float& value) { value = small_tanh(value); });
       }

@@ -46,15 +46,18 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   float* g_stats = Shapes::row_stats(p, row_tile);
   float sink_part = 0.f;  // of this thread
 
+  // A ragged problem has room only for tiles that exist.
+  const bool has_room = !Problem::ragged || tile < Shapes::query_tiles(p, batch);
 #pragma unroll
   for (int pass = 0; pass < ceil_div(Shapes::tile_q, rows_per_pass); ++pass) {
+    if (!has_room) break;
     const int row = pass * rows_per_pass + threadIdx.x / lanes_per_row;
     const int query = tile * Shapes::tile_q + row;
     const bool exists = row < Shapes::tile_q && query < length.q;
     float delta = 0.f;
     if (exists) {
-      const T* g_o = p.o.rows<T>(batch, head, query);
-      const T* g_dO = p.dO.rows<T>(batch, head, query);
+      const T* g_o = p.o.rows<T, Problem::ragged>(batch, head, query);
+      const T* g_dO = p.dO.rows<T, Problem::ragged>(batch, head, query);
       for (int unit = lane; unit < units; unit += lanes_per_row) {
         delta += dot_unit<T, Problem::access_bytes>(g_o + 8 * unit, g_dO + 8 * unit);
       }
@@ -65,10 +68,12 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     }
     if (lane == 0 && row < Shapes::tile_q) {
       using Stats = typename Problem::Stats;
-      const float stats = exists ? to_float(*p.stats.rows<Stats>(batch, head, query)) : -infinity();
+      const auto* g_row = p.stats.rows<Stats, Problem::ragged>(batch, head, query);
+      const float stats = exists ? to_float(*g_row) : -infinity();
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
-      g_stats[row] = stats == -infinity() ? infinity() : stats * log2_e;
+      g_stats[row] =
+          stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
       g_stats[Shapes::tile_q + row] = -delta;  // what the sums of dP begin with
       if constexpr (Problem::sink) {
         if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
@@ -82,13 +87,19 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     if (threadIdx.x == 0) p.sink_parts[entry * gridDim.x + tile] = part;
   }
 
-  if (p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
+  if (!Problem::ragged && p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
     *p.items_taken = 0;
     *p.shares_taken = 0;
   }
   const int pair = Shapes::pair(p, batch, head);
   if (pair >= p.dq_places) return;
-  const int sum_tile = Shapes::sum_tile(p, batch, head, tile);
+  int sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
+  if constexpr (Problem::ragged) {
+    if (p.dq_arrivals == nullptr) {
+      if (!has_room) return;
+      sum_tile = row_tile;
+    }
+  }
   if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {
     p.dq_arrivals[sum_tile] = 0;
     p.dq_stored[pair] = 0;

@@ -20,17 +20,23 @@ DLATTN_DEVICE void bwd_dq(const Params& p) {
   static_assert(sizeof(Tile) == Problem::shared_memory);
 
   const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int first_query = tile * Shapes::tile_q;
+  // A ragged problem has sums only of tiles that exist.
+  const bool has_sums = !Problem::ragged || tile < Shapes::query_tiles(p, batch);
+  const int rows = p.dQ.stored_rows<Problem::ragged>(
+      Problem::ragged ? p.seq_len_q.at(batch, p.seq_q) : p.seq_q, p.seq_q);
+  if (Problem::ragged && rows <= first_query) return;
   const float factor = Problem::Score::gradient_factor(ScoreValues(p));
   const float* g_sum = Shapes::dq_accum(p, Shapes::row_tile(p, batch, head, tile));
   typename Grid::Block dq;
   dq.for_each([&](float& value, int m, int n, int i) {
-    value = g_sum[Shapes::dq_offset(m, n, i)] * factor;
+    value = has_sums ? g_sum[Shapes::dq_offset(m, n, i)] * factor : 0.f;
   });
   store_accumulator(s_dq, Grid::first_row(), Grid::first_column(), dq);
   __syncthreads();
-  const int first_query = tile * Shapes::tile_q;
   store_tile<Shapes::threads, Problem::head_dim_qk, Problem::access_bytes>(
-      strided(p.dQ.rows<T>(batch, head, first_query), p.dQ.row), s_dq, p.seq_q - first_query);
+      strided(p.dQ.rows<T, Problem::ragged>(batch, head, first_query), p.dQ.row), s_dq,
+      rows - first_query);
 }
 
 }  // namespace dlattn

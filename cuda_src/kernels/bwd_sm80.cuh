@@ -32,6 +32,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using Shapes::tile_k;
   using Shapes::tile_q;
   static constexpr int access_bytes = Problem::access_bytes;
+  static constexpr bool ragged = Problem::ragged;
 
   using SGrid = WarpGrid<tile_q, tile_k, Tiling::warps, Tiling::warps_s>;
   using DKGrid = WarpGrid<tile_k, dim_qk, Tiling::warps, Tiling::warps_kv>;
@@ -88,12 +89,12 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, key_rows<T, Problem::paged_k>(p.k, p.k_pages, batch, head_k(), keys.first),
+        shared.k, key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, batch, head_k(), keys.first),
         keys.last - keys.first);
   }
   DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, key_rows<T, Problem::paged_v>(p.v, p.v_pages, batch, head_v(), keys.first),
+        shared.v, key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, batch, head_v(), keys.first),
         keys.last - keys.first);
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
@@ -228,8 +229,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
       int tile = opaque(queries.first / tile_q);
       if (threadIdx.x == 0) {
         const int first_tile = Shapes::row_tile(p, batch, head, 0);
-        shared.head_rows = {p.q.rows<T>(batch, head, 0), p.dO.rows<T>(batch, head, 0),
-                            Shapes::row_stats(p, first_tile), Shapes::dq_accum(p, first_tile)};
+        shared.head_rows = {p.q.rows<T, ragged>(batch, head, 0),
+                            p.dO.rows<T, ragged>(batch, head, 0), Shapes::row_stats(p, first_tile),
+                            Shapes::dq_accum(p, first_tile)};
       }
       __syncthreads();
       load_row_stats(tile, 0);
@@ -251,17 +253,22 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        key_rows<T, Problem::paged_k>(p.dK, p.k_pages, batch, head_k(), keys.first), shared.k,
-        written_rows<Problem::paged_k>(p, p.k_pages, length.kv) - keys.first);
+        key_rows<Problem, Problem::paged_k>(p.dK, p.k_pages, batch, head_k(), keys.first), shared.k,
+        stored_keys<Problem, Problem::paged_k>(p, p.dK, p.k_pages, length.kv) - keys.first);
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        key_rows<T, Problem::paged_v>(p.dV, p.v_pages, batch, head_v(), keys.first), shared.v,
-        written_rows<Problem::paged_v>(p, p.v_pages, length.kv) - keys.first);
+        key_rows<Problem, Problem::paged_v>(p.dV, p.v_pages, batch, head_v(), keys.first), shared.v,
+        stored_keys<Problem, Problem::paged_v>(p, p.dV, p.v_pages, length.kv) - keys.first);
     __syncthreads();
+  }
+
+  // Whether there is nothing to store: the tile is beyond the end of a sequence, and nothing padded.
+  DLATTN_DEVICE bool is_void() const {
+    return keys.empty() && p.dK.is_ragged<ragged>() && p.dV.is_ragged<ragged>();
   }
 
   // All query heads of the block; dK and dV are stored when the last head that shares them is done.
@@ -297,6 +304,7 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
   Kernel kernel(p, shared,
                 first_first(blockIdx.x, ceil_div(rows_of_gradients<Problem>(p), Tiling::tile_k),
                             p.heads_q / p.heads_per_block, p));
+  if (kernel.is_void()) return;
   kernel.walk_heads();
 }
 

@@ -14,6 +14,7 @@
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_queries.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
 
@@ -52,6 +53,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using DV = Accumulator<1, dim_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
+  // What brings probabilities back to their size.
+  static constexpr float lowering = 1.f / (1 << Tiling::template raised<T>);
 
   // Where a piece of the scores begins, in the tiles of queries and keys: 64 keys, part_q queries.
   struct Piece {
@@ -89,14 +92,105 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   using Weights = Either<constant_derivative, Scores, Rounded>;
 
   using LogSumExp =
-      Either<constant_derivative && !Score::reads_positions, RowStats, RowStatsInPlace>;
+      Either<constant_derivative && (!Score::reads_positions || (Score::is_quick && part_q <= 64)),
+             RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
                                   int stage, Piece piece, const LogSumExp& log_sum_exp,
                                   const ScoreValues& values) {
-    const float log2_factor = Score::factor(values) * log2_e;
     const Step step = shared.steps[stage];
+    if constexpr (Score::is_quick) {
+      exponentiate_quickly(probability, weights, raw, step, stage, piece, log_sum_exp, values);
+    } else {
+      exponentiate_edited(probability, weights, raw, step, piece, log_sum_exp, values);
+    }
+    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
+    constexpr bool reread = !constant_derivative && !Score::reads_positions;
+    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
+      mask(step, piece, [&](int e, int i) {
+        zero(probability, e, i);
+        if constexpr (!constant_derivative) zero(weights, e, i);
+      });
+    }
+    if constexpr (constant_derivative) weights = probability;
+  }
+
+  DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
+                                          const Step& step, int stage, Piece piece,
+                                          const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    // Columns that take one form together.
+    constexpr int group = by_product ? 2 : part_q / 8;
+#pragma unroll
+    for (int begin = 0; begin < part_q / 8; begin += group) {
+      const auto products = [&](auto visit) {
+#pragma unroll
+        for (int n = begin; n < begin + group; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) visit(raw.at[0][n][i], i);
+      };
+      Score::in_form(Score::range(products), values, [&](auto form) {
+#pragma unroll
+        for (int n = begin; n < begin + group; ++n) {
+          exponentiate_columns(probability, weights, raw, form, n, step, stage, piece, log_sum_exp,
+                               values);
+        }
+      });
+    }
+  }
+
+  // Of column n of each lane.
+  template <class Form>
+  DLATTN_DEVICE void exponentiate_columns(Scores& probability, Weights& weights, const Scores& raw,
+                                          Form form, int n, const Step& step, int stage,
+                                          Piece piece, const LogSumExp& log_sum_exp,
+                                          const ScoreValues& values) {
+    const float2 subtrahends = log_sum_exp.columns(n);
+    const BiasOfColumns bias = biases(stage, piece, n);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      float weight[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto at = bias.element(position(step, piece, n, i + j), i + j);
+        const float inner = Score::inner(form, raw.at[0][n][i + j], values);
+        const float base = -(j == 0 ? subtrahends.x : subtrahends.y);
+        probability.at[0][n][i + j] = exp2_approx(Score::outer(inner, at, values, base));
+        weight[j] = probability.at[0][n][i + j] * Score::derivative(inner, values);
+      }
+      if constexpr (!constant_derivative) {
+        weights.at[0][n / 2][n % 2 * 2 + i / 2] = Convert<T>::pack(weight[0], weight[1]);
+      }
+    }
+  }
+
+  // Of a lane's four elements of column n: staged ones, two in a word.
+  struct NoBias {
+    static DLATTN_DEVICE const Position& element(const Position& at, int) { return at; }
+  };
+  struct StagedBias {
+    uint32 words[2];
+    DLATTN_DEVICE BiasedPosition element(const Position& at, int i) const {
+      using Element = Convert<typename Score::BiasElement>;
+      return {at, i % 2 == 0 ? Element::low(words[i / 2]) : Element::high(words[i / 2])};
+    }
+  };
+  using BiasOfColumns = Either<Score::stages_bias, StagedBias, NoBias>;
+  DLATTN_DEVICE BiasOfColumns biases(int stage, Piece piece, int n) {
+    BiasOfColumns bias;
+    if constexpr (Score::stages_bias) {
+      const int lane = opaque(threadIdx.x % 32);
+      const uint32 query = uint32(piece.query + 8 * n + lane % 8);
+      const uint32 unit = uint32(piece.key) / 8 + Base::first_row_of_warp() / 8 + lane / 8 % 2;
+      ldmatrix_x2<true>(bias.words, shared.bias[stage].unit_address(query, unit));
+    }
+    return bias;
+  }
+
+  DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,
+                                         const Step& step, Piece piece,
+                                         const LogSumExp& log_sum_exp, const ScoreValues& values) {
+    const float log2_factor = Score::factor(values) * log2_e;
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
       const float2 subtrahends = log_sum_exp.columns(n);
@@ -108,15 +202,6 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       }
       if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
     }
-    // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
-    constexpr bool reread = !constant_derivative && !Score::reads_positions;
-    if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
-      mask(step, piece, [&](int e, int i) {
-        zero(probability, e, i);
-        if constexpr (!constant_derivative) zero(weights, e, i);
-      });
-    }
-    if constexpr (constant_derivative) weights = probability;
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
@@ -184,8 +269,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
                                            Piece piece, const ScoreValues& values) {
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    if constexpr (part_q > 64) wgmma_wait<0>();  // few registers for both
-    if constexpr (!constant_derivative) {        // and for what preparing takes
+    if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
+    if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
       wgmma_wait<0>();
       tie(raw);
       // With positions, too, the scale has no register.
@@ -343,12 +428,12 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   static DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights) {
-    dP.for_each([&](float& value, int, int n, int i) { value *= weights.at[0][n][i]; });
+    dP.for_each([&](float& value, int, int n, int i) { value *= lowering * weights.at[0][n][i]; });
   }
   static DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights) {
     dP.for_each([&](float& value, int, int n, int i) {
       const uint32 pair = weights.at[0][n / 2][n % 2 * 2 + i / 2];
-      value *= i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair);
+      value *= lowering * (i % 2 == 0 ? Convert<T>::low(pair) : Convert<T>::high(pair));
     });
   }
 
@@ -381,12 +466,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
-  // Of the 64 keys from `first` on, through the tile that held the keys or values, which nobody needs
-  // any more.
+  // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
   template <bool paged, int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, const PageTableRef& table, int head,
-                           float factor) {
+                           const MappedKeys& mapped, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -395,7 +478,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      store_key_rows<paged, 64>(tile, first, map, table, keys.first + first, head, work.batch, p);
+      store_key_rows<Problem, paged, 64>(tile, first, mapped, this->first_stored_key() + first,
+                                         head, work.batch, p);
       tma_commit();
       tma_wait_read<0>();
     }
@@ -449,7 +533,7 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i, m.dK, p.k_pages,
+      store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.k_pages},
                               head / p.heads_per_k, Score::gradient_factor(values));
     }
   }
@@ -458,8 +542,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store<Problem::paged_v>(dV[i], shared.v[0], first + 64 * i, m.dV, p.v_pages,
-                              head / p.heads_per_v, 1.f);
+      store<Problem::paged_v>(dV[i], shared.v[0], first + 64 * i, {m.dV, Mapped::dV, p.v_pages},
+                              head / p.heads_per_v, lowering);
     }
   }
 

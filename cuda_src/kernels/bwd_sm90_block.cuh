@@ -20,6 +20,7 @@ namespace dlattn {
 struct alignas(64) MappedBwdParams {
   // Boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, dO, dK, dV;
+  TensorMap bias;  // tile_q rows; if it is staged
   Params p;
 };
 
@@ -43,6 +44,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
+  using BiasTile =
+      SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
+               tile_k>;
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
   using DQ = Accumulator<1, 64 / 8>;
   static constexpr int piece_columns = Tiling::piece_columns;
@@ -85,6 +89,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     DSTile dS[ds_stages];
     DQPiece dQ[dq_slots];
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
+    Either<Problem::Score::stages_bias, BiasTile, Nothing> bias[stages];  // comes with q
     Either<by_product, Weights, Nothing> weights[ds_stages];
     // Log-sum-exps in log2 units, then negative deltas; they come with q.
     alignas(16) float row_stats[stages][2 * tile_q];
@@ -129,11 +134,16 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // What the item of this number is.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
+    if constexpr (Problem::ragged) {
+      const int4 row = p.ragged.items[1 + item];
+      return {uniform(row.x), uniform(row.y), uniform(row.z)};
+    }
     constexpr auto order = last_keys_first ? longest_first : first_first;
     return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
                  p.heads_q / p.heads_per_block, p);
   }
   static DLATTN_DEVICE int item_count(const Params& p) {
+    if constexpr (Problem::ragged) return p.ragged.items[0].x;
     return ceil_div(rows_of_gradients<Problem>(p), tile_k) * (p.heads_q / p.heads_per_block) *
            p.batch;
   }

@@ -32,6 +32,16 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
     return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
   }
 
+  DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {
+    return p.template mapped_entry<Problem::ragged>(tensor, work.batch);
+  }
+
+  // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
+  DLATTN_DEVICE int first_stored_key() const {
+    if constexpr (Problem::ragged) return p.ragged.items[1 + this->number()].x * tile_k;
+    return keys.first;
+  }
+
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 
   // The parity of the keys of head i in k_ring, and of its values in v_ring.

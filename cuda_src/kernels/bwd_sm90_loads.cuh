@@ -41,16 +41,16 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // The keys or values that this head of the item is the first to need.
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
-                               const TensorMap& map, const PageTableRef& table, int i,
+                               const MappedKeys& mapped, const TensorRef& ref, int i,
                                int heads_per_key) {
     if (i % heads_per_key != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
-    fill_rows(ring, place, tile, most(keys.last - keys.first, 0), landed, clearings, Tile::bytes,
-              [&](int, uint64& full) {
-                load_key_tile<paged>(tile[0], map, full, table, keys.first, head, work.batch,
-                                     length);
-              });
+    const int rows =
+        ref.is_ragged<Problem::ragged>() ? Tile::rows : most(keys.last - keys.first, 0);
+    fill_rows(ring, place, tile, rows, landed, clearings, Tile::bytes, [&](int, uint64& full) {
+      load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
+    });
   }
 
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
@@ -77,14 +77,18 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE int existing_rows(int tile) const {
-    return p.seq_len_q.data == nullptr ? tile_q : length.q - tile * tile_q;
+  // Beyond a sequence of a ragged tensor, the copy engine loads zeros.
+  DLATTN_DEVICE int existing_rows(const TensorRef& ref, int tile) const {
+    const bool all = p.seq_len_q.data == nullptr || ref.is_ragged<Problem::ragged>();
+    return all ? tile_q : length.q - tile * tile_q;
   }
 
   DLATTN_DEVICE bool is_masked(int tile) const {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
-    return !Problem::Mask::full_keys(queries, length, p)
-                .contains({keys.first, keys.first + Base::tile_k});
+    // A bias there may be NaN, whatever the log-sum-exp.
+    const bool unknown = Problem::Score::reads_memory && queries.last - queries.first < tile_q;
+    return unknown || !Problem::Mask::full_keys(queries, length, p)
+                           .contains({keys.first, keys.first + Base::tile_k});
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
@@ -95,9 +99,10 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
+    constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
-      load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k,
-                                  p.k_pages, i, p.heads_per_k);
+      load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,
+                                  {m.k, Mapped::k, p.k_pages}, p.k, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
@@ -106,9 +111,12 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.steps[place.stage] = {head, tile, last, is_masked(tile)};
-      fill_rows(shared.q_ring, place, shared.q, existing_rows(tile), shared.landed[0], at.clearings,
-                Base::QTile::bytes + stats_bytes, [&](int stage, uint64& full) {
-                  shared.q[stage].load(m.q, full, tile * tile_q, head, work.batch);
+      fill_rows(shared.q_ring, place, shared.q, existing_rows(p.q, tile), shared.landed[0],
+                at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,
+                [&](int stage, uint64& full) {
+                  if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
+                  const MappedEntry entry = this->entry(Mapped::q);
+                  shared.q[stage].load(m.q, full, entry.row + tile * tile_q, head, entry.batch);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
@@ -117,15 +125,22 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     });
   }
 
+  DLATTN_DEVICE void load_bias(int stage, uint64& full, int head, int tile) {
+    shared.bias[stage].load(m.bias, full, tile * tile_q, p.bias.head == 0 ? 0 : head,
+                            p.bias.batch == 0 ? 0 : work.batch, keys.first);
+  }
+
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
     const auto load_values_of = [&](int i) {
-      load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v,
-                                  p.v_pages, i, p.heads_per_v);
+      load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings,
+                                  {m.v, Mapped::v, p.v_pages}, p.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
-      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(tile), shared.landed[1],
+      fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],
                 at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
-                  shared.dO[stage].load(m.dO, full, tile * tile_q, first_head() + i, work.batch);
+                  const MappedEntry entry = this->entry(Mapped::dO);
+                  shared.dO[stage].load(m.dO, full, entry.row + tile * tile_q, first_head() + i,
+                                        entry.batch);
                 });
       at.place.advance();
     });

@@ -57,17 +57,24 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   static constexpr int end_of_item = -1;  // in the place of a sum
 
   // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
-  DLATTN_DEVICE void await_place(WorkItem item) const {
-    const int stored = pair(item) / p.dq_places * query_tiles_per_pair();
+  DLATTN_DEVICE void await_place(WorkItem item) const { await_place(pair(item)); }
+  DLATTN_DEVICE void await_place(int pair) const {
+    const int stored = pair / p.dq_places * query_tiles_per_pair();
     if (stored == 0) return;
-    while (load_acquire(p.dq_stored + pair(item) % p.dq_places) < stored) __nanosleep(100);
+    while (load_acquire(p.dq_stored + pair % p.dq_places) < stored) __nanosleep(100);
   }
 
   // ---- The counter ----
 
   DLATTN_DEVICE void count_additions() {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
-    prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
+    if constexpr (Problem::ragged) {
+      const int4 row = p.ragged.items[1 + this->number()];
+      const int parts = most(1, ceil_div(p.seq_len_kv.at(row.z, p.seq_kv), tile_k));
+      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x, parts);
+    } else {
+      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
+    }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
     bool more = true;
@@ -90,7 +97,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     while (told % 4 != 0) listen(told);
     mbarrier_wait(shared.share_stored, this->round % 2);
-    if (shared.share.pieces > 0) free_sums(shared.share);
+    if (is_counted(shared.share)) free_sums(shared.share);
   }
 
   // What the writer tells: a sum that has been added to, or end_of_item.
@@ -136,6 +143,15 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     __syncwarp();
   }
+  static DLATTN_DEVICE bool is_counted(const Share& share) {
+    return share.pieces > 0 || (Problem::ragged && share.tile == 0);
+  }
+  // What a share adds to the stored tiles of its pair. Every pair is counted as having as many tiles as
+  // the longest: the first share has those that do not exist.
+  DLATTN_DEVICE int counted_tiles(const Share& share, int tiles) const {
+    if (!Problem::ragged || share.tile != 0) return tiles;
+    return tiles + query_tiles_per_pair() - p.heads_per_block * Base::query_tiles(p, share.batch);
+  }
   // A warp tells that a share has been stored.
   DLATTN_DEVICE void free_sums(const Share& share) const {
     const int tiles = share.pieces / dq_pieces;
@@ -144,7 +160,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if (gives_orders()) {
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) arrivals[tile] = 0;
-      add_release(p.dq_stored + pair % p.dq_places, tiles);
+      add_release(p.dq_stored + pair % p.dq_places, counted_tiles(share, tiles));
     }
     __syncwarp();
   }
@@ -166,6 +182,40 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
+  // The same in ragged problems, whose pairs differ in items and in tiles: those of a pair are divided
+  // among the items of the pair dq_lag later. What another share is not counted with has no first tile.
+  DLATTN_DEVICE void prepare_ragged_share(Share& described, int pair, int part, int parts) {
+    if (gives_orders()) {
+      described.tile = -1;
+      described.pieces = 0;
+      if (pair >= 0) {
+        const int groups = p.heads_q / p.heads_per_block;
+        const int batch = p.ragged.order[pair / groups];
+        const int tiles = p.heads_per_block * Base::query_tiles(p, batch);
+        const int each = ceil_div(tiles, parts), first = part * each;
+        described.batch = batch;
+        described.first_head = pair % groups * p.heads_per_block;
+        described.sums = sum(Base::slot(p, pair, 0, first));
+        if (part == 0 || first < tiles) {
+          described.tile = first;
+          described.pieces = (least(first + each, tiles) - first) * dq_pieces;
+        }
+      }
+    }
+    __syncwarp();
+    if (uniform(described.pieces) == 0) return;
+    await_place(pair);
+    const Lengths lengths(p, described.batch);
+    const int* arrivals = p.dq_arrivals + Base::slot(p, pair, 0, described.tile);
+#pragma unroll 1
+    for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
+      const int tile = (described.tile + i) % Base::query_tiles(p, described.batch);
+      const Interval all = visitors(tile, lengths);
+      while (load_acquire(arrivals + i) != all.last - all.first) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+
   // A warp's rows of a piece of the share's sums.
   static DLATTN_DEVICE DQRows& sum_rows(const Share& share, int piece, int warp) {
     return share.sums[piece].warp[warp];
@@ -178,14 +228,15 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const int piece = piece_of_share % dq_pieces;
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (p.heads_per_block > 1) {
-      const int tiles_per_head = ceil_div(p.seq_q, tile_q);
+      const int tiles_per_head = Base::query_tiles(p, share.batch);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     const int column = piece % per_row * piece_columns + lane % 4 * 8;
-    T* g_dq = p.dQ.template rows<T>(share.batch, head, query) + column;
+    const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;
+    T* g_dq = p.dQ.template rows<T, Problem::ragged>(share.batch, head, query) + column;
     const float factor = Problem::Score::gradient_factor(ScoreValues(p));
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
 #pragma unroll
@@ -205,7 +256,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
         transpose_quad(row);
-        if (query + 8 * half < p.seq_q && column + 8 * first < Problem::head_dim_qk) {
+        if (query + 8 * half < rows && column + 8 * first < Problem::head_dim_qk) {
           *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + 8 * first) =
               uint4{row[0], row[1], row[2], row[3]};
         }
@@ -306,22 +357,34 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // A share that goes with no item.
+  DLATTN_DEVICE void prepare_rest(int taken) {
+    bool exists;
+    if constexpr (Problem::ragged) {
+      const int pairs = p.batch * (p.heads_q / p.heads_per_block);
+      const int parts = ceil_div(p.seq_kv, tile_k);
+      const int pair = pairs - least(pairs, p.dq_lag) + taken / parts;
+      exists = pair < pairs;
+      if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
+    } else {
+      const int items = Base::item_count(p);
+      const int number = items - least(items, p.dq_lag) + taken;
+      exists = number < items;
+      if (exists) prepare_share(shared.rest, [=] { return opaque(number); });
+    }
+    if (!exists && gives_orders()) shared.rest.pieces = none_left;
+    __syncwarp();
+  }
+
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
     const int worker = Base::warpgroup_index() - 1;
-    const int items = Base::item_count(p);
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
         if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
-        const int number = items - least(items, p.dq_lag) + uniform(taken);
-        if (number < items) {
-          prepare_share(shared.rest, [=] { return opaque(number); });
-        } else if (gives_orders()) {
-          shared.rest.pieces = none_left;
-        }
-        __syncwarp();
+        prepare_rest(uniform(taken));
       }
       named_barrier_sync(Base::share_told, 128 * 3);
       const int pieces = uniform(shared.rest.pieces);
@@ -332,7 +395,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
         store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
-      if (tells && Base::warp_of_group() == 0) free_sums(shared.rest);
+      if (tells && Base::warp_of_group() == 0 && is_counted(shared.rest)) free_sums(shared.rest);
     }
   }
 };

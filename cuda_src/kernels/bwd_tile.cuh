@@ -18,14 +18,17 @@ struct BwdTiling {
   static constexpr int warps_kv = warps_kv_;  // along keys in dK and dV
   static constexpr int warps_dq = warps_dq_;  // along queries in dQ
   static constexpr int stages_q = stages_q_, stages_do = stages_do_;
+  // Probabilities are multiplied by 2 to this.
+  template <class T>
+  static constexpr int raised = 0;
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
 };
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
-template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_, int piece_columns_,
-          int dq_slots_, int share_slots_, int query_registers_>
+template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
+          int piece_columns_, int dq_slots_, int share_slots_, int query_registers_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = 64;
   static constexpr bool by_product = by_product_;
@@ -34,6 +37,10 @@ struct Sm90BwdTiling {
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
   static constexpr int warps = 8;  // of the kernel before
+  // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
+  // precision the others have.
+  template <class T>
+  static constexpr int raised = same_type<T, half> ? 12 : 0;
 };
 
 // How a block's warps divide a (rows x columns) product, rows first.
@@ -59,6 +66,10 @@ struct BwdShapes {
 
   // The number of a query tile among those of all heads.
   static DLATTN_DEVICE int row_tile(const Params& p, int batch, int head, int tile) {
+    if constexpr (Problem::ragged) {
+      const RaggedEntry entry = p.ragged.entries[batch];
+      return entry.first_tile * p.heads_q + head * entry.query_tiles + tile;
+    }
     return (batch * p.heads_q + head) * ceil_div(p.seq_q, tile_q) + tile;
   }
 
@@ -67,15 +78,33 @@ struct BwdShapes {
     return p.row_stats + int64(row_tile) * (2 * tile_q);
   }
 
+  // Query tiles of a batch entry.
+  static DLATTN_DEVICE int query_tiles(const Params& p, int batch) {
+    if constexpr (Problem::ragged) return p.ragged.entries[batch].query_tiles;
+    return ceil_div(p.seq_q, tile_q);
+  }
+
   // The number of a (batch, group of heads) pair.
   static DLATTN_DEVICE int pair(const Params& p, int batch, int head) {
+    if constexpr (Problem::ragged) batch = p.ragged.entries[batch].rank;
     return batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
   }
 
-  // Where the sum of a query tile's dQ is: pairs share dq_places places.
+  // Where the sum of a query tile's dQ is: pairs share dq_places places, each with room for the longest
+  // sequences. In ragged problems without places, where its statistics are.
   static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
-    const int place =
-        pair(p, batch, head) % p.dq_places * p.heads_per_block + head % p.heads_per_block;
+    const int heads = p.heads_per_block;
+    if constexpr (Problem::ragged) {
+      if (p.dq_arrivals == nullptr) return row_tile(p, batch, head, tile);
+      const int place = pair(p, batch, head) % p.dq_places;
+      return place * heads * ceil_div(p.seq_q, tile_q) + head % heads * query_tiles(p, batch) +
+             tile;
+    }
+    return slot(p, pair(p, batch, head), head % heads, tile);
+  }
+  // Of all that a place has room for.
+  static DLATTN_DEVICE int slot(const Params& p, int pair, int head_of_pair, int tile) {
+    const int place = pair % p.dq_places * p.heads_per_block + head_of_pair;
     return place * ceil_div(p.seq_q, tile_q) + tile;
   }
 

@@ -30,6 +30,7 @@ struct FwdTiling {
 template <class Problem, class Tiling>
 struct FwdSm80 {
   using T = typename Problem::Element;
+  static constexpr bool ragged = Problem::ragged;
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
@@ -74,21 +75,21 @@ struct FwdSm80 {
 
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.q, strided(p.q.rows<T>(item.batch, item.head, queries.first), p.q.row),
+        shared.q, strided(p.q.rows<T, ragged>(item.batch, item.head, queries.first), p.q.row),
         queries.last - queries.first);
   }
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
         shared.k[stage],
-        key_rows<T, Problem::paged_k>(p.k, p.k_pages, item.batch, item.head / p.heads_per_k,
-                                      tile * tile_k),
+        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, item.batch, item.head / p.heads_per_k,
+                                            tile * tile_k),
         length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
         shared.v[stage],
-        key_rows<T, Problem::paged_v>(p.v, p.v_pages, item.batch, item.head / p.heads_per_v,
-                                      tile * tile_k),
+        key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, item.batch, item.head / p.heads_per_v,
+                                            tile * tile_k),
         length.kv - tile * tile_k);
   }
 
@@ -167,6 +168,11 @@ struct FwdSm80 {
     }
   }
 
+  // Beyond the end of a sequence there may be nothing to store.
+  DLATTN_DEVICE bool is_void() const {
+    return ragged && queries.empty() && !stores_padding<Problem>(p);
+  }
+
   DLATTN_DEVICE void store(Softmax& softmax, Output& output) {
     // Read again: a length kept for here would hold a register during the walk over keys.
     const int length_q = p.seq_len_q.at(opaque(item.batch), p.seq_q);
@@ -177,8 +183,8 @@ struct FwdSm80 {
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        strided(p.o.rows<T>(item.batch, item.head, first_query), p.o.row), shared.o,
-        p.seq_q - first_query);
+        strided(p.o.rows<T, ragged>(item.batch, item.head, first_query), p.o.row), shared.o,
+        p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
   }
 };
 
@@ -191,6 +197,7 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
 
   Kernel kernel(p, shared,
                 longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+  if (kernel.is_void()) return;
   typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;
   output.clear();

@@ -44,12 +44,14 @@ struct Sm90FwdTiling {
 struct alignas(64) MappedFwdParams {
   // Boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, o;
+  TensorMap bias;  // 64 rows; if it is staged
   Params p;
 };
 
 template <class Problem, class Tiling>
 struct FwdSm90 {
   using T = typename Problem::Element;
+  using Score = typename Problem::Score;
   static constexpr int consumers = Tiling::consumers;
   static constexpr int stages = Tiling::stages, q_stages = Tiling::q_stages;
   static constexpr int o_slabs = Tiling::o_slabs;
@@ -63,11 +65,17 @@ struct FwdSm90 {
   using OSlab = SlabTile<T, 64, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
+  using BiasTile = SlabTile<Either<Score::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
   using Scores = Accumulator<1, tile_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
+  static constexpr bool quick = Score::is_quick && !Softmax::exact;
+
+  static constexpr bool stages_bias = Score::stages_bias;
+  struct Nothing {};
 
   // Query tiles handed out: one at work, the next being loaded, one more.
   static constexpr int item_stages = 3;
@@ -77,10 +85,12 @@ struct FwdSm90 {
     KTile k[stages];
     VTile v[stages];
     OSlab o[consumers][o_slabs];
+    Either<stages_bias, BiasTile, Nothing> bias[consumers];
     int4 items[item_stages];  // tile, head, batch
     Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
+    Ring<1> bias_ring[consumers];
   };
 
   // Named barriers, by event; + warpgroup.
@@ -131,6 +141,7 @@ struct FwdSm90 {
       shared.k_ring.init(4 * consumers);
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
+      for (Ring<1>& ring : shared.bias_ring) ring.init(4);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -151,7 +162,9 @@ struct FwdSm90 {
 
   DLATTN_DEVICE void schedule() {
     Place<item_stages> place;
-    if (p.items_taken == nullptr) {
+    if constexpr (Problem::ragged) {
+      offer_numbered(place);
+    } else if (p.items_taken == nullptr) {
       const int end = p.schedule[blockIdx.x + 1];
       for (int i = p.schedule[blockIdx.x]; i < end; ++i) {
         const int4 row = reinterpret_cast<const int4*>(p.schedule)[i];
@@ -178,6 +191,17 @@ struct FwdSm90 {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
       hand_out(place, item);
+    }
+  }
+
+  // The kernel before has numbered the tiles with queries, the longest sequences' first.
+  DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
+    const int count = uniform(p.ragged.items[0].x);
+    int taken = ask();
+    while (taken < count) {
+      const int4 row = p.ragged.items[1 + taken];
+      taken = ask();
+      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
     }
   }
 
@@ -223,25 +247,46 @@ struct FwdSm90 {
     }
   }
 
+  // With each tile, a bias that is staged.
   DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
+    Place<1> bias_place;
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
+      const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::q, at.batch);
       fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
-        shared.q[stage].load(m.q, full, at.tile * tile_q, at.head, at.batch);
+        shared.q[stage].load(m.q, full, entry.row + at.tile * tile_q, at.head, entry.batch);
       });
+      if constexpr (stages_bias) load_bias(work, bias_place);
     });
+  }
+
+  DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
+    const WorkItem at = work.item;
+    const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
+    for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+#pragma unroll
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
+              BiasTile::bytes, [&](int, uint64& full) {
+                shared.bias[consumer].load(m.bias, full, at.tile * tile_q + 64 * consumer, head,
+                                           batch, tile * tile_k);
+              });
+      }
+      place.advance();
+    }
   }
 
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                               int heads_per_key) {
+                               Mapped tensor, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
+      const MappedEntry entry = p.mapped_entry<Problem::ragged>(tensor, work.item.batch);
       for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
-          tiles[stage].load(map, full, tile * tile_k, head, work.item.batch);
+          tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
       }
     });
@@ -278,12 +323,12 @@ struct FwdSm90 {
         if constexpr (Problem::paged_k) {
           return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
         }
-        return load_keys(shared.k, shared.k_ring, m.k, p.heads_per_k);
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
         if constexpr (Problem::paged_v) {
           return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
         }
-        return load_keys(shared.v, shared.v_ring, m.v, p.heads_per_v);
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();
     }
@@ -301,17 +346,51 @@ struct FwdSm90 {
     }
   }
 
+  // Where the first element of this lane is.
+  DLATTN_DEVICE Position position(const Work& work, int tile) {
+    return {anew<Score>(work.item.batch),
+            anew<Score>(work.item.head),
+            work.length.q,
+            work.length.kv,
+            anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0),
+            anew<Score>(tile) * tile_k + Scores::column(0, 0)};
+  }
+
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    Problem::Score::prepare(scores, values);
-    using Score = typename Problem::Score;
-    const int batch = anew<Score>(work.item.batch), head = anew<Score>(work.item.head);
-    const int first_query = anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0);
-    const int first_key = anew<Score>(tile) * tile_k + Scores::column(0, 0);
-    scores.for_each([&](float& score, int, int n, int i) {
-      const Position at{batch,       head,      work.length.q,          work.length.kv,
-                        first_query, first_key, Scores::row_step(0, i), Scores::column_step(n, i)};
-      score = Problem::Score::apply(score, at, values);
-    });
+    Score::template prepare<quick>(scores, values);
+    const Position first = position(work, tile);
+#pragma unroll
+    for (int begin = 0; begin < tile_k / 8; begin += 2) {
+      for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
+        score = Score::apply(score, at, values);
+      });
+    }
+  }
+
+  // Calls visit(score, position, i) in the 16 columns of accumulator tiles `pair` and the next.
+  template <class Visit>
+  DLATTN_DEVICE void for_each_element(Scores& scores, int pair, const Position& first,
+                                      Visit visit) {
+    uint32 bias[4];
+    if constexpr (stages_bias) {
+      const int lane = opaque(threadIdx.x % 32);
+      ldmatrix_x4<false>(bias, shared.bias[warpgroup].unit_address(first_row() % 64 + lane % 16,
+                                                                   pair + lane / 16));
+    }
+#pragma unroll
+    for (int n = pair; n < pair + 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Either<stages_bias, BiasedPosition, Position> at{first};
+        at.down = Scores::row_step(0, i);
+        at.right = Scores::column_step(n, i);
+        if constexpr (stages_bias) {
+          using Element = Convert<typename Score::BiasElement>;
+          const uint32 both = bias[(n - pair) * 2 + i / 2];
+          at.bias = i % 2 == 0 ? Element::low(both) : Element::high(both);
+        }
+        visit(scores.at[0][n][i], at, i);
+      }
   }
 
   // Columns of a tile that some row of this warp attends to. Three consumers have no registers for
@@ -346,9 +425,10 @@ struct FwdSm90 {
   }
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zero values do. Every consumer clears for itself.
+  // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
+  // a sequence of a ragged tensor, the copy engine does not load.
   DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
-    if (p.seq_len_kv.data == nullptr) return;
+    if (p.seq_len_kv.data == nullptr || p.v.is_ragged<Problem::ragged>()) return;
     const Work work(p, item);
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
@@ -368,6 +448,7 @@ struct FwdSm90 {
     Place<item_stages> item;
     Place<q_stages> q;
     Place<stages> k, v;
+    Place<1> bias;
   };
 
   DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
@@ -381,11 +462,44 @@ struct FwdSm90 {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
+  // Products become exponentials at once.
+  DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile,
+                                  const ScoreValues& values, const Softmax& softmax) {
+    constexpr int group = 2, tiles = tile_k / 8;
+    const Position first = position(work, tile);
+    const auto range = Score::range(
+        [&](auto visit) { scores.for_each([&](float raw, int, int, int i) { visit(raw, i); }); });
+    Sums sums{};
+    Score::in_form(range, values, [&](auto form) {
+      float before = 0.f;
+#pragma unroll
+      for (int begin = 0; begin < tiles; begin += group) {
+        for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
+          const float inner = Score::inner(form, s, values);
+          s = exp2_approx(Score::outer(inner, at, values, -softmax.reference[i / 2]));
+          sums.of[i / 2] += s;
+        });
+        form.follow(before);
+        before = scores.at[0][begin + group - 1][3];
+      }
+    });
+    return sums;
+  }
+
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
+    if constexpr (stages_bias) {
+      mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
+    }
+    if constexpr (quick) {
+      if (!first && work.is_full(tile)) {
+        sums = take_quickly(state.scores, work, tile, values, softmax);
+        return false;
+      }
+    }
     edit(state.scores, work, values, tile);
     if (work.is_full(tile)) {
       const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
@@ -434,6 +548,10 @@ struct FwdSm90 {
   DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
     release(shared.k_ring.empty[state.k.stage]);
     if (tile == work.first_tile) release(shared.q_ring.empty[state.q.stage]);
+    if constexpr (stages_bias) {
+      release(shared.bias_ring[warpgroup].empty[0]);
+      state.bias.advance();
+    }
   }
 
   DLATTN_DEVICE void end_output(State& state) {
@@ -527,6 +645,7 @@ struct FwdSm90 {
 
   // The tiles without queries, evenly among blocks, when there is nothing else to do.
   DLATTN_DEVICE void store_padding() {
+    if (!stores_padding<Problem>(p)) return;
     BatchWalk walk;
     const int tiles = ceil_div(p.seq_q, tile_q);
     const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
@@ -558,8 +677,9 @@ struct FwdSm90 {
       fence_proxy_async();
       named_barrier_sync(rows_staged + warpgroup, 128);
       if (threadIdx.x % 128 == 0) {
-        tma_store_4d(m.o, staged.address(), slab * 64, first_query + 64 * warpgroup, at.head,
-                     at.batch);
+        const MappedEntry entry = p.mapped_entry<Problem::ragged>(Mapped::o, at.batch);
+        tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first_query + 64 * warpgroup,
+                     at.head, entry.batch);
         tma_commit();
       }
     }

@@ -141,11 +141,14 @@ class Declarations(Operations):
                 )
         node = _BUILDERS[operation](given["name"] or operation, given)
         self._nodes.append(node)
+        self._keep_tensors_of(node)
+        return list(node.returned)
+
+    def _keep_tensors_of(self, node: AttentionNode) -> None:
         for t in node.tensors.values():
             if not any(t is known for known in self._tensors):
                 t.attributes.inferred = frozenset()  # what another graph inferred is given here
                 self._keep(t)
-        return list(node.returned)
 
 
 def _attributes_of(source: Any) -> Attributes:

@@ -24,6 +24,7 @@ def describe(node: AttentionNode) -> dict[str, Any]:
         "paged_attention_max_seq_len_kv": node.max_seq_kv,
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,
+        "max_total": dict(node.max_total),
         "not_supported": list(node.not_supported),
         "tensors": {role: described(t) for role, t in node.tensors.items()},
     }

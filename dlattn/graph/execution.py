@@ -6,6 +6,7 @@ made only once something differs.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered, canonical_stride
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Plan
-from dlattn.problem import TensorSpec
+from dlattn.problem import TensorSpec, offset_role
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
@@ -77,17 +78,23 @@ class Slot:
             return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
         if device != self.device:
             return f"expected memory on {_said(self.device)}, got {_said(device)}; move the tensor."
-        if not spec.packed and self._size(shape) != self._size(spec.dim):
-            return f"expected shape {spec.dim}, got {tuple(shape)}; pass a tensor of that shape."
-        same = len(shape) != len(spec.dim) or canonical_stride(shape, stride) == spec.stride
-        if not spec.packed and not same:
-            return (
-                f"expected strides {spec.stride} (those of sizes 1 aside), got {tuple(stride)}; "
-                "pass a tensor of that layout, or declare this one in a new graph."
-            )
+        misfit = self._misfit(tuple(shape), tuple(stride))
+        if misfit is not None:
+            return misfit
         if self.is_output and not writable:
             return "it is written to, but its framework made it read-only; pass a writable tensor."
         return self._address_complaint(ptr)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        spec = self.spec
+        if self._size(shape) != self._size(spec.dim):
+            return f"expected shape {spec.dim}, got {shape}; pass a tensor of that shape."
+        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
+            return (
+                f"expected strides {spec.stride} (those of sizes 1 aside), got {stride}; "
+                "pass a tensor of that layout, or declare this one in a new graph."
+            )
+        return None
 
     def checked_address(self, ptr: int) -> int:
         """A raw address, of which only the alignment can be checked."""
@@ -112,6 +119,99 @@ class Slot:
         return () if single and self.role == "attn_scale" else tuple(shape)
 
 
+#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
+_MOST_ELEMENTS = 2**34
+
+
+class RaggedSlot(Slot):
+    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
+
+    Attributes:
+        end: where the tensor that was admitted last ends, the gap behind its last token included;
+            None of an address.
+    """
+
+    end: int | None = None
+
+    def admit(self, value: Any) -> int:
+        pointer = super().admit(value)
+        _, shape, stride, *_ = view(value)
+        self.end = self._end(shape, stride)
+        return pointer
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return _extent(shape, stride) + stride[0]
+
+    def checked_address(self, ptr: int) -> int:
+        self.end, self.match = None, lambda value: 0
+        return super().checked_address(ptr)
+
+    def check_offsets(self, offsets: int, spec: TensorSpec) -> None:
+        """Refuses offsets, at an address in host memory, that leave the tensor."""
+        if self.end is None:
+            return
+        element = ctypes.c_int64 if dtypes.itemsize(spec.dtype) == 8 else ctypes.c_int32
+        numbers = (element * spec.dim[0]).from_address(offsets)
+        least, most = min(numbers), max(numbers)
+        if least < 0 or most > self.end:
+            raise InvalidVariantPackError(
+                f"{spec.name}: expected offsets from 0 to at most {self.end}, where {self.said} "
+                f"ends, got {least} to {most}; count elements of that tensor."
+            )
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
+        declared shape; or memory without gaps in one dimension."""
+        _, heads, longest, columns = self.spec.dim
+        _, head, row, _ = self.spec.stride
+        # Of few tokens, the graph does not know the distance from one to the next.
+        step = row if longest > 1 else None
+        if len(shape) == 1:
+            fits = stride == (1,) or shape == (1,)
+        elif shape == self.spec.dim:
+            fits = canonical_stride(shape[1:], stride[1:]) == self.spec.stride[1:]
+        else:
+            if len(shape) == 2 and columns == 1:
+                shape, stride = (*shape, 1), (*stride, 1)
+            wanted = (step, head, 1)
+            fits = shape[1:] == (heads, columns) and all(
+                size == 1 or want in (None, got)
+                for size, want, got in zip(shape, wanted, stride, strict=True)
+            )
+        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
+            return (
+                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
+            )
+        if fits:
+            return None
+        return (
+            f"expected (tokens, heads, columns) = (any, {heads}, {columns}) with strides ({row}, "
+            f"{head}, 1), got shape {shape} and strides {stride}; pass such a view of the packed "
+            "memory, or an address."
+        )
+
+
+class TableSlot(RaggedSlot):
+    """A packed page table's: memory of any shape, without gaps."""
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return math.prod(shape)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        if canonical_stride(shape, stride) == canonical_stride(shape, compact_strides(shape)):
+            return None
+        return f"expected entries one after the other, got shape {shape} and strides {stride}."
+
+
+def _slot_type(spec: TensorSpec) -> type[Slot]:
+    return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
 class Execution:
     """A built plan, bound to the tensors of its graph.
 
@@ -126,11 +226,16 @@ class Execution:
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
         slots = [
-            Slot(role, t, specs[role], lowered.target, role in lowered.outputs)
+            _slot_type(specs[role])(role, t, specs[role], lowered.target, role in lowered.outputs)
             for role, t in lowered.tensors.items()
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
         self._slots = [(s, s.key, s.uid, s.role, s.alignment, s.is_output) for s in slots]
+        self._offsets_to_check = [
+            (slot, offset_role(slot.role), specs[offset_role(slot.role)])
+            for slot in slots
+            if isinstance(slot, RaggedSlot) and self._on_cpu
+        ]
         self._seen_workspace: tuple[Any, ...] | None = None
 
     def __call__(
@@ -160,6 +265,8 @@ class Execution:
                 inputs.append(value)
                 if type(value) not in ORDERED_TYPES:
                     unordered.append(value)
+        for ragged_slot, offsets, spec in self._offsets_to_check:
+            ragged_slot.check_offsets(pointers[offsets], spec)
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.

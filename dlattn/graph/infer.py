@@ -6,6 +6,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.pages import check_pages, max_seq_kv
+from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.problem import PAGE_TABLES
@@ -22,8 +23,6 @@ _DEFAULT_TYPES = {
     "seq_len_kv": data_type.INT32,
     "paged_attention_k_table": data_type.INT32,
     "paged_attention_v_table": data_type.INT32,
-    "paged_attention_k_table_offset": data_type.INT32,
-    "paged_attention_v_table_offset": data_type.INT32,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
 _AXES = "(batch, heads, sequence, head dim)"
@@ -33,8 +32,6 @@ _AXES_OF = {
     "sink_token": "(1, heads, 1, 1)",
     "paged_attention_k_table": "(batch, 1, pages, 1)",
     "paged_attention_v_table": "(batch, 1, pages, 1)",
-    "paged_attention_k_table_offset": "(batch + 1, 1, 1, 1)",
-    "paged_attention_v_table_offset": "(batch + 1, 1, 1, 1)",
 }
 
 
@@ -45,14 +42,17 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         InvalidGraphError: a shape is missing or wrong, an output has no memory, lengths without
             ``use_padding_mask``, or the reverse.
         cudnnGraphNotSupportedError: a valid wish that no plan grants: a last stride other than 1,
-            heads that do not divide, ragged or reordered storage.
+            heads that do not divide, reordered storage.
     """
     for t in node.tensors.values():
         t.attributes.forget_inferred()
     _refuse_storage(node)
+    check_ragged(node)
     _check_lengths_are_wanted(node)
-    for role in (*node.inputs, *node.table_offsets):
+    for role in node.inputs:
         _check_declared(node, role)
+    for role in node.offsets:
+        check_offset(node, role)
     check_pages(node)
     _check_heads(node)
     for role, dim in _expected_dims(node).items():
@@ -76,14 +76,16 @@ def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return False
 
 
+def _may_overlap(node: AttentionNode, role: str) -> bool:
+    """:func:`overlaps`, within a batch entry of a ragged tensor."""
+    it = node.tensors[role].attributes
+    first = int(node.is_ragged(role))
+    return overlaps(it.dim[first:], it.stride[first:])
+
+
 def _refuse_storage(node: AttentionNode) -> None:
     for role, t in node.tensors.items():
         it = t.attributes
-        if it.ragged_offset is not None and role not in PAGE_TABLES.values():
-            raise cudnnGraphNotSupportedError(
-                f"{node.label(role)} has a ragged offset, and no plan reads packed "
-                "variable-length storage yet; pad the sequences and use use_padding_mask."
-            )
         if it.reordering_type is not tensor_reordering.NONE or it.vector_count != 1:
             raise cudnnGraphNotSupportedError(
                 f"{node.label(role)} has reordering {it.reordering_type} and vector count "
@@ -93,7 +95,7 @@ def _refuse_storage(node: AttentionNode) -> None:
 
 def _check_lengths_are_wanted(node: AttentionNode) -> None:
     lengths = [role for role in ("seq_len_q", "seq_len_kv") if role in node.inputs]
-    if node.padding and not lengths:
+    if node.padding and not lengths and not any(map(node.is_ragged, "qkv")):
         raise InvalidGraphError(
             f"{node.operation} {node.name!r} has use_padding_mask=True without seq_len_q or "
             "seq_len_kv; give at least one of them."
@@ -107,7 +109,7 @@ def _check_lengths_are_wanted(node: AttentionNode) -> None:
 
 
 def _check_declared(node: AttentionNode, role: str) -> None:
-    it = node.tensors[role].attributes
+    it = node.inputs[role].attributes
     label = node.label(role)
     if it.is_virtual:
         raise InvalidGraphError(
@@ -210,12 +212,17 @@ def _settle_stride(node: AttentionNode, role: str) -> None:
         return
     source = _LAYOUT_FROM.get(role)
     if source is None:
-        it.infer("stride", packed_strides(it.dim))
+        # A token of a ragged tensor has its heads side by side.
+        tokens = (3, 1, 2, 0) if node.is_ragged(role) else None
+        it.infer("stride", packed_strides(it.dim, like=tokens))
         return
     model = node.inputs[source].attributes
-    same = model.dim == it.dim and not overlaps(model.dim, model.stride)
+    same = model.dim == it.dim and not _may_overlap(node, source)
     gradient = role != "o"
-    packed = packed_strides(it.dim, like=model.stride)
+    order = model.stride
+    if node.is_ragged(source):
+        order = (max(order) + 1, *order[1:])  # its batch stride says nothing
+    packed = packed_strides(it.dim, like=order)
     it.infer("stride", model.stride if gradient and same else packed)
 
 
@@ -224,6 +231,8 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
     if it.dtype is not data_type.NOT_SET:
         return
     inferred = _DEFAULT_TYPES.get(role, io_data_type)
+    if role in node.offsets:
+        inferred = data_type.INT32
     if inferred is data_type.NOT_SET and role in node.outputs:
         inferred = node.inputs["q"].attributes.dtype
     if inferred is data_type.NOT_SET:
@@ -236,7 +245,9 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
 
 def _check_strides(node: AttentionNode, role: str) -> None:
     it = node.tensors[role].attributes
-    used = [step for size, step in zip(it.dim, it.stride, strict=True) if size > 1]
+    first = int(node.is_ragged(role))
+    sizes, steps = it.dim[first:], it.stride[first:]
+    used = [step for size, step in zip(sizes, steps, strict=True) if size > 1]
     if used and min(used) < 0:
         raise InvalidGraphError(
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
@@ -262,7 +273,7 @@ def _check_output(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} is virtual, but {node.operation} writes it to memory; call "
             "set_output(True) on it."
         )
-    if overlaps(it.dim, it.stride):
+    if _may_overlap(node, role):
         raise InvalidGraphError(
             f"{node.label(role)} is an output with dim {it.dim} and stride {it.stride}, in which "
             "elements may share an address; give it strides without overlap."

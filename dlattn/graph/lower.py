@@ -10,6 +10,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.pages import is_paged, max_seq_kv
+from dlattn.graph.ragged import has_ragged
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
     PAGE_TABLES,
@@ -94,11 +95,17 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
+        ragged=has_ragged(node),
     )
     diagonal = node.diagonal
     geometry = Geometry(
         tensors={
-            role: _spec(node.label(role), t.attributes, is_output=role in node.outputs)
+            role: _spec(
+                node.label(role),
+                t.attributes,
+                is_output=role in node.outputs,
+                ragged=node.is_ragged(role),
+            )
             for role, t in tensors.items()
         },
         attn_scale=node.attn_scale,
@@ -107,6 +114,8 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
         max_seq_kv=max_seq_kv(node) if is_paged(node) else None,
+        most_tokens_q=node.max_total.get("max_total_seq_len_q"),
+        most_tokens_kv=node.max_total.get("max_total_seq_len_kv"),
     )
     outputs = frozenset(role for role in node.outputs if role in tensors)
     return Lowered(problem, geometry, tensors, outputs, target)
@@ -121,11 +130,13 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
     )
 
 
-def _spec(label: str, it: Attributes, is_output: bool) -> TensorSpec:
+def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
     stride, packed = canonical_stride(it.dim, it.stride), it.ragged_offset is not None
-    return TensorSpec(label, it.dim, stride, it.dtype, by_value, packed)
+    if ragged:
+        stride = (0, *stride[1:])
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged, packed and not ragged)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
@@ -134,11 +145,18 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     if node.softcap is not None:
         edits.append(SoftCap())
     if "bias" in tensors:
-        bias = tensors["bias"].attributes
-        edits.append(Bias(bias.dtype, contiguous=bias.dim[3] > 1 and bias.stride[3] == 1))
+        edits.append(_bias(tensors["bias"].attributes, seq_q=tensors["q"].attributes.dim[2]))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
+
+
+def _bias(it: Attributes, seq_q: int) -> Bias:
+    contiguous = it.dim[3] > 1 and it.stride[3] == 1
+    is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
+    has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
+    aligned = is_short and contiguous and has_rows and _is_wide(it, dtypes.itemsize(it.dtype))
+    return Bias(it.dtype, contiguous, aligned)
 
 
 def _masks(node: AttentionNode) -> tuple[Mask, ...]:
@@ -157,8 +175,10 @@ def _access_bytes(tensors: Mapping[str, tensor]) -> int:
 
 
 def _is_wide(it: Attributes, element: int) -> bool:
-    steps = [s * element for d, s in zip(it.dim[:-1], it.stride[:-1], strict=True) if d > 1]
-    return all(offset % _WIDEST_ACCESS == 0 for offset in (*steps, it.alignment))
+    first = int(it.ragged_offset is not None)  # offsets keep the tensor's alignment
+    sizes, steps = it.dim[first:-1], it.stride[first:-1]
+    used = [s * element for d, s in zip(sizes, steps, strict=True) if d > 1]
+    return all(offset % _WIDEST_ACCESS == 0 for offset in (*used, it.alignment))
 
 
 def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:

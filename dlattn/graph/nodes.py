@@ -19,7 +19,7 @@ from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import diagonal_alignment
-from dlattn.problem import PAGE_TABLES, Direction
+from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {
@@ -42,7 +42,7 @@ _NOT_SUPPORTED = {
         "score_mod",
     ),
     "sdpa_backward": (
-        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("dBias",),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
     ),
 }
@@ -88,6 +88,8 @@ class AttentionNode:
         diagonal: the band.
         compute_data_type: as given, or ``NOT_SET``.
         deterministic: ``use_deterministic_algorithm``.
+        max_total: argument -> value of those of ``max_total_seq_len_q`` and
+            ``max_total_seq_len_kv`` that were given.
         not_supported: arguments that were given and that no plan understands.
     """
 
@@ -103,6 +105,7 @@ class AttentionNode:
     diagonal: Diagonal
     compute_data_type: data_type
     deterministic: bool
+    max_total: Mapping[str, int]
     not_supported: tuple[str, ...]
 
     @property
@@ -115,19 +118,22 @@ class AttentionNode:
         return [self.outputs.get(role) for role in _RETURNED[self.operation]]
 
     @property
-    def tensors(self) -> dict[str, tensor]:
-        """Role -> tensor, inputs first."""
-        return {**self.inputs, **self.table_offsets, **self.outputs}
+    def offsets(self) -> dict[str, tensor]:
+        """Role -> ragged offset, of the tensors and tables that have memory and one."""
+        return {
+            offset_role(role): t.attributes.ragged_offset
+            for role, t in {**self.inputs, **self.outputs}.items()
+            if t.attributes.ragged_offset is not None and not t.get_is_virtual()
+        }
 
     @property
-    def table_offsets(self) -> dict[str, tensor]:
-        """Of packed page tables: where the entries of each sequence begin."""
-        tables = {role: self.inputs[role] for role in PAGE_TABLES.values() if role in self.inputs}
-        return {
-            f"{role}_offset": t.attributes.ragged_offset
-            for role, t in tables.items()
-            if t.attributes.ragged_offset is not None
-        }
+    def tensors(self) -> dict[str, tensor]:
+        """Role -> tensor: inputs, outputs, then the offsets of ragged tensors and packed tables."""
+        return {**self.inputs, **self.outputs, **self.offsets}
+
+    def is_ragged(self, role: str) -> bool:
+        """Whether the node has the tensor, and it is ragged."""
+        return role in RAGGED_ROLES and offset_role(role) in self.offsets
 
     def label(self, role: str) -> str:
         """The user's name for a tensor, or its role."""
@@ -209,6 +215,11 @@ def _node(
         deterministic=_flag(
             "use_deterministic_algorithm", given.get("use_deterministic_algorithm")
         ),
+        max_total={
+            argument: total
+            for argument in ("max_total_seq_len_q", "max_total_seq_len_kv")
+            if (total := _bound(argument, given.get(argument), least=1)) is not None
+        },
         not_supported=tuple(
             argument
             for argument in _NOT_SUPPORTED[operation]

@@ -118,6 +118,14 @@ class Operations(ABC):
                 strides; adds ``-slope * |query + len_kv - len_q - key|`` to scores, with actual
                 lengths (FlashAttention's alibi_slopes).
 
+        Any of q, k, v, o, stats, score_max and score_sum_exp may be ragged: sequences packed one
+        after the other, with or without gaps (``set_ragged_offset``). The element of batch entry b,
+        head h, row r, column c is ``offset[b] + h * stride[1] + r * stride[2] + c``. Rows beyond an
+        entry's length are neither read nor written. Lengths come from ``seq_len_q`` and
+        ``seq_len_kv``; where one is not given, from the distances of q's offsets, and of k's (else
+        v's). Offsets keep the alignment that the tensor declares. Packs hold such tensors as
+        (tokens, heads, columns) views, memory of one dimension, or addresses.
+
         The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
         name with :class:`cudnnGraphNotSupportedError`.
 
@@ -177,6 +185,9 @@ class Operations(ABC):
             o: the forward's output, (B, Hq, Sq, Dv).
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+            max_total_seq_len_q, max_total_seq_len_kv: of ragged tensors, bounds of the sums of all
+                lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
+                it count as having no queries.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
@@ -191,7 +202,9 @@ class Operations(ABC):
 
         Returns:
             ``[dQ, dK, dV]``, virtual until ``set_output(True)``; shapes and strides that are not
-            set are those of q, k and v. Rows beyond the actual lengths are written as 0.
+            set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
+            gradients not at all. o, dO, stats and the gradients may be ragged, too, each with its
+            own offsets.
 
         Raises:
             InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
-from dlattn.problem import PAGE_TABLES
+from dlattn.graph.ragged import knows_lengths
+from dlattn.problem import PAGE_TABLES, offset_role
 
 
 def is_paged(node: AttentionNode) -> bool:
@@ -34,17 +35,19 @@ def check_pages(node: AttentionNode) -> None:
     """Check tables and containers against each other and the longest sequence.
 
     Raises:
-        InvalidGraphError: lengths are missing, a table has a wrong shape, or
-            ``paged_attention_max_seq_len_kv`` contradicts a tensor.
+        InvalidGraphError: lengths are missing, a table has a wrong shape, what is paged is ragged,
+            or ``paged_attention_max_seq_len_kv`` contradicts a tensor.
         cudnnGraphNotSupportedError: a page of some other size than a power of two.
     """
     tables = _tables(node)
     _check_max_seq_len(node, tables)
     for role, table in tables.items():
-        if not {"seq_len_q", "seq_len_kv"} <= node.inputs.keys():
+        _check_is_not_ragged(node, role, table)
+        if not all(knows_lengths(node, lengths) for lengths in ("seq_len_q", "seq_len_kv")):
             raise InvalidGraphError(
                 f"{node.operation} {node.name!r} has {table} and needs use_padding_mask=True with "
-                "seq_len_q and seq_len_kv, which say how much of the pages is used; give them."
+                "seq_len_q and seq_len_kv, which say how much of the pages is used; give them, or "
+                "for seq_len_q a ragged q."
             )
         page = node.inputs[role].attributes.dim[2]
         if page & (page - 1):
@@ -78,6 +81,16 @@ def _check_max_seq_len(node: AttentionNode, tables: dict[str, str]) -> None:
         )
 
 
+def _check_is_not_ragged(node: AttentionNode, role: str, table: str) -> None:
+    for paged in (role, f"d{role.upper()}"):
+        if node.is_ragged(paged):
+            raise InvalidGraphError(
+                f"{node.label(paged)} has a ragged offset, and lies in pages, because there is "
+                f"{node.label(table)}; a tensor is one or the other: leave out its ragged offset, "
+                f"or {table}."
+            )
+
+
 def _check_table(node: AttentionNode, table: str, page: int) -> None:
     it, batch = node.inputs[table].attributes, node.inputs["q"].attributes.dim[0]
     dim = it.dim
@@ -87,16 +100,8 @@ def _check_table(node: AttentionNode, table: str, page: int) -> None:
             f"{node.label(table)} has dim {dim}; expected {(batch, 1, pages, 1)} or wider, for "
             f"{max_seq_kv(node)} rows in pages of {page}."
         )
-    offset = f"{table}_offset"
-    if offset in node.table_offsets:
-        if dim[2] > 1 and it.stride[2] != 1:
-            raise cudnnGraphNotSupportedError(
-                f"{node.label(table)} is packed and has stride {it.stride}; its entries must be "
-                "contiguous, with 1 as the stride of pages."
-            )
-        found = node.table_offsets[offset].attributes.dim
-        if found != (batch + 1, 1, 1, 1):
-            raise InvalidGraphError(
-                f"{node.label(offset)} has dim {found}; expected {(batch + 1, 1, 1, 1)}: how many "
-                f"entries of {node.label(table)} come before each sequence, and how many there are."
-            )
+    if offset_role(table) in node.offsets and dim[2] > 1 and it.stride[2] != 1:
+        raise cudnnGraphNotSupportedError(
+            f"{node.label(table)} is packed and has stride {it.stride}; its entries must be "
+            "contiguous, with 1 as the stride of pages."
+        )

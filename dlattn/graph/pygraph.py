@@ -312,6 +312,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
 
         node = self._only_node()
         self._refuse_what_no_plan_knows(node)
+        self._keep_tensors_of(node)  # ragged offsets may have been set since the call
         self._check_uids()
         complete(node, self._types["io_data_type"])
         target = choose_target(node, self._handle)

@@ -169,7 +169,13 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         )
 
     def set_ragged_offset(self, ragged_offset: tensor) -> tensor:
-        """Declare packed, variable-length storage: element offsets, shape (B+1, 1, 1, 1)."""
+        """Declare packed, variable-length storage.
+
+        Args:
+            ragged_offset: (B + 1, 1, 1, 1), INT32 or INT64: where each batch entry begins, in
+                elements of this tensor, and where the last one ends. The batch stride then means
+                nothing; dim keeps the longest length.
+        """
         if ragged_offset is not None and not isinstance(ragged_offset, tensor):
             raise TypeError(f"A ragged offset must be a graph tensor; got {ragged_offset!r}.")
         return self._set(ragged_offset=ragged_offset)

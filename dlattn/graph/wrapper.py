@@ -15,6 +15,7 @@ from dlattn.graph.names import Names, said_name
 from dlattn.graph.nodes import TENSOR_ARGUMENTS
 from dlattn.graph.operations import Operations
 from dlattn.graph.pygraph import pygraph
+from dlattn.graph.ragged import allocation_model
 from dlattn.graph.tensor import Tensor
 from dlattn.graph.vocabulary import heur_mode, tensor_reordering
 from dlattn.runtime.tensors import allocate, allocate_bytes, framework, to_caller
@@ -276,7 +277,7 @@ class Graph(Operations):
         if absent:
             raise InvalidArgumentError(f"The call lacks the inputs {', '.join(absent)}; add them.")
         like = pack[lowered.tensors["q"]]
-        made = {t: self._allocate(t, like) for t in missing}
+        made = {t: self._allocate(t, pack) for t in missing}
         chosen = self._handle if handle is None else _handle(handle)
         if made and self._is_unordered(like, chosen):
             raise InvalidArgumentError(
@@ -286,12 +287,25 @@ class Graph(Operations):
         self._graph.execute({**pack, **made}, self._workspace_for(workspace, like), chosen)
         return {t: to_caller(out, like) for t, out in made.items()}
 
-    def _allocate(self, t: Tensor, like: Any) -> Any:
-        if isinstance(like, int):
+    def _allocate(self, t: Tensor, pack: dict[Tensor, Any]) -> Any:
+        tensors, it = self._graph.lowered.tensors, t.attributes
+        dim, stride, model = it.dim, it.stride, tensors["q"]
+        if it.ragged_offset is not None:
+            role = next(role for role, other in tensors.items() if other is t)
+            model = tensors[allocation_model(role)]
+            shape = tuple(getattr(pack[model], "shape", ()))
+            if len(shape) != 3:
+                raise InvalidArgumentError(
+                    f"{said_name(t)} is ragged, and {said_name(model)} does not tell how many "
+                    "tokens there are; pass it as (tokens, heads, columns), or pass memory for "
+                    f"{said_name(t)} too."
+                )
+            dim, stride = (shape[0], dim[1], dim[3]), (stride[2], stride[1], stride[3])
+        if isinstance(pack[model], int):
             raise InvalidArgumentError(
                 f"{said_name(t)} cannot be allocated like an address; pass its memory too."
             )
-        return allocate(like, t.attributes.dim, t.attributes.stride, t.attributes.dtype)
+        return allocate(pack[model], dim, stride, it.dtype)
 
     def _workspace_for(self, given: Any, like: Any) -> Any:
         size = self._graph.get_workspace_size()

@@ -17,6 +17,7 @@ from dlattn.plans.cuda import (
     round_up,
     tile_bytes,
 )
+from dlattn.plans.ragged import RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Direction, Geometry, Padding, Problem
 from dlattn.runtime.target import Target
@@ -105,8 +106,18 @@ class BackwardPlan(CudaPlan):
         return -(-self.geometry.seq_q // self.tiling.tile_q)
 
     @property
+    def _tiles_of_head(self) -> int:
+        """Query tiles of a head, of all batch entries: of ragged tensors no more than there can be
+        if every sequence ends in a tile of its own."""
+        batch, most_tokens = self.geometry.batch, self.geometry.most_tokens_q
+        tiles = batch * self._query_tiles
+        if self.problem.ragged and most_tokens is not None:
+            return min(tiles, batch + most_tokens // self.tiling.tile_q)
+        return tiles
+
+    @property
     def _row_tiles(self) -> int:
-        return self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return self.geometry.heads_q * self._tiles_of_head
 
     @property
     def _dq_columns(self) -> int:
@@ -114,6 +125,8 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _sums(self) -> int:
+        if not self.stores_dq:
+            return self._row_tiles
         return self._dq_places * self._heads_per_block * self._query_tiles
 
     @cached_property
@@ -126,10 +139,17 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def _sink_parts_bytes(self) -> int:
-        return 4 * self._row_tiles if self.problem.sink else 0
+        tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
+        return 4 * tiles if self.problem.sink else 0
 
     @cached_property
-    def workspace_size(self) -> int:
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        return RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
         counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
         arrays = self._dq_accum_bytes + self._row_stats_bytes + self._sink_parts_bytes
         return round_up(arrays + counts, 256)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up
-from dlattn.plans.mapped import MappedPlan, slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedBwdParams
+from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
@@ -29,6 +31,7 @@ class Sm90BwdTiling:
         dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
+        stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
     tile_q: int = 64
@@ -39,6 +42,7 @@ class Sm90BwdTiling:
     piece_columns: int = 64
     dq_slots: int = 1
     share_slots: int = 1
+    stages_bias: bool = False
 
     columns: ClassVar[int] = 64
     threads: ClassVar[int] = 512
@@ -62,20 +66,23 @@ class Sm90BwdTiling:
         q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
-        weights = ds if self.by_product else 16
+        weights = 16 + ds if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
+        bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
         stages = self.stages * (q_and_do + row_stats + step)
-        return round_up(k_and_v + stages + ds + weights + dq + barriers + told, 1024)
+        return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
+    if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
+        return Sm90BwdTiling(stages_bias=True)
     if max(dim_qk, dim_v) == 64 and not problem.keeps_scores:
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
@@ -105,6 +112,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
+    tiling: Sm90BwdTiling
 
     def __init__(
         self,
@@ -120,6 +128,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name)
+        if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
+            reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
@@ -127,7 +137,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         keys = {role: self.paged_rows(role, self.tiling.tile_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
         gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
-        return {"q": queries, **keys, "dO": queries, **gradients}
+        rows = {"q": queries, **keys, "dO": queries, **gradients}
+        return rows | {"bias": queries} if self.tiling.stages_bias else rows
 
     @property
     def heads_per_wave(self) -> int:
@@ -135,6 +146,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
         of them where there are few items."""
         blocks, tiles = self.target.multiprocessors, self._key_tiles
+        if self.problem.ragged:  # of one batch entry
+            groups = self.geometry.heads_q // self._heads_per_block
+            return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
         if self.geometry.band_right is None:
             return 1
         if self._pairs * tiles <= 4 * blocks:
@@ -145,10 +159,38 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def row_tiling(self) -> Tiling:
         return RowTiling(self.tiling.cpp)
 
+    @cached_property
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        most = self._pairs * self._key_tiles
+        last_first = self.problem.deterministic and self.geometry.band_right is not None
+        items = Items(self.tiling.tile_k, most, of_keys=True, last_first=last_first)
+        return RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
+
+    @property
+    def _pairs_at_once(self) -> int:
+        """Pairs of ragged problems that blocks work on at a time, if most are half as long as the
+        longest."""
+        return -(-2 * self.target.multiprocessors // self._key_tiles)
+
+    @property
+    def _dq_lag(self) -> int:
+        """In ragged problems, counted in pairs, because pairs differ in items."""
+        if not self.problem.ragged:
+            return super()._dq_lag
+        return self._params.heads_per_wave + self._pairs_at_once
+
+    @property
+    def _dq_places(self) -> int:
+        """A pair gets a place only after the last item that stores what was there before."""
+        if not self.problem.ragged:
+            return super()._dq_places
+        return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
+
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)
         shared = self.tiling.shared_memory(self.problem)
-        source = kernel_source(
-            self.name, self.problem, self.tiling, shared, argument=MappedBwdParams
-        )
+        problem = staged(self.problem) if self.tiling.stages_bias else self.problem
+        source = kernel_source(self.name, problem, self.tiling, shared, argument=MappedBwdParams)
         return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)

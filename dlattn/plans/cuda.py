@@ -16,6 +16,7 @@ import numpy as np
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.base import Plan
 from dlattn.plans.params import Params, SlopeRef, address_slot, params_for
+from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.runtime import jit
 from dlattn.runtime.frameworks import to_device
@@ -83,10 +84,11 @@ class CudaPlan(Plan):
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
+        self._ragged_at: int | None = None
         scale = geometry.tensors.get("attn_scale")
         self._host_scale = to_numpy(scale.dtype) if scale is not None and scale.by_value else None
         self._slots = [
-            (role, address_slot(self._params, role))
+            (role, address_slot(self._params, geometry, role))
             for role in geometry.tensors
             if not (role == "attn_scale" and self._host_scale is not None)
         ]
@@ -94,6 +96,18 @@ class CudaPlan(Plan):
     @abstractmethod
     def kernels(self) -> list[KernelLaunch]:
         """The kernels, in launch order."""
+
+    @cached_property
+    def ragged(self) -> RaggedScratch | None:
+        """What a ragged problem's kernels are told of its entries."""
+        return RaggedScratch(self.geometry) if self.problem.ragged else None
+
+    def first_kernels(self) -> list[KernelLaunch]:
+        """What runs before :meth:`kernels`."""
+        if self.ragged is None:
+            return []
+        source = ragged_source()
+        return [KernelLaunch(source, (self.geometry.batch, 1, 1), RAGGED_THREADS, 0, plain=True)]
 
     def companions(self) -> list[jit.KernelSource]:
         """Kernels that other sizes of the same problem take: compiled when these are, so that a new
@@ -112,6 +126,11 @@ class CudaPlan(Plan):
 
     @cached_property
     def workspace_size(self) -> int:
+        return self.scratch_bytes + (self.ragged.nbytes if self.ragged else 0)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Bytes of the workspace that :meth:`place_workspace` divides; a multiple of 16."""
         return 0
 
     @cached_property
@@ -131,7 +150,7 @@ class CudaPlan(Plan):
         if self._launches is not None:
             return
         self._place_slopes()
-        kernels = self.kernels()
+        kernels = [*self.first_kernels(), *self.kernels()]
         sources = [kernel.source for kernel in kernels]
         compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
@@ -170,6 +189,9 @@ class CudaPlan(Plan):
                 value = ctypes.string_at(pointers["attn_scale"], self._host_scale.itemsize)
                 self._params.attn_scale = float(np.frombuffer(value, self._host_scale)[0])
             self.place_workspace(workspace)
+            if self.ragged is not None and workspace != self._ragged_at:
+                self.ragged.place(self._params, workspace + self.scratch_bytes)
+                self._ragged_at = workspace
             if self.cleared_bytes:
                 clear(workspace, self.cleared_bytes, stream)
             for launch in launches:

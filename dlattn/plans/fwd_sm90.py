@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,9 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan, slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedFwdParams
+from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
@@ -43,6 +44,7 @@ class Sm90FwdTiling:
         o_slabs: slabs of 64 output columns that each consumer stages; divides their number.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
+        stages_bias: a bias comes through shared memory, too; of 16-bit elements.
     """
 
     consumers: int
@@ -52,6 +54,7 @@ class Sm90FwdTiling:
     o_slabs: int = 1
     ping_pong: bool = False
     exponentials_first: bool = True
+    stages_bias: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -79,8 +82,9 @@ class Sm90FwdTiling:
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (16 + 2 * 8)
-        barriers = 2 * 8 * (self.q_stages + 2 * self.stages)
-        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v
+        barriers = 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
+        bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
+        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
         return round_up(tiles + items + barriers, 1024)
 
 
@@ -98,6 +102,11 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     smaller query tiles waste less."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
+    if problem.has_aligned_bias and largest <= 128:
+        tiling = Sm90FwdTiling(2, 128, stages_bias=True, ping_pong=True)
+        if largest <= 64:
+            tiling = replace(tiling, stages=3, q_stages=2)
+        return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
     if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
@@ -107,6 +116,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
+    if largest <= 192 and problem.adds_to_scores and problem.ragged:
+        return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
     if problem.adds_to_scores:
@@ -142,6 +153,8 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(problem, geometry)
         self._schedule: Any = None
+        if problem.ragged:
+            self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         self._slots = [(role, slot) for role, slot in self._slots if role not in ("q", "k", "v")]
 
     @classmethod
@@ -156,7 +169,8 @@ class FwdSm90(MappedPlan):
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
-        return {"q": tiling.tile_q, **keys, "o": 64}
+        rows = {"q": tiling.tile_q, **keys, "o": 64}
+        return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
@@ -171,15 +185,24 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def _has_lengths(self) -> bool:
-        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        given = not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
+        return given or self.problem.ragged
 
     @cached_property
-    def workspace_size(self) -> int:
-        return self.cleared_bytes
+    def ragged(self) -> RaggedScratch | None:
+        if not self.problem.ragged:
+            return None
+        tile_q = self.tiling.tile_q
+        items = Items(tile_q, query_tiles(self.geometry, tile_q), of_keys=False, last_first=True)
+        return RaggedScratch(self.geometry, items=items)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        return 256 if self._has_lengths else 0  # the counter of tiles asked for
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles asked for
+        return 0 if self.problem.ragged else self.scratch_bytes
 
     def place_workspace(self, workspace: int) -> None:
         if self._has_lengths:
@@ -209,7 +232,7 @@ class FwdSm90(MappedPlan):
     def _source(self, tiling: Sm90FwdTiling) -> KernelSource:
         return kernel_source(
             self.name,
-            self.problem,
+            staged(self.problem) if tiling.stages_bias else self.problem,
             tiling,
             tiling.shared_memory(self.problem),
             argument=MappedFwdParams,

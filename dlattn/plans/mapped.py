@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from math import gcd
 from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.problem import PAGE_TABLES, Geometry, Problem
+from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -24,21 +26,57 @@ def slab_bytes(rows: int, columns: int) -> int:
     return -(-columns // 64) * rows * 128
 
 
+def staged(problem: Problem) -> Problem:
+    """The problem, with a bias that the kernel reads by tiles."""
+    edits = (
+        replace(edit, staged=True) if isinstance(edit, Bias) else edit for edit in problem.edits
+    )
+    return replace(problem, edits=tuple(edits))
+
+
+#: What the copy engine's least stride is, in elements, and how many of them it can count.
+_UNIT, _MOST_UNITS = 8, 2**31 - 1
+
+
+def map_of(spec: TensorSpec) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Where a tensor's map begins, in bytes from the tensor, and its shape and strides in elements.
+
+    A ragged tensor's has elements, eight at a time, in place of batch entries, and begins as many
+    rows before the tensor as its longest sequence has: ``cuda_src/kernels/ragged.cuh`` says why.
+    """
+    if not spec.ragged:
+        # Memory that is repeated exists once.
+        dim = tuple(n if s else 1 for n, s in zip(spec.dim, spec.stride, strict=True))
+        return 0, dim, spec.stride
+    before = 2 * spec.dim[2] * spec.stride[2]
+    return -before, (_MOST_UNITS, *spec.dim[1:]), (_UNIT, *spec.stride[1:])
+
+
 class MappedPlan(CudaPlan):
     """A plan whose main kernel takes a :class:`MappedParams`."""
 
-    #: The argument of the main kernel, with a map for each role that it names before ``p``.
+    #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(problem, geometry, target)
-        #: Where each map is, and the address in it.
-        self._maps = {
-            role: ctypes.addressof(self._argument) + getattr(self.argument_type, role).offset
-            for role in self.argument_type.roles
-        }
-        self._addresses = itemgetter(*self.argument_type.roles)
         self._mapped_addresses: tuple[int, ...] = ()
+
+    @cached_property
+    def _maps(self) -> dict[str, int]:
+        """Where each map is."""
+        argument = ctypes.addressof(self._argument)
+        return {
+            role: argument + getattr(self.argument_type, role).offset for role in self.box_rows()
+        }
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [map_of(self.geometry.tensors[role])[0] for role in self._maps]
+
+    @cached_property
+    def _addresses(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+        return itemgetter(*self._maps)
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -64,15 +102,16 @@ class MappedPlan(CudaPlan):
             return
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]
-            tensormap.encode(self._maps[role], spec.dtype, spec.dim, spec.stride, (1, 1, rows, 64))
+            _, dim, stride = map_of(spec)
+            tensormap.encode(self._maps[role], spec.dtype, dim, stride, (1, 1, rows, 64))
         super().build()
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
         addresses = self._addresses(pointers)
         if addresses != self._mapped_addresses:
-            for role, address in zip(self._maps, addresses, strict=True):
-                tensormap.set_address(self._maps[role], address)
+            for role, address, begin in zip(self._maps, addresses, self._begins, strict=True):
+                tensormap.set_address(self._maps[role], address + begin)
             self._mapped_addresses = addresses
 
     @classmethod
@@ -90,8 +129,10 @@ class MappedPlan(CudaPlan):
                 )
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
-        for role in cls.argument_type.roles:
+        for role in cls.argument_type.required:
             spec = geometry.tensors[role]
-            if any(n > 1 and s == 0 for n, s in zip(spec.dim, spec.stride, strict=True)):
+            first = int(spec.ragged)
+            sizes, steps = spec.dim[first:], spec.stride[first:]
+            if any(n > 1 and s == 0 for n, s in zip(sizes, steps, strict=True)):
                 return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlattn.errors import InvalidVariantPackError
-from dlattn.problem import PAGE_TABLES, Geometry
+from dlattn.problem import PAGE_TABLES, Geometry, offset_role
 from dlattn.problem.score import Array
 
 
@@ -72,7 +72,7 @@ def pages_of(
     spec, count = geometry.tensors[name], geometry.tensors[role].dim[0]
     numbers, lengths = [], [int(length) for length in len_kv.ravel()]
     for entry, length in enumerate(lengths):
-        first = tensors[f"{name}_offset"].ravel()[entry] if spec.packed else 0
+        first = tensors[offset_role(name)].ravel()[entry] if spec.packed else 0
         own = np.arange(first, first - (-length // page))
         found = tensors[name][own] if spec.packed else tensors[name][entry, 0, own, 0]
         if ((found < 0) | (found >= count)).any():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 from dlattn.dtypes import data_type
-from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec
+from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
 
 if TYPE_CHECKING:
     from typing import Self
@@ -18,15 +19,24 @@ TENSOR_ROLES = (
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
+#: ``tanh(x) / x`` as a polynomial of ``x**2`` with a relative error of 2**-23.2 for ``abs(x)`` up
+#: to ``_TANH_REACH``, the least that this degree allows (Remez exchange).
+_TANH = (0.9999999019010428, -0.3333136245997891, 0.13270976773930643, -0.047553604158444555)
+_TANH_REACH = 0.4
+
 
 class TensorRef(ctypes.Structure):
-    """Address and strides (in elements) of a tensor whose columns are contiguous."""
+    """Address and strides (in elements) of a tensor whose columns are contiguous; of a ragged one,
+    also the address of its offsets."""
 
     _fields_ = [
         ("data", ctypes.c_uint64),
         ("batch", ctypes.c_int64),
         ("head", ctypes.c_int64),
         ("row", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -71,9 +81,38 @@ class PageTableRef(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("page", ctypes.c_int64),
         ("offsets", ctypes.c_uint64),
-        ("offsets_are_int64", ctypes.c_int32),
+        ("has_int64_offsets", ctypes.c_int32),
         ("log2_rows", ctypes.c_int32),
         ("pages", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class SoftCapSeries(ctypes.Structure):
+    """Coefficients of the odd powers of a raw product, and up to where they hold."""
+
+    _fields_ = [
+        ("of", 4 * ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("zero", ctypes.c_uint32),
+    ]
+
+
+class RaggedRef(ctypes.Structure):
+    """What the first kernel of a ragged problem reads, and where it writes."""
+
+    _fields_ = [
+        ("given_q", LengthRef),
+        ("given_kv", LengthRef),
+        ("entries", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("items", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("tile_q", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("item_rows", ctypes.c_int32),
+        ("items_of_keys", ctypes.c_int32),
+        ("last_first", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     ]
 
@@ -88,6 +127,7 @@ class Params(ctypes.Structure):
         ("bias", BiasRef),
         ("k_pages", PageTableRef),
         ("v_pages", PageTableRef),
+        ("ragged", RaggedRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -114,24 +154,20 @@ class Params(ctypes.Structure):
         ("attn_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("softcap_inverse", ctypes.c_float),
+        ("softcap_series", SoftCapSeries),
     ]
 
 
-#: Where the addresses of roles are that do not begin a field of their own name.
-_FIELDS = {
-    "attn_scale": ("attn_scale_device", 0),
-    **{table: (f"{role}_pages", 0) for role, table in PAGE_TABLES.items()},
-    **{
-        f"{table}_offset": (f"{role}_pages", PageTableRef.offsets.offset)
-        for role, table in PAGE_TABLES.items()
-    },
-}
-
-
 class MappedParams(ctypes.Structure):
-    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned."""
+    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned.
 
-    roles: ClassVar[tuple[str, ...]]
+    Attributes:
+        required: roles that have a map.
+        optional: roles that have one if their tensor is there and fit for it.
+    """
+
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
     p: Params
 
     @classmethod
@@ -141,9 +177,9 @@ class MappedParams(ctypes.Structure):
         return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
+def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
     return [
-        *((role, ctypes.c_uint8 * 128) for role in roles),
+        *((role, ctypes.c_uint8 * 128) for role in (*required, *MappedParams.optional)),
         ("p", Params),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
     ]
@@ -152,15 +188,15 @@ def _mapped_fields(roles: tuple[str, ...]) -> list[tuple[str, type]]:
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    roles = ("q", "k", "v", "o")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "o")
+    _fields_ = _mapped_fields(required)
 
 
 class MappedBwdParams(MappedParams):
     """Of the Hopper backward."""
 
-    roles = ("q", "k", "v", "dO", "dK", "dV")
-    _fields_ = _mapped_fields(roles)
+    required = ("q", "k", "v", "dO", "dK", "dV")
+    _fields_ = _mapped_fields(required)
 
 
 def params_for(geometry: Geometry) -> Params:
@@ -181,14 +217,19 @@ def params_for(geometry: Geometry) -> Params:
         attn_scale=geometry.attn_scale,
         softcap=geometry.softcap or 0.0,
         softcap_inverse=1 / geometry.softcap if geometry.softcap else 0.0,
+        softcap_series=_softcap_series(geometry),
     )
     for role in TENSOR_ROLES:
         if role in geometry.tensors:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))
+        if geometry.is_ragged(role):
+            offsets = geometry.tensors[offset_role(role)]
+            getattr(params, role).has_int64_offsets = offsets.dtype is data_type.INT64
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
-            setattr(params, role, _length_ref(geometry.tensors[role]))
+            holder, field = _length_field(params, geometry, role)
+            setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     if "bias" in geometry.tensors:
@@ -199,10 +240,46 @@ def params_for(geometry: Geometry) -> Params:
     return params
 
 
-def address_slot(params: Params, role: str) -> ctypes.c_uint64:
+def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    name, within = _FIELDS.get(role, (role, 0))
-    return ctypes.c_uint64.from_buffer(params, getattr(Params, name).offset + within)
+    holder, field = _field(params, geometry, role)
+    return ctypes.c_uint64.from_buffer(holder, getattr(type(holder), field).offset)
+
+
+def _field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
+    owner = role.removesuffix(offset_role(""))
+    address = "data" if owner == role else "offsets"
+    if owner in PAGE_TABLES.values():
+        return _page_tables(params)[owner], address
+    if owner != role:
+        return getattr(params, owner), address
+    if role in LENGTH_ROLES:
+        return _length_field(params, geometry, role)
+    return params, "attn_scale_device" if role == "attn_scale" else role
+
+
+def _page_tables(params: Params) -> dict[str, PageTableRef]:
+    return {table: getattr(params, f"{role}_pages") for role, table in PAGE_TABLES.items()}
+
+
+def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
+    """Where lengths that the user gave are: in ragged problems, kernels read copies of them."""
+    if geometry.has_ragged:
+        return params.ragged, role.replace("seq_len", "given")
+    return params, role
+
+
+def _softcap_series(geometry: Geometry) -> SoftCapSeries:
+    """``cap * tanh(x * scale / cap) * log2(e)`` as ``x * (c0 + c1 x^2 + c2 x^4 + c3 x^6)``; without
+    a cap, or with a scale on the device or out of float32's reach, of no number."""
+    if geometry.softcap is None or "attn_scale" in geometry.tensors or not geometry.attn_scale:
+        return SoftCapSeries(most=-1.0)
+    slope = geometry.attn_scale / geometry.softcap
+    unit = geometry.softcap * math.log2(math.e)
+    terms = [c * unit * slope ** (2 * k + 1) for k, c in enumerate(_TANH)]
+    if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
+        return SoftCapSeries(most=-1.0)
+    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope))
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:
@@ -217,11 +294,11 @@ def _page_table_ref(geometry: Geometry, role: str) -> PageTableRef:
     if page is None:
         return PageTableRef()
     batch, _, step, _ = geometry.tensors[table].stride
-    offsets = geometry.tensors.get(f"{table}_offset")
+    offsets = geometry.tensors.get(offset_role(table))
     return PageTableRef(
         batch=batch,
         page=step if offsets is None else 1,
-        offsets_are_int64=offsets is not None and offsets.dtype is data_type.INT64,
+        has_int64_offsets=offsets is not None and offsets.dtype is data_type.INT64,
         log2_rows=page.bit_length() - 1,
         pages=geometry.tensors[role].dim[0],
     )

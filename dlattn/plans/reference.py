@@ -8,23 +8,21 @@ keys that spans every key.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlattn.dtypes import data_type, to_numpy
+from dlattn.dtypes import data_type
 from dlattn.plans.base import Plan
-from dlattn.plans.pages import Pages, pages_of
+from dlattn.plans.host import HostMemory, lengths
 from dlattn.problem import (
     Direction,
     Edit,
     Geometry,
     Mask,
     Problem,
-    TensorSpec,
     Values,
     Where,
     alibi_slopes,
@@ -33,8 +31,6 @@ from dlattn.problem.score import Array
 from dlattn.runtime.target import Target
 
 _DTYPES = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
-
-_GRADIENT_OF = {"dK": "k", "dV": "v"}
 
 #: Scores held at a time: small enough for a last-level cache, large enough to keep BLAS busy.
 _SCORES_PER_BLOCK = 1 << 20
@@ -70,16 +66,10 @@ class Reference(Plan):
         """Nothing to compile."""
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        specs = self.geometry.tensors
-        tensors = {role: _view(pointers[role], spec) for role, spec in specs.items()}
-        for role, spec in specs.items():
-            if spec.packed:
-                entries = max(0, int(tensors[f"{role}_offset"].max()))
-                tensors[role] = _view(pointers[role], replace(spec, dim=(entries,), stride=(1,)))
-        values = self._values(tensors)
-        pages = {role: pages_of(role, self.geometry, tensors, values.len_kv) for role in "kv"}
-        q = tensors["q"]
-        k, v = (_rows(tensors[role], of, self.geometry.seq_kv) for role, of in pages.items())
+        memory = HostMemory(self.geometry, pointers)
+        tensors = memory.arrays
+        q, k, v = (tensors[role] for role in "qkv")
+        values = self._values(tensors, memory.len_q, memory.len_kv)
         edits, masks, compute = self.problem.edits, self.problem.masks, self.compute
         sink = tensors.get("sink_token")
         if self.problem.direction is Direction.FORWARD:
@@ -99,19 +89,16 @@ class Reference(Plan):
                 )
         with np.errstate(all="ignore"):
             for role, result in results.items():
-                of = pages.get(_GRADIENT_OF.get(role, role))
-                if of is not None:
-                    of.scatter(result, tensors[role])
-                elif role in tensors:
-                    tensors[role][...] = result
+                if role in tensors:
+                    memory.write(role, result)
 
-    def _values(self, tensors: Mapping[str, Array]) -> Values:
+    def _values(self, tensors: Mapping[str, Array], len_q: Array, len_kv: Array) -> Values:
         geometry = self.geometry
         scale = tensors.get("attn_scale")
         return Values(
             attn_scale=geometry.attn_scale if scale is None else float(scale.item()),
-            len_q=_lengths(tensors.get("seq_len_q"), geometry.batch, geometry.seq_q),
-            len_kv=_lengths(tensors.get("seq_len_kv"), geometry.batch, geometry.seq_kv),
+            len_q=len_q,
+            len_kv=len_kv,
             band_left=geometry.band_left,
             band_right=geometry.band_right,
             bottom_right=geometry.bottom_right,
@@ -365,32 +352,9 @@ def _entry(
 
 def _full_values(q: Array, k: Array) -> Values:
     batch = q.shape[0]
-    return Values(1.0, _lengths(None, batch, q.shape[2]), _lengths(None, batch, k.shape[2]))
-
-
-def _lengths(given: Array | None, batch: int, size: int) -> Array:
-    """Actual lengths (B, 1, 1, 1), int64, clamped into [0, size]; all full when not given."""
-    if given is None:
-        return np.full((batch, 1, 1, 1), size, np.int64)
-    return np.clip(given.astype(np.int64), 0, size).reshape(batch, 1, 1, 1)
+    return Values(1.0, lengths(None, batch, q.shape[2]), lengths(None, batch, k.shape[2]))
 
 
 def _slopes(given: Array | None, heads: int) -> Array:
     """Slopes of ALiBi (B or 1, H, 1, 1): cuDNN's when not given."""
     return alibi_slopes(heads) if given is None else given.reshape(-1, heads, 1, 1)
-
-
-def _rows(given: Array, pages: Pages | None, seq_kv: int) -> Array:
-    """Keys or values by sequence, wherever their rows are."""
-    return given if pages is None else pages.gather(given, seq_kv)
-
-
-def _view(address: int, spec: TensorSpec) -> Array:
-    """Host memory as the array that a spec describes."""
-    dtype = to_numpy(spec.dtype)
-    if 0 in spec.dim:
-        return np.empty(spec.dim, dtype)
-    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, spec.stride, strict=True))
-    memory = memoryview((ctypes.c_byte * (extent * dtype.itemsize)).from_address(address))
-    strides = [s * dtype.itemsize for s in spec.stride]
-    return np.ndarray(spec.dim, dtype, memory, strides=strides)

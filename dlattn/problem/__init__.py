@@ -1,11 +1,22 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
 from dlattn.problem.mask import Band, Mask, Padding
-from dlattn.problem.problem import PAGE_TABLES, Direction, Geometry, Problem, TensorSpec
+from dlattn.problem.problem import (
+    PAGE_TABLES,
+    QUERY_ROLES,
+    RAGGED_ROLES,
+    Direction,
+    Geometry,
+    Problem,
+    TensorSpec,
+    offset_role,
+)
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
     "PAGE_TABLES",
+    "QUERY_ROLES",
+    "RAGGED_ROLES",
     "Alibi",
     "Band",
     "Bias",
@@ -21,4 +32,5 @@ __all__ = [
     "Values",
     "Where",
     "alibi_slopes",
+    "offset_role",
 ]

@@ -17,6 +17,17 @@ from dlattn.problem.score import Alibi, Bias, Edit
 #: Whose rows may be paged -> the role of the table that says where the pages are.
 PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
+#: Roles of tensors with a row for each query of each head.
+QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+
+#: Roles of tensors that may be ragged.
+RAGGED_ROLES = (*QUERY_ROLES, "k", "v", "dK", "dV")
+
+
+def offset_role(role: str) -> str:
+    """The role of a tensor's ragged offset."""
+    return f"{role}_offset"
+
 
 class Direction(Enum):
     """Which pass a problem describes."""
@@ -46,6 +57,7 @@ class Problem:
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
         deterministic: the same inputs give the same bits in every run; a forward always does.
+        ragged: some tensor is ragged; which ones, only the device asks.
     """
 
     direction: Direction
@@ -63,6 +75,7 @@ class Problem:
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
+    ragged: bool = False
 
     @property
     def is_edited(self) -> bool:
@@ -80,6 +93,11 @@ class Problem:
         return any(isinstance(edit, Bias) for edit in self.edits)
 
     @property
+    def has_aligned_bias(self) -> bool:
+        """Whether the copy engine can move tiles of the bias."""
+        return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
@@ -95,7 +113,9 @@ class TensorSpec:
         stride: strides in elements, one per dimension.
         dtype: element type.
         by_value: a host scalar, read at execute time.
-        packed: entries lie one after another, as offsets say: its memory may have any shape.
+        ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
+            :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
+        packed: the same of a page table, whose entries are as many as the sequence has pages.
     """
 
     name: str
@@ -103,6 +123,7 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: data_type
     by_value: bool = False
+    ragged: bool = False
     packed: bool = False
 
 
@@ -113,8 +134,8 @@ class Geometry:
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
             dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes paged_attention_k_table
-            paged_attention_v_table``, and of packed tables also ``<table>_offset``; an absent role
-            is an absent feature.
+            paged_attention_v_table``, and the :func:`offset_role` of each ragged tensor and packed
+            table; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
@@ -122,6 +143,7 @@ class Geometry:
         bottom_right: whether the diagonal ends in the bottom right corner:
             ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
         max_seq_kv: the longest sequence of keys where k, or v, is paged, and so does not say it.
+        most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -131,6 +153,17 @@ class Geometry:
     bottom_right: bool = False
     softcap: float | None = None
     max_seq_kv: int | None = None
+    most_tokens_q: int | None = None
+    most_tokens_kv: int | None = None
+
+    @property
+    def has_ragged(self) -> bool:
+        """Whether some tensor is ragged."""
+        return any(spec.ragged for spec in self.tensors.values())
+
+    def is_ragged(self, role: str) -> bool:
+        """Whether the tensor is there, and ragged."""
+        return role in self.tensors and self.tensors[role].ragged
 
     @property
     def batch(self) -> int:

@@ -166,10 +166,15 @@ class Bias(Edit):
     Attributes:
         dtype: of the elements; UINT8 is boolean, too.
         contiguous: neighbouring keys are neighbours in memory.
+        aligned: the copy engine can move tiles of it: 16-bit numbers, contiguous, a row for each
+            query, on 16-byte boundaries.
+        staged: and the plan does that.
     """
 
     dtype: data_type
     contiguous: bool
+    aligned: bool = False
+    staged: bool = False
 
     @property
     def is_boolean(self) -> bool:
@@ -178,7 +183,7 @@ class Bias(Edit):
     @property
     def cpp(self) -> str:
         element = "bool" if self.is_boolean else to_cpp(self.dtype)
-        return f"Bias<{element}, {str(self.contiguous).lower()}>"
+        return f"Bias<{element}, {str(self.contiguous).lower()}, {str(self.staged).lower()}>"
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         assert values.bias is not None

@@ -5,6 +5,7 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     TensorSpec,
+    offset_role,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
@@ -66,7 +68,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "softcap": (SoftCap(),),
     "alibi": (Alibi(symmetric=False),),
     "slopes": (Alibi(symmetric=True),),
-    "bias": (Bias(data_type.BFLOAT16, contiguous=True),),
+    "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
+    "rows": (Bias(data_type.HALF, contiguous=True),),
     "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
@@ -104,10 +107,13 @@ def plan_for(
     paged = {"k": problem.paged_k, "v": problem.paged_v}
 
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        first, rows = (50, 16) if paged.get(role) else (2, seq)
-        dim = (first, heads, rows, head_dim)
-        stride = (heads * rows * head_dim, rows * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype)
+        if paged.get(role):
+            dim = (50, heads, 16, head_dim)
+        else:
+            dim = (2, heads, seq, head_dim)
+        stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
+        ragged = problem.ragged and not paged.get(role)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -117,6 +123,11 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dQ": tensors["q"]}
+    if problem.ragged:
+        offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
+        ragged = [role for role, spec in tensors.items() if spec.ragged]
+        tensors |= {offset_role(role): offsets for role in ragged}
     for role, table in PAGE_TABLES.items():
         if paged[role]:
             tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
@@ -128,7 +139,8 @@ def plan_for(
 
 def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
     """The kernels of a plan, and those that other sizes take."""
-    return [kernel.source for kernel in plan.kernels()] + plan.companions()
+    kernels = [*plan.first_kernels(), *plan.kernels()]
+    return [kernel.source for kernel in kernels] + plan.companions()
 
 
 #: What a problem does with its rows beside o and stats, by direction.
@@ -152,8 +164,8 @@ PAGED = (
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class of a forward also with all that it can write. Each class with pages, and
-    with pages and every edit."""
+    pair meets. Each class also ragged, with pages, with both where a plan takes both, and of a
+    forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -183,14 +195,16 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
-    plain = 4 * len(HEAD_DIMS)
-    chosen = [found[4 * i + i % 4] for i in range(len(HEAD_DIMS))] + found[plain:]
-    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(chosen)]
+    each_mask = [found[4 * i + i % 4] for i in range(len(HEAD_DIMS))]
+    edited, all_edits = found[4 * len(HEAD_DIMS) :], found[-len(EDITED_HEAD_DIMS) :]
+    ragged = [replace(p, ragged=True) for p in (*each_mask, *all_edits)]
+    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
+    if family is not BwdSm90:
+        paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        each_mask = (found[4 * i + i % 4] for i in range(len(HEAD_DIMS)))
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found + paged
+    return found + ragged + paged
 
 
 @pytest.mark.parametrize(

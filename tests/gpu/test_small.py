@@ -122,6 +122,46 @@ CASES = {
         head_dim_v=16, scale=0.2, len_q=(37, 3), len_kv=(70, 5), page_k=16, page_v=4,
         layouts=(("k", "odd"), ("v", "odd"), ("dK", "odd"), ("dV", "odd")),
     ),
+    "ragged: all of them, gaps, an entry without queries, one without keys": Case(
+        batch=4, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 0, 130, 7),
+        len_kv=(330, 50, 0, 129), right=0, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"), gaps=True,
+        offset_dtype="int64",
+    ),
+    "ragged: lengths from offsets, fused projections, padded stats, a window, sinks": Case(
+        dtype="float16", batch=3, heads_q=4, heads_k=2, heads_v=2, seq_q=300, seq_kv=300, left=70,
+        right=0, len_q=(300, 65, 128), len_kv=(300, 65, 128), head_dim_qk=64, head_dim_v=64,
+        scale=0.125, lengths_as="offsets", sink=0.5, row_outputs=("score_max",),
+        ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV"),
+        layouts=(("q", "packed"), ("k", "packed"), ("v", "packed"), ("dQ", "packed")),
+    ),
+    "ragged queries, padded keys": Case(
+        batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=150, seq_kv=200, len_q=(1, 150, 64),
+        len_kv=(33, 200, 128), head_dim_qk=192, head_dim_v=128, scale=0.07, bias="bfloat16",
+        ragged=("q", "o", "dO", "dQ", "score_max"), row_outputs=("score_max",),
+    ),
+    "ragged queries, pages of keys and values, packed tables": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=2, seq_q=150, seq_kv=300, len_q=(1, 150, 64),
+        len_kv=(33, 300, 128), right=0, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, ragged=("q", "o", "stats", "dO", "dQ"), lengths_as="offsets", page_k=16,
+        page_v=64, packed_tables=True,
+    ),
+    "ragged queries and values, pages of keys": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=70, seq_kv=150,
+        len_q=(70, 0), len_kv=(40, 150), head_dim_qk=64, head_dim_v=64, scale=0.125,
+        ragged=("q", "v", "o", "dV"), gaps=True, page_k=128,
+    ),
+    "ragged keys, element-wise access": Case(
+        batch=2, heads_q=2, heads_k=2, heads_v=2, seq_q=70, seq_kv=150, len_kv=(40, 150),
+        head_dim_qk=40, head_dim_v=24, scale=0.2, ragged=("k", "v", "dK", "dV"), gaps=True,
+        layouts=(("k", "odd"), ("dV", "odd")),
+    ),
+    "ragged: many short sequences and a long one, wide heads": Case(
+        batch=9, heads_q=6, heads_k=3, heads_v=3, seq_q=400, seq_kv=400, right=0, bounded=True,
+        len_q=(1, 3, 64, 65, 0, 400, 2, 127, 128), len_kv=(1, 3, 64, 65, 0, 400, 2, 127, 128),
+        head_dim_qk=256, head_dim_v=256, scale=0.06,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,

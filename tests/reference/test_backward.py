@@ -24,7 +24,7 @@ _smooth = cases(
 
 def _arrays(case: Case) -> dict[str, Any]:
     tensors = make_tensors(case, Library())
-    arrays = {role: t.tensor.astype(np.float64) for role, t in tensors.items()}
+    arrays = {role: t.padded().astype(np.float64) for role, t in tensors.items()}
     return by_sequence(case, arrays)
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_attended_gets_zero(case: Case) -> None:
     """Gradients past the lengths, and of rows that attend to nothing, are written as 0."""
     tensors = make_tensors(case, Library())
     run_plan(case, tensors)
-    out = by_sequence(case, {role: t.tensor for role, t in tensors.items()})
+    out = by_sequence(case, {role: t.padded() for role, t in tensors.items()})
     for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         assert (out["dQ"][b, :, m:] == 0).all()
         assert (out["dK"][b, :, n:] == 0).all() and (out["dV"][b, :, n:] == 0).all()

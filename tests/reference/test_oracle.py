@@ -114,7 +114,7 @@ def _alibi(case: Case, given: dict[str, Any], b: int, h: int, m: int, n: int) ->
 
 
 def _given(case: Case) -> dict[str, Any]:
-    arrays = {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
     return by_sequence(case, arrays)
 
 

@@ -25,7 +25,7 @@ _few = settings(max_examples=60)
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    arrays = {role: t.tensor for role, t in make_tensors(case, Library()).items()}
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
     return by_sequence(case, arrays)
 
 

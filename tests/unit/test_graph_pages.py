@@ -119,6 +119,32 @@ def test_lengths_are_needed():
             made.validate()
 
 
+def test_lengths_of_ragged_queries():
+    """Beside pages, those of the queries may follow from the offsets of a ragged q."""
+    made = Paged()
+    del made.tensors["seq_len_q"]
+    made.tensors["q"].set_ragged_offset(made.tensor("offsets", (BATCH + 1, 1, 1, 1), INT32))
+    problem = made.validate().graph.lowered.problem
+    assert problem.ragged and problem.paged_k and problem.paged_v
+
+
+@pytest.mark.parametrize("role", ["k", "v", "dK", "dV"])
+def test_pages_are_not_ragged(role):
+    """A tensor lies in pages or is ragged, not both; gradients of what is paged lie in pages."""
+    made = Paged(role[-1].lower(), backward=True)
+    offsets = made.tensor("offsets", (BATCH + 1, 1, 1, 1), INT32)
+    if role in made.tensors:
+        made.tensors[role].set_ragged_offset(offsets)
+    results = made.graph.sdpa_backward(**made.tensors, **made.arguments)
+    for gradient, t in zip(("dQ", "dK", "dV"), results, strict=True):
+        t.set_output(True).set_name(gradient)
+        if gradient == role:
+            t.set_ragged_offset(offsets)
+    said = f"{role} has a ragged offset, and lies in pages, because there is paged_attention_"
+    with pytest.raises(ValueError, match=said):
+        made.graph.validate()
+
+
 def test_a_longest_sequence_without_pages():
     """The argument alone would do nothing, and is refused."""
     with pytest.raises(ValueError, match="max_seq_len_kv=20 without paged_attention_k_table"):
@@ -159,7 +185,8 @@ def test_packed_tables():
     offsets = made.tensor("offsets", (BATCH, 1, 1, 1), INT64)
     made.tensors["paged_attention_k_table"].set_ragged_offset(offsets)
     with pytest.raises(
-        ValueError, match=r"offsets has dim \(2, 1, 1, 1\); expected \(3, 1, 1, 1\)"
+        ValueError,
+        match=r"offsets is a ragged .* dim \(2, 1, 1, 1\) .* dim \(3, 1, 1, 1\)",
     ):
         made.validate()
 
@@ -236,15 +263,34 @@ def test_a_call_with_packed_tables():
         assert np.allclose(result["sdpa::O"][entry, :, :rows], expected)
 
 
+@pytest.mark.parametrize("wrong", [(0, 3, 6), (-1, 2, 5)])
+def test_offsets_of_packed_tables_stay_inside(wrong):
+    """In host memory, offsets that leave the table are refused."""
+    made = Paged("k")
+    table, offsets = "paged_attention_k_table", made.tensor("offsets", (BATCH + 1, 1, 1, 1), INT32)
+    made.tensors[table].set_ragged_offset(offsets)
+    made.validate().graph.build()
+    memory = {t: np.zeros(t.get_dim(), np.float16) for t in made.graph.lowered.tensors.values()}
+    for role in ("seq_len_q", "seq_len_kv"):
+        memory[made.tensors[role]] = np.ones((BATCH, 1, 1, 1), np.int32)
+    memory[made.tensors[table]] = np.zeros(5, np.int32)
+    memory[offsets] = np.array((0, 2, 5), np.int32).reshape(-1, 1, 1, 1)
+    made.graph.execute(memory)
+    memory[offsets] = np.array(wrong, np.int32).reshape(-1, 1, 1, 1)
+    with pytest.raises(ValueError, match="offsets: expected offsets from 0 to at most 5"):
+        made.graph.execute(memory)
+
+
 def test_what_kernels_are_told():
     """Strides in entries, the size and number of pages, and where the addresses go."""
     made = Paged("v", page=(8, 16))
     offsets = made.tensor("offsets", (BATCH + 1, 1, 1, 1), INT64)
     made.tensors["paged_attention_v_table"].set_ragged_offset(offsets)
-    params = params_for(made.validate().graph.lowered.geometry)
+    geometry = made.validate().graph.lowered.geometry
+    params = params_for(geometry)
     assert params.k_pages.pages == 0 and params.paged_rows == 32
     pages = params.v_pages
-    assert (pages.page, pages.log2_rows, pages.pages, pages.offsets_are_int64) == (1, 4, PAGES, 1)
-    address_slot(params, "paged_attention_v_table").value = 4096
-    address_slot(params, "paged_attention_v_table_offset").value = 8192
+    assert (pages.page, pages.log2_rows, pages.pages, pages.has_int64_offsets) == (1, 4, PAGES, 1)
+    address_slot(params, geometry, "paged_attention_v_table").value = 4096
+    address_slot(params, geometry, "paged_attention_v_table_offset").value = 8192
     assert (params.v_pages.data, params.v_pages.offsets) == (4096, 8192)

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
-from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap
+from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap, offset_role
 from tests.builders import Library, make_tensors
-from tests.drivers import (
-    OPTIONS,
-    declared,
-    edit_arguments,
-    geometry_of,
-    problem_of,
-    take_offsets,
-)
+from tests.drivers import OPTIONS, edit_arguments, geometry_of, problem_of, set_offset
+from tests.drivers import declare as declare_input
 from tests.strategies import Case, cases
 
 HALF = cudnn.data_type.HALF
@@ -54,16 +48,20 @@ def test_random_cases(case: Case):
         lowered = declare(case, tensors, inputs, outputs).lowered
         written = given_outputs(case, inputs)
         roles = [role for role in (*inputs, *outputs, *OPTIONS, *written) if role in tensors]
+        roles += [name for role in roles if (name := offset_role(role)) in tensors]
         expected = geometry_of(case, {role: tensors[role] for role in roles})
         assert lowered.problem == replace(
-            problem_of(case, direction), access_bytes=lowered.problem.access_bytes
+            problem_of(case, direction, ragged=bool(set(roles) & set(case.ragged))),
+            access_bytes=lowered.problem.access_bytes,
         )
         assert set(lowered.geometry.tensors) == set(roles)
         assert lowered.outputs == {role for role in (*outputs, *written) if role in tensors}
         for role in roles:
             got, want = lowered.geometry.tensors[role], expected.tensors[role]
             assert (got.name, got.dim, got.dtype) == (f"my {role}", want.dim, want.dtype)
-            assert got.stride == canonical_stride(want.dim, want.stride)
+            stride = canonical_stride(want.dim, want.stride)
+            assert got.stride == ((0, *stride[1:]) if role in case.ragged else stride)
+            assert (got.ragged, got.packed) == (want.ragged, want.packed)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
         for bound in ("max_seq_kv", "softcap", "band_left", "band_right", "bottom_right"):
@@ -77,11 +75,10 @@ def given_outputs(case, inputs):
 def declare(case, tensors, inputs, outputs):
     graph = cudnn.pygraph(io_data_type=from_any(Library().dtype(case.dtype)))
     given = {
-        role: declared(graph, tensors[role], f"my {role}")
+        role: declare_input(graph, role, tensors, "my ")
         for role in (*inputs, *OPTIONS, *given_outputs(case, inputs))
         if role in tensors
     }
-    take_offsets(given)
     if case.page_k or case.page_v:
         given["paged_attention_max_seq_len_kv"] = case.seq_kv
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
@@ -101,6 +98,7 @@ def declare(case, tensors, inputs, outputs):
             spec = tensors[role].spec
             t.set_output(True).set_dim(spec.dim).set_stride(spec.stride)
             t.set_data_type(spec.dtype).set_name(f"my {role}")
+            set_offset(graph, role, t, tensors, "my ")
     return graph
 
 

@@ -1,0 +1,142 @@
+// Before every other kernel of a ragged problem: what they need to know of each batch entry. Its
+// lengths; where its query tiles' scratch is; where the copy engine finds it; and the items that
+// persistent blocks take, those of no empty tile, the longest sequences first. One block per entry.
+//
+// A tensor map of a ragged tensor has as many rows as the longest sequence, and as its last dimension
+// elements, eight at a time: coordinates add up to an address, so the rows of an entry of length n may
+// be numbered from longest - n on, at a last coordinate that makes up for it. Then the tensor ends where
+// the entry does: the copy engine fills up with zeros what it loads beyond, and stores nothing there.
+// To keep that coordinate positive, maps begin `longest` rows before the tensor (plans/mapped.py).
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+
+namespace dlattn {
+
+template <int threads_>
+struct RaggedTiling {
+  static constexpr int threads = threads_;
+};
+
+// Lengths as the user gave them, or as the distance to the next entry says, or full.
+DLATTN_DEVICE int ragged_length(const LengthRef& given, const TensorRef& tensor, int b,
+                                int longest) {
+  if (given.data != nullptr || tensor.offsets == nullptr) return given.at(b, longest);
+  const int64 distance = tensor.offset(b + 1) - tensor.offset(b);
+  const int64 length = tensor.row > 1 ? distance / tensor.row : distance;
+  return int(length < 0 ? 0 : length > longest ? longest : length);
+}
+
+// Sums of a few numbers over a block.
+template <int threads, int count>
+struct BlockSums {
+  int* shared;  // [count]
+  DLATTN_DEVICE explicit BlockSums(int* memory) : shared(memory) {
+    if (threadIdx.x < count) shared[threadIdx.x] = 0;
+    __syncthreads();
+  }
+  DLATTN_DEVICE void add(const int (&values)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) atomicAdd(shared + i, values[i]);
+    __syncthreads();
+  }
+};
+
+template <class Tiling>
+struct Ragged {
+  static constexpr int threads = Tiling::threads;
+  const Params& p;
+  const RaggedRef& r;
+
+  DLATTN_DEVICE explicit Ragged(const Params& params) : p(params), r(params.ragged) {}
+
+  DLATTN_DEVICE int length_q(int b) const { return ragged_length(r.given_q, p.q, b, p.seq_q); }
+  DLATTN_DEVICE int length_kv(int b) const {
+    return ragged_length(r.given_kv, p.k.offsets != nullptr ? p.k : p.v, b, p.seq_kv);
+  }
+
+  // Tiles of an entry's items, for each head or group of heads. Of keys at least one, because earlier
+  // pairs' dQ is stored with an item.
+  DLATTN_DEVICE int item_tiles(int q, int kv) const {
+    return r.items_of_keys ? most(1, ceil_div(kv, r.item_rows)) : ceil_div(q, r.item_rows);
+  }
+
+  DLATTN_DEVICE void write_items(int batch, int tiles, int first, int rank) const {
+    const int heads = p.heads_q / p.heads_per_block;
+    const int per_wave = least(p.heads_per_wave, heads);
+    for (int i = threadIdx.x; i < heads * tiles; i += threads) {
+      const int first_head = i / (tiles * per_wave) * per_wave;
+      const int width = least(per_wave, heads - first_head);
+      const int rest = i - first_head * tiles, head = first_head + rest % width;
+      const int tile = r.last_first ? tiles - 1 - rest / width : rest / width;
+      r.items[1 + first + i] = int4{tile, head, batch, rank * heads + head};
+    }
+  }
+
+  DLATTN_DEVICE void write_map(Mapped map, const TensorRef& tensor, int batch, int length,
+                               int longest) const {
+    const bool is_ragged = tensor.offsets != nullptr;
+    r.mapped[int(map) * p.batch + batch] =
+        is_ragged
+            ? MappedEntry{longest - length, int((tensor.offset(batch) + length * tensor.row) / 8)}
+            : MappedEntry{0, batch};
+  }
+
+  DLATTN_DEVICE void write_maps(int batch, int q, int kv) const {
+    write_map(Mapped::q, p.q, batch, q, p.seq_q);
+    write_map(Mapped::k, p.k, batch, kv, p.seq_kv);
+    write_map(Mapped::v, p.v, batch, kv, p.seq_kv);
+    write_map(Mapped::o, p.o, batch, q, p.seq_q);
+    write_map(Mapped::dO, p.dO, batch, q, p.seq_q);
+    write_map(Mapped::dK, p.dK, batch, kv, p.seq_kv);
+    write_map(Mapped::dV, p.dV, batch, kv, p.seq_kv);
+  }
+
+  DLATTN_DEVICE void describe(int batch, int* s_sums) const {
+    int q = length_q(batch);
+    const int kv = length_kv(batch);
+    // Items of long sequences take long: keys of many queries, queries of many keys.
+    const auto cost = [&](int of_q, int of_kv) { return r.items_of_keys ? of_q : of_kv; };
+    int tiles_before = 0, items_before = 0, rank = 0, items = 0;
+    for (int b = threadIdx.x; b < p.batch; b += threads) {
+      const int other_q = length_q(b), other_kv = length_kv(b);
+      const int tiles = item_tiles(other_q, other_kv) * (p.heads_q / p.heads_per_block);
+      const int own = cost(q, kv), other = cost(other_q, other_kv);
+      items += tiles;
+      if (b < batch) tiles_before += ceil_div(other_q, r.tile_q);
+      if (other > own || (other == own && b < batch)) {
+        items_before += tiles;
+        ++rank;
+      }
+    }
+    BlockSums<threads, 4> sums(s_sums);
+    sums.add({tiles_before, items_before, rank, items});
+    tiles_before = s_sums[0];
+    const int tiles = item_tiles(q, kv);
+    int query_tiles = ceil_div(q, r.tile_q);
+    if (tiles_before + query_tiles > r.row_tiles)
+      q = query_tiles = 0;  // no room: more than promised
+    if (threadIdx.x == 0) {
+      const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;
+      const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
+      r.entries[batch] = {tiles_before, query_tiles, s_sums[2], 0};
+      r.order[s_sums[2]] = batch;
+      if (r.mapped != nullptr) write_maps(batch, q, kv);
+      if (batch == 0 && r.items != nullptr) {
+        r.items[0] = int4{s_sums[3], 0, 0, 0};
+        *p.items_taken = 0;
+        if (p.shares_taken != nullptr) *p.shares_taken = 0;
+      }
+    }
+    if (r.items != nullptr) write_items(batch, tiles, s_sums[1], s_sums[2]);
+  }
+};
+
+template <class Problem, class Tiling>
+DLATTN_DEVICE void ragged(const Params& p) {
+  __shared__ int s_sums[4];
+  Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
+}
+
+}  // namespace dlattn

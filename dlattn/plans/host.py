@@ -1,0 +1,114 @@
+"""Host memory as the reference engine sees it: one array for each tensor, ragged ones padded, paged
+ones gathered."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from dlattn.dtypes import to_numpy
+from dlattn.plans.pages import Pages, pages_of
+from dlattn.problem import PAGE_TABLES, QUERY_ROLES, Geometry, TensorSpec, offset_role
+from dlattn.problem.score import Array
+
+
+class HostMemory:
+    """The tensors of one call.
+
+    Attributes:
+        len_q, len_kv: actual lengths, (B, 1, 1, 1), int64.
+        arrays: role -> array in the declared shape. Of ragged tensors, and of k and v in pages,
+            copies with zeros past the lengths: :meth:`write` takes results back.
+    """
+
+    def __init__(self, geometry: Geometry, pointers: Mapping[str, int]) -> None:
+        self._geometry = geometry
+        self._pointers = pointers
+        specs = geometry.tensors
+        self.arrays = {
+            role: _view(pointers[role], spec) for role, spec in specs.items() if not spec.ragged
+        }
+        self.len_q = self._lengths_of("seq_len_q", "q")
+        self.len_kv = self._lengths_of("seq_len_kv", "k", "v")
+        for role, spec in specs.items():
+            if spec.ragged:
+                padded = self.arrays[role] = np.zeros(spec.dim, to_numpy(spec.dtype))
+                for entry, rows in enumerate(self._entries(role)):
+                    padded[entry, :, : rows.shape[1]] = rows
+            elif spec.packed:
+                count = max(0, int(self._offsets(role).max()))
+                self.arrays[role] = _view(pointers[role], replace(spec, dim=(count,), stride=(1,)))
+        self._pages: dict[str, Pages] = {}
+        for role in PAGE_TABLES:
+            pages = pages_of(role, geometry, self.arrays, self.len_kv)
+            if pages is not None:
+                self._pages[f"d{role.upper()}"] = pages
+                self.arrays[role] = pages.gather(self.arrays[role], geometry.seq_kv)
+
+    def write(self, role: str, result: Array) -> None:
+        """Stores a result of the declared shape; of a ragged tensor only what the lengths hold, of
+        a paged one (B, H, Skv, D) in its pages."""
+        if role in self._pages:
+            self._pages[role].scatter(result, self.arrays[role])
+            return
+        if not self._geometry.is_ragged(role):
+            self.arrays[role][...] = result
+            return
+        for entry, rows in enumerate(self._entries(role)):
+            rows[...] = result[entry, :, : rows.shape[1]]
+
+    def _lengths_of(self, given: str, *sources: str) -> Array:
+        """As given, else from the first ragged tensor's offsets, else full."""
+        batch = self._geometry.batch
+        longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
+        for source in sources:
+            if given not in self.arrays and self._geometry.is_ragged(source):
+                distances = np.diff(self._offsets(source))
+                return lengths(distances // _row(self._geometry.tensors[source]), batch, longest)
+        return lengths(self.arrays.get(given), batch, longest)
+
+    def _offsets(self, role: str) -> Array:
+        return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
+
+    def _entries(self, role: str) -> list[Array]:
+        """Of each batch entry, the (H, length, D) elements in memory."""
+        spec = self._geometry.tensors[role]
+        sizes = self.len_q if role in QUERY_ROLES else self.len_kv
+        _, heads, _, columns = spec.dim
+        _, head, _, column = spec.stride
+        itemsize = to_numpy(spec.dtype).itemsize
+        return [
+            _view(
+                self._pointers[role] + int(offset) * itemsize,
+                TensorSpec(
+                    spec.name, (heads, int(size), columns), (head, _row(spec), column), spec.dtype
+                ),
+            )
+            for offset, size in zip(self._offsets(role), sizes.reshape(-1), strict=False)
+        ]
+
+
+def lengths(given: Array | None, batch: int, size: int) -> Array:
+    """Actual lengths (B, 1, 1, 1), int64, clamped into [0, size]; all full when not given."""
+    if given is None:
+        return np.full((batch, 1, 1, 1), size, np.int64)
+    return np.clip(given.astype(np.int64), 0, size).reshape(batch, 1, 1, 1)
+
+
+def _row(spec: TensorSpec) -> int:
+    """Elements from a token to the next; of a single one, any number does."""
+    return max(1, spec.stride[2])
+
+
+def _view(address: int, spec: TensorSpec) -> Array:
+    """Host memory as the array that a spec describes."""
+    dtype = to_numpy(spec.dtype)
+    if 0 in spec.dim:
+        return np.empty(spec.dim, dtype)
+    extent = 1 + sum((d - 1) * s for d, s in zip(spec.dim, spec.stride, strict=True))
+    memory = memoryview((ctypes.c_byte * (extent * dtype.itemsize)).from_address(address))
+    strides = [s * dtype.itemsize for s in spec.stride]
+    return np.ndarray(spec.dim, dtype, memory, strides=strides)

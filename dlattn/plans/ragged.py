@@ -1,0 +1,93 @@
+"""What the kernels of a ragged problem know of its batch entries: ``kernels/ragged.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlattn.dtypes import data_type
+from dlattn.plans.params import LengthRef, Params
+from dlattn.plans.source import kernel_source
+from dlattn.problem import Direction, Geometry, Padding, Problem, Scale
+from dlattn.runtime.jit import KernelSource
+
+RAGGED_THREADS = 256
+
+#: Bytes of ``RaggedEntry``, an item, a length, and ``MappedEntry`` times ``mapped_tensors``.
+_ENTRY, _ITEM, _LENGTH, _MAPPED = 16, 16, 4, 8 * 7
+
+#: More tiles than any workspace has room for.
+_UNBOUNDED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Items:
+    """The work that persistent blocks take one after the other.
+
+    Attributes:
+        rows: queries, or keys, of an item.
+        most: how many items there can be.
+        of_keys: items are tiles of keys, of a group of heads; else of queries, of a head.
+        last_first: of a head, the last tile is taken first.
+    """
+
+    rows: int
+    most: int
+    of_keys: bool
+    last_first: bool
+
+
+@dataclass(frozen=True)
+class RaggedScratch:
+    """Memory that the first kernel of a ragged problem writes, and its parameters.
+
+    Attributes:
+        tile_q: rows of a tile of row statistics.
+        row_tiles: of those, how many the workspace has room for, of one head.
+        items: for plans whose blocks are persistent; these also have tensor maps.
+    """
+
+    geometry: Geometry
+    tile_q: int = 1
+    row_tiles: int = _UNBOUNDED
+    items: Items | None = None
+
+    @property
+    def nbytes(self) -> int:
+        batch, items = self.geometry.batch, self.items
+        persistent = 0 if items is None else _ITEM * (1 + items.most) + _MAPPED * batch
+        size = persistent + (_ENTRY + 3 * _LENGTH) * batch
+        return -(-size // 256) * 256
+
+    def place(self, params: Params, address: int) -> None:
+        """Writes addresses and parameters; ``address`` is aligned to 16 bytes."""
+        batch, ref = self.geometry.batch, params.ragged
+        ref.tile_q, ref.row_tiles = self.tile_q, self.row_tiles
+        ref.entries = address
+        address += _ENTRY * batch
+        if self.items is not None:
+            ref.items = address
+            address += _ITEM * (1 + self.items.most)
+            ref.mapped = address
+            address += _MAPPED * batch
+            ref.item_rows, ref.items_of_keys = self.items.rows, self.items.of_keys
+            ref.last_first = self.items.last_first
+        else:
+            ref.item_rows = 1
+        ref.order = address
+        params.seq_len_q = LengthRef(address + _LENGTH * batch, 1, 0, 0)
+        params.seq_len_kv = LengthRef(address + 2 * _LENGTH * batch, 1, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    cpp: str = f"RaggedTiling<{RAGGED_THREADS}>"
+    threads: int = RAGGED_THREADS
+    min_blocks: int = 1
+
+
+def ragged_source() -> KernelSource:
+    """The kernel, the same for every problem."""
+    any_problem = Problem(
+        Direction.FORWARD, data_type.HALF, 8, 8, (Scale(),), (Padding(),), ragged=True
+    )
+    return kernel_source("ragged", any_problem, _Tiling(), 0)

@@ -1,0 +1,239 @@
+"""Ragged tensors: declarations, refusals, what packs may hold, results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import dlattn as cudnn
+from tests.unit.valid_graphs import HALF, Backward, Forward, bshd, lengths
+
+NotSupported = cudnn.cudnnGraphNotSupportedError
+INT32 = cudnn.data_type.INT32
+
+
+def offset(made, name="offset", dim=(3, 1, 1, 1), **attributes):
+    return made.graph.tensor(dim, name=name, **{"data_type": INT32, **attributes})
+
+
+def ragged(*roles, kind=Forward, **arguments):
+    """A graph in which some of its tensors are ragged, with offsets of their own."""
+    made = kind(stride=bshd)
+    made.sdpa(**{name: give(made.graph) for name, give in arguments.items()})
+    for role in roles:
+        getattr(made, role).set_ragged_offset(offset(made, f"{role} offset"))
+    return made
+
+
+@pytest.mark.parametrize("roles", ["q", "k", "v", "kv", "qo", "qkvo"])
+def test_any_tensor_may_be_ragged(roles):
+    """Alone or together: the problem says that some are, the geometry which."""
+    lowered = ragged(*roles).graph.lowered
+    assert lowered.problem.ragged
+    assert {r for r, spec in lowered.geometry.tensors.items() if spec.ragged} == set(roles)
+    for role in roles:
+        assert lowered.geometry.tensors[role].stride[0] == 0
+        assert lowered.tensors[f"{role}_offset"].get_name() == f"{role} offset"
+
+
+def test_without_offsets_nothing_is_ragged():
+    """The code of other problems does not change."""
+    assert not Forward().sdpa().graph.lowered.problem.ragged
+
+
+def test_offsets_may_be_set_after_the_call_and_shared():
+    """One tensor of offsets serves several; it gets a uid, and is one tensor of the graph."""
+    made = Forward(stride=bshd).sdpa()
+    shared = cudnn.pygraph().tensor((3, 1, 1, 1), data_type=INT32)
+    made.q.set_ragged_offset(shared)
+    made.k.set_ragged_offset(shared)
+    made.graph.build_operation_graph()
+    assert shared.get_uid() > 0
+    with pytest.raises(ValueError, match="is built"):
+        shared.set_dim((4, 1, 1, 1))
+
+
+def test_ragged_stats_are_packed_by_token():
+    """Stats without strides have the heads of a token side by side; with them, theirs."""
+    made = ragged("q", "stats")
+    made.stats.set_output(True)
+    made.validate()
+    assert made.stats.get_stride() == [32, 1, 4, 1]
+
+
+def test_lengths_that_nothing_tells():
+    """Ragged o beside padded q needs lengths; given, or from q's offsets, they will do."""
+    with pytest.raises(ValueError, match="o' has a ragged offset, but nothing says how long") as it:
+        made = ragged("o")
+        made.o.set_name("'o'")
+        made.validate()
+    assert "seq_len_q" in str(it.value)
+    ragged("q", "o").validate()
+    ragged("o", use_padding_mask=lambda _: True, seq_len_q=lengths).validate()
+    ragged("q", "k", use_padding_mask=lambda _: True).validate()
+    with pytest.raises(ValueError, match="use_padding_mask=True without seq_len_q"):
+        ragged(use_padding_mask=lambda _: True).validate()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (lambda o: o.set_dim((2, 1, 1, 1)), ValueError, r"expected dim \(3, 1, 1, 1\)"),
+        (lambda o: o.set_dim((3,)).set_stride((1,)), ValueError, r"expected dim \(3, 1, 1, 1\)"),
+        (lambda o: o.set_stride((2, 1, 1, 1)), ValueError, "a first stride of 1"),
+        (lambda o: o.set_is_virtual(True), ValueError, "must be a tensor in memory"),
+        (lambda o: o.set_data_type(HALF), ValueError, "q offset is .*HALF; expected INT32 or"),
+    ],
+)
+def test_wrong_offsets(change, error, said):
+    """Of another shape, type or kind, they are refused by name."""
+    made = ragged("q")
+    change(made.q.attributes.ragged_offset)
+    with pytest.raises(error, match=said):
+        made.validate()
+
+
+def test_what_cannot_be_ragged():
+    """A bias, lengths, and a tensor whose tokens share memory."""
+    made = Forward(stride=bshd)
+    bias = made.graph.tensor((2, 4, 8, 12), name="bias").set_ragged_offset(offset(made))
+    with pytest.raises(NotSupported, match="bias has a ragged offset; q, o, "):
+        made.sdpa(bias=bias).validate()
+    made = ragged("q")
+    made.q.set_stride((64, 16, 0, 1))
+    with pytest.raises(ValueError, match="the stride of its tokens must be at least 1"):
+        made.validate()
+
+
+def test_bounds_of_all_tokens():
+    """They need a ragged tensor and an int of at least 1; the geometry has them."""
+    made = Backward(stride=bshd)
+    made.sdpa(max_total_seq_len_q=9, max_total_seq_len_kv=20)
+    with pytest.raises(NotSupported, match="max_total_seq_len_q without a ragged tensor"):
+        made.validate()
+    made.q.set_ragged_offset(offset(made))
+    geometry = made.graph.lowered.geometry
+    assert (geometry.most_tokens_q, geometry.most_tokens_kv) == (9, 20)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(RuntimeError, match="max_total_seq_len_q must be"):
+            Backward().sdpa(max_total_seq_len_q=wrong)
+
+
+def test_keys_of_caches_tell_ragged_graphs_apart():
+    """A ragged graph is another graph."""
+    assert ragged("q").graph.key() != ragged().graph.key()
+
+
+# Packs --------------------------------------------------------------------------------------------
+
+LENGTHS = (5, 8)
+ROWS = (0, 5 * 64, 13 * 64)
+
+
+def packed(rng, tokens, heads, columns):
+    return rng.standard_normal((tokens, heads, columns)).astype(np.float32)
+
+
+class Packed:
+    """A built forward of ragged q, k, v, o, and a pack for it."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.graph = cudnn.pygraph(
+            io_data_type=cudnn.data_type.FLOAT, handle=cudnn.create_handle(device="cpu")
+        )
+        self.memory = [packed(rng, 13, 4, 16) for _ in range(3)] + [np.empty((13, 4, 16), "f4")]
+        dim = (2, 4, 8, 16)
+        self.tensors = [self.graph.tensor(dim, bshd(dim), name=name) for name in "qkv"]
+        o, _ = self.graph.sdpa(*self.tensors, is_inference=True)
+        self.tensors.append(o.set_output(True).set_dim(dim).set_stride(bshd(dim)))
+        self.offset = self.graph.tensor((3, 1, 1, 1), data_type=INT32, name="offset")
+        for t in self.tensors:
+            t.set_ragged_offset(self.offset)
+        self.graph.build()
+        self.pack = dict(zip(self.tensors, self.memory, strict=True))
+        self.pack[self.offset] = np.array(ROWS, np.int32).reshape(3, 1, 1, 1)
+
+    def expected(self):
+        q, k, v = self.memory[:3]
+        parts = []
+        for first, last in ((0, 5), (5, 13)):
+            part = [x[first:last].astype(float).swapaxes(0, 1) for x in (q, k, v)]
+            weights = np.exp(part[0] @ part[1].swapaxes(1, 2))
+            parts.append((weights / weights.sum(-1, keepdims=True)) @ part[2])
+        return np.concatenate(parts, axis=1).swapaxes(0, 1)
+
+    def run(self, **changes):
+        names = {"q": 0, "o": 3}
+        pack = self.pack | {self.tensors[names[role]]: x for role, x in changes.items()}
+        self.graph.execute(pack)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_packs_of_packed_memory(rank):
+    """(tokens, heads, columns), and memory of one dimension, are taken."""
+    made = Packed()
+    out = np.full((13, 4, 16), np.nan, "f4")
+    made.run(q=made.memory[0].reshape(-1) if rank == 1 else made.memory[0], o=out)
+    assert np.allclose(out, made.expected(), rtol=1e-4, atol=1e-5)
+
+
+def test_packs_with_addresses():
+    """An address is a tensor, too."""
+    made = Packed()
+    made.run(q=made.memory[0].ctypes.data)
+    assert np.allclose(made.memory[3], made.expected(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((13, 16, 4), "f4"),
+        np.zeros((13, 8, 16), "f4")[:, ::2],
+        np.zeros((13, 4, 32), "f4")[:, :, :16],
+        np.zeros((2, 4, 8, 16), "f4"),
+        np.zeros((2, 2, 2, 2, 2), "f4"),
+        np.zeros(2000, "f4")[::2],
+    ],
+)
+def test_packs_of_other_layouts(wrong):
+    """Other heads, columns or strides are refused with the strides that were expected."""
+    with pytest.raises(
+        ValueError, match=r"q .*expected \(tokens, heads, columns\).* \(64, 16, 1\)"
+    ):
+        Packed().run(q=wrong)
+
+
+@pytest.mark.parametrize("rows", [(0, 320, 900), (-64, 0, 64)])
+def test_offsets_in_host_memory_stay_inside(rows):
+    """Offsets that leave a tensor on the CPU are refused."""
+    made = Packed()
+    made.pack[made.offset] = np.array(rows, np.int32).reshape(3, 1, 1, 1)
+    with pytest.raises(ValueError, match="offset: expected offsets from 0 to at most 8"):
+        made.run()
+
+
+def test_through_the_wrapper():
+    """A Graph finds offsets like other inputs, and makes room for as many tokens as q has."""
+    made = Packed()
+    rows = made.pack[made.offset]
+    dim = (2, 4, 8, 16)
+    with cudnn.Graph(
+        inputs=["q", "k", "v", rows],
+        outputs=["sdpa::O", "sdpa::Stats"],
+        io_data_type=cudnn.data_type.FLOAT,
+        handle=cudnn.create_handle(device="cpu"),
+    ) as graph:
+        given = [graph.tensor(dim, bshd(dim), name=name) for name in "qkv"]
+        outputs = graph.sdpa(*given, generate_stats=True, name="sdpa")
+        shared = graph.tensor_like(rows)
+        for t in (*given, outputs[0]):
+            t.set_ragged_offset(shared)
+        for t in outputs:
+            t.set_output(True)
+    o, stats = graph(*made.memory[:3], rows)
+    assert o.shape == (13, 4, 16) and stats.shape == (2, 4, 8, 1)
+    assert np.allclose(o, made.expected(), rtol=1e-4, atol=1e-5)
+    assert np.isneginf(stats[0, :, 5:]).all() and np.isfinite(stats[0, :, :5]).all()
+    with pytest.raises(RuntimeError, match="does not tell how many tokens"):
+        graph(made.memory[0].reshape(-1), *made.memory[1:3], rows)
