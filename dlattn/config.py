@@ -60,6 +60,11 @@ VARIABLES = (
         "0",
         "What goes to stderr: 0 nothing, 1 compilations, 2 also the plan chosen for each graph.",
     ),
+    Variable(
+        "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT",
+        "no limit",
+        "cuDNN's limit in bytes, or -1, of a backward's quadratic workspace; dlattn has none.",
+    ),
 )
 
 LOG_LEVELS = ("0", "1", "2")
@@ -71,7 +76,7 @@ def settings() -> Settings:
     Raises:
         DlattnError: a variable has a value that means nothing.
     """
-    cache_dir, engine, log = (os.environ.get(variable.name, "") for variable in VARIABLES)
+    cache_dir, engine, log, limit = (os.environ.get(variable.name, "") for variable in VARIABLES)
     if engine and not engine.isidentifier():
         raise DlattnError(
             f"DLATTN_ENGINE is {engine!r}, but expected a plan such as 'fwd_sm80' or a family such "
@@ -79,6 +84,11 @@ def settings() -> Settings:
         )
     if log and log not in LOG_LEVELS:
         raise DlattnError(f"DLATTN_LOG is {log!r}, but expected one of {', '.join(LOG_LEVELS)}")
+    if limit and limit != "-1" and not limit.isdecimal():
+        raise DlattnError(
+            f"CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT is {limit!r}, but expected a number of bytes "
+            "or -1; dlattn needs none, so unset it"
+        )
     return Settings(
         cache_dir=Path(cache_dir).expanduser() if cache_dir else _default_cache_dir(),
         engine=engine or None,

@@ -277,6 +277,11 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
             "bias", case.bias_dim(), case.bias_stride(), from_any(Library().dtype(case.bias))
         )
         yield "bias", _guard(library, spec, case.bias, _bias(case, library), False)
+    if case.blocks is not None:
+        dim, stride = case.blocks_dim(), case.blocks_stride()
+        spec = TensorSpec("block_mask", dim, stride, data_type.UINT8)
+        data = library.values(_blocks(case), "uint8").reshape(dim)
+        yield "block_mask", _guard(library, spec, "uint8", data, False)
     slopes_dim = case.slopes_dim()
     if slopes_dim is not None:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
@@ -344,6 +349,14 @@ def _bias(case: Case, library: Library) -> Any:
             if "k" in case.bias_axes:
                 data[entry, :, :, n:] = _TAILS[case.tails]
     return data
+
+
+def _blocks(case: Case) -> list[int]:
+    """Bytes of random bits; those beyond the last block, which mean nothing, are set."""
+    dim = case.blocks_dim()
+    bits = np.random.default_rng(4 * case.seed + 7).random((*dim[:3], 8 * dim[3])) < case.blocks
+    bits[..., -(-case.seq_kv // 128) :] = True
+    return [int(byte) for byte in np.packbits(bits, axis=-1, bitorder="little").ravel()]
 
 
 def _packed(dim: Sequence[int]) -> tuple[int, ...]:

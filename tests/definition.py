@@ -25,7 +25,8 @@ class Entry:
 
     Attributes:
         q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
-        added: (Hq, m, n): what edits add to scores, or ``None``.
+        added, sizes: (Hq, m, n): what edits add to scores, or ``None``, and the sum of its parts'
+            magnitudes.
         sink: (Hq, 1, 1), -inf without.
         keep: (m, n) or (Hq, m, n) booleans.
         alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
@@ -37,6 +38,7 @@ class Entry:
     v: Any
     d_o: Any
     added: Any
+    sizes: Any
     sink: Any
     keep: Any
     alive: Any
@@ -81,14 +83,18 @@ def by_entry(
             continue
         # Without keys, one that is masked: no library takes the maximum of nothing.
         keys, values = (x[index, :, :n] if n else xp.zeros_like(x[index, :, :1]) for x in (k, v))
-        keep, added = _keep(case, xp, q, m, n), None
+        keep, added, sizes = _keep(case, xp, q, m, n), None, None
         if case.alibi:
             added = _alibi(case, given, q, index, m, n)
+            sizes = abs(added)
         if case.bias and n:
             kept, bias = _bias(case, given, q, index, m, n)
             keep = keep & kept
             if bias is not None:
+                sizes = abs(bias) if added is None else sizes + abs(bias)
                 added = bias if added is None else added + bias
+        if case.blocks is not None:
+            keep = keep & _blocks(given, q, index, m, n)
         e = Entry(
             xp=xp,
             q=q[index, :, :m],
@@ -96,6 +102,7 @@ def by_entry(
             v=_repeat(values, case.heads_q),
             d_o=d_o[index, :, :m],
             added=added,
+            sizes=sizes,
             sink=sink,
             keep=keep,
             alive=keep.any(-1)[..., None] | (sink > -np.inf),
@@ -133,6 +140,15 @@ def _bias(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> 
         return bias != 0, None
     kept = bias != -np.inf
     return kept, _module(like).where(kept, bias, 0.0)
+
+
+def _blocks(given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
+    """Which positions of a batch entry a block mask keeps, (H or 1, m, n)."""
+    xp, mask = _module(like), given["block_mask"]
+    row, column = (_positions(xp, like, max(size, 1)) for size in (m, n))
+    row, block = cast(row // 128, "int64"), cast(column // 128, "int64")
+    byte = cast(mask[index % mask.shape[0]], "int64")[:, row][:, :, block // 8]
+    return (byte >> (block % 8)) % 2 == 1
 
 
 def _cudnn_slope(head: int, heads: int) -> float:
@@ -176,7 +192,7 @@ def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
         scores, slope = case.softcap * tanh, 1 - tanh**2
         largest = abs(scores)
     if e.added is not None:
-        largest = abs(scores) + abs(e.added)
+        largest = abs(scores) + e.sizes
         scores = scores + e.added
     return scores, slope, largest
 

@@ -92,7 +92,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         # The backward's p is exp(score - stats), with the rounding of stats.
         stored = rounding(stats, case.stats or compute_type(case))
-        p_variance = p**2 * (score + sunk + stored) + flushed**2
+        # Those of other keys' scores have come into stats.
+        p_variance = p**2 * (score + row_sum(e, p**2 * score) + sunk + stored) + flushed**2
         stats_variance = stored + 4 * eps**2 + row_sum(e, p**2 * score) + common + sunk
         # A sink's weight has all errors of stats.
         d_sink = rows.sink * row_sum(e, e.d_o * o)

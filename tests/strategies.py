@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-HEAD_DIMS = range(8, 257, 8)
+#: Mostly those that every kernel has.
+HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
 
 BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
 
@@ -41,6 +42,9 @@ class Case:
         bias: element type of the bias, of which ``"bool"`` and ``"uint8"`` mask; ``None`` for none.
         bias_axes: its axes, of ``"bhqk"``, that are not of size 1.
         bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are.
+        blocks: the share of blocks of 128 x 128 that a block mask keeps; ``None`` for no mask.
+        blocks_axes: its axes, of ``"bh"``, that are not of size 1.
+        blocks_layout: its last axis in memory, as of a bias.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -59,6 +63,7 @@ class Case:
             there is no backward.
         row_outputs: which of score_max and score_sum_exp the forward writes, too.
         sink: about the mean of the heads' sinks; ``None`` is no sink.
+        deterministic: the backward must give the same bits in every run.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -81,6 +86,9 @@ class Case:
     bias: str | None = None
     bias_axes: str = "bhqk"
     bias_layout: str = "keys"
+    blocks: float | None = None
+    blocks_axes: str = "bh"
+    blocks_layout: str = "keys"
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -100,6 +108,7 @@ class Case:
     stats: str | None = "float32"
     row_outputs: tuple[str, ...] = ()
     sink: float | None = None
+    deterministic: bool = False
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -135,6 +144,20 @@ class Case:
         b, h, q, k = self.bias_dim()
         head = q * k + 3
         return (h * head, head, *((k, 1) if self.bias_layout == "keys" else (1, q)))
+
+    def blocks_dim(self) -> tuple[int, ...]:
+        batch, heads = (
+            size if axis in self.blocks_axes else 1
+            for axis, size in zip("bh", (self.batch, self.heads_q), strict=True)
+        )
+        queries, keys = (-(-seq // 128) for seq in (self.seq_q, self.seq_kv))
+        return (batch, heads, queries, -(-keys // 8))
+
+    def blocks_stride(self) -> tuple[int, ...]:
+        """With gaps after each head."""
+        b, h, q, k = self.blocks_dim()
+        head = q * k + 3
+        return (h * head, head, *((k, 1) if self.blocks_layout == "keys" else (1, q)))
 
     def slopes_dim(self) -> tuple[int, ...] | None:
         """The shape of the slopes, if they are a tensor."""
@@ -189,12 +212,14 @@ class Profile:
     Attributes:
         dtypes: element types to draw from, with the types of stats that go with each.
         edges: sequence lengths to draw often: one around each tile boundary.
+        block_edges: lengths to draw often where there is a block mask.
         longest: longest sequence.
         heads: query heads to draw from.
     """
 
     dtypes: dict[str, tuple[str, ...]]
     edges: tuple[int, ...]
+    block_edges: tuple[int, ...]
     longest: int
     heads: tuple[int, ...]
 
@@ -208,6 +233,7 @@ PROFILES = {
             "float64": ("float64", "float32"),
         },
         edges=(2, 7, 8, 9, 15, 16, 17, 33),
+        block_edges=(127, 128, 129, 300),
         longest=40,
         heads=(1, 2, 3, 4, 6),
     ),
@@ -217,6 +243,7 @@ PROFILES = {
             *(2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129),
             *(159, 160, 161, 175, 176, 177, 191, 192, 193, 255, 256, 257, 383, 384, 385, 511, 513),
         ),
+        block_edges=(128, 129, 300, 600, 1024, 1030, 1200),
         longest=600,
         heads=(1, 2, 3, 4, 6, 8, 12),
     ),
@@ -273,6 +300,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
         bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
+        blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
         page_k=page_k,
@@ -281,6 +309,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
+        deterministic=draw(st.sampled_from((False, False, True))),
     )
 
 
@@ -291,6 +320,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     heads_q = draw(st.sampled_from(profile.heads))
     divisors = st.sampled_from([h for h in range(1, heads_q + 1) if heads_q % h == 0])
     size = st.sampled_from(profile.edges) | st.integers(1, profile.longest)
+    if kind.blocks is not None:
+        size = st.sampled_from(profile.block_edges) | size
     seq_q, seq_kv = draw(size), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
     if kind.page_k or kind.page_v:
@@ -318,6 +349,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         bias_axes=draw(st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", "")))
         if kind.bias
         else "bhqk",
+        blocks=None if kind.blocks is None else draw(st.sampled_from((0.1, 0.5, 0.9))),
+        blocks_axes=draw(st.sampled_from(("bh", "bh", "b", "h", ""))) if kind.blocks else "bh",
+        blocks_layout=draw(st.sampled_from(("keys", "queries"))) if kind.blocks else "keys",
         left=None if kind.left is None else 1 + draw(bound),
         right=None if kind.right is None else draw(bound),
         bottom_right=draw(st.booleans()),

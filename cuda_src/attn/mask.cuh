@@ -58,9 +58,27 @@ struct Band {
   }
 };
 
+// Blocks of queries and keys that are kept whole or not at all: it answers for everything, because
+// kernels visit no tile of a block that is not kept (attn/walk.cuh).
+inline constexpr int block_size = 128;
+
+struct BlockMask {
+  static constexpr bool bounded_right = false;
+  static constexpr Interval everything{-(1 << 30), 1 << 30};
+  static DLATTN_DEVICE Interval keys(Interval, const Lengths&, const Params&) { return everything; }
+  static DLATTN_DEVICE Interval queries(Interval, const Lengths&, const Params&) {
+    return everything;
+  }
+  static DLATTN_DEVICE Interval full_keys(Interval, const Lengths&, const Params&) {
+    return everything;
+  }
+  static DLATTN_DEVICE bool keep(int, int, const Lengths&, const Params&) { return true; }
+};
+
 // Keeps what every mask of the pack keeps.
 template <class... Pack>
 struct Masks {
+  static constexpr bool by_blocks = (false | ... | same_type<Pack, BlockMask>);
   static constexpr bool bounded_right = (false | ... | Pack::bounded_right);
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
     return (everything() & ... & Pack::keys(queries, length, p));

@@ -6,19 +6,19 @@
 
 namespace dlattn {
 
-// Rows of one sequence and head, from `first` on, that lie in pages. None of a page that the container
+// Rows of one sequence and head, from `first` and first_column on, that lie in pages. None of a page that the container
 // does not have.
 template <class T>
 struct PagedRows {
   static constexpr bool has_gaps = true;
   const TensorRef& container;
   const PageTableRef& table;
-  int batch, head, first;
+  int batch, head, first, first_column;
 
   DLATTN_DEVICE T* at(int row, int column) const {
     const int key = first + row, number = table.number(table.entries(batch), key);
     if (!table.has(number)) return nullptr;
-    return container.rows<T>(number, head, table.slot(key)) + column;
+    return container.rows<T>(number, head, table.slot(key)) + first_column + column;
   }
 
   struct Unit {
@@ -31,15 +31,16 @@ struct PagedRows {
   DLATTN_DEVICE Unit unit(int row, int column) const { return {*this, row, column}; }
 };
 
-// The rows of a sequence's keys or values, or of their gradients, from `first` on.
+// The rows of a sequence's keys or values, or of their gradients, from `first` and first_column on.
 template <class Problem, bool paged, class T = typename Problem::Element>
 DLATTN_DEVICE Either<paged, PagedRows<T>, StridedRows<T>> key_rows(const TensorRef& tensor,
                                                                    const PageTableRef& table,
-                                                                   int batch, int head, int first) {
+                                                                   int batch, int head, int first,
+                                                                   int first_column = 0) {
   if constexpr (paged) {
-    return {tensor, table, batch, head, first};
+    return {tensor, table, batch, head, first, first_column};
   } else {
-    return {tensor.rows<T, Problem::ragged>(batch, head, first), tensor.row};
+    return {tensor.rows<T, Problem::ragged>(batch, head, first) + first_column, tensor.row};
   }
 }
 

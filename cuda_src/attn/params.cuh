@@ -102,7 +102,9 @@ struct PageTableRef {
 // hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
 struct SoftCapSeries {
   float of[4], most;
-  uint32 zero;  // which the compiler does not know
+  float bound,
+      inverse_bound;  // of scores; their product is 1, or what is bounded would have a slope
+  uint32 zero;        // which the compiler does not know
 
   // highest: of[3].
   DLATTN_DEVICE float ratio(float x, float highest) const {
@@ -138,6 +140,17 @@ struct RaggedRef {
   int unused;
 };
 
+// A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.
+struct BlockMaskRef {
+  const unsigned char* data;  // (batch, heads_q, blocks of queries, bytes of blocks of keys)
+  int64 batch, head, row, column;
+
+  DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
+    return __ldg(data + offset) >> keys % 8 & 1;
+  }
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk); paged: (pages, heads_k, slots, ...)
@@ -154,7 +167,8 @@ struct Params {
   SlopeRef alibi_slopes;
   BiasRef bias;
   PageTableRef k_pages, v_pages;
-  RaggedRef ragged;                // in ragged problems, the lengths above are in the workspace
+  RaggedRef ragged;  // in ragged problems, the lengths above are in the workspace
+  BlockMaskRef block_mask;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far

@@ -305,7 +305,7 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
   }
   static DLATTN_DEVICE float inner(Exact, float raw, const ScoreValues& values) {
     const float tanh = any_tanh(raw * (Scale::of(values) * values.p.softcap_inverse));
-    return tanh * (values.p.softcap * log2_e);
+    return tanh * values.p.softcap_series.bound;
   }
   template <class At>
   static DLATTN_DEVICE float outer(float inner, const At& at, const ScoreValues& values,
@@ -313,7 +313,7 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
     return inner + Edits<Rest...>::add(base, at, values);
   }
   static DLATTN_DEVICE float derivative(float inner, const ScoreValues& values) {
-    const float tanh = inner * (values.p.softcap_inverse * ln_2);
+    const float tanh = inner * values.p.softcap_series.inverse_bound;
     return fmaf(-tanh, tanh, 1.f);
   }
 };

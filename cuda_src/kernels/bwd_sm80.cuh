@@ -13,6 +13,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/walk.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/math.cuh"
@@ -48,6 +49,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   using KTile = SharedTile<T, tile_k, dim_qk>;
   using VTile = SharedTile<T, tile_k, dim_v>;
   using PTile = SharedTile<T, tile_q, tile_k>;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
 
   // Where the rows of the head at work begin. In shared memory, because dK, dV and the scores take
   // nearly all registers.
@@ -145,15 +147,20 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     });
   }
 
-  // One query tile of one head.
-  DLATTN_DEVICE void step(int tile, int last_tile, int iteration, DK& dK, DV& dV) {
-    const bool more = tile + 1 < last_tile;
+  // The first query tile to visit from this one on.
+  DLATTN_DEVICE int tile_from(int tile, int last_tile) const {
+    return Tiles::first_queries(p, {keys.first / tile_k, head, batch}, tile, last_tile);
+  }
+
+  // One query tile of one head. Prefetches the next one.
+  DLATTN_DEVICE void step(int tile, int next, int last_tile, int iteration, DK& dK, DV& dV) {
+    const bool more = next < last_tile;
     cp_async_wait_all();
     __syncthreads();
     if (more) {
-      load_row_stats(tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_q == 2) load_q(tile + 1, iteration + 1);
-      if constexpr (Tiling::stages_do == 2) load_do(tile + 1, iteration + 1);
+      load_row_stats(next, iteration + 1);
+      if constexpr (Tiling::stages_q == 2) load_q(next, iteration + 1);
+      if constexpr (Tiling::stages_do == 2) load_do(next, iteration + 1);
     }
     QTile& s_q = shared.q[iteration % Tiling::stages_q];
     DOTile& s_do = shared.dO[iteration % Tiling::stages_do];
@@ -189,14 +196,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
                          SharedRight<DOTile, true>(s_do, DVGrid::first_column()));
     if constexpr (Tiling::stages_do == 1) {
       __syncthreads();
-      if (more) load_do(tile + 1, 0);
+      if (more) load_do(next, 0);
     }
     add_dq(tile);
     gemm<T, tile_q / 16>(dK, SharedLeft<PTile, true>(shared.dS, DKGrid::first_row()),
                          SharedRight<QTile, true>(s_q, DKGrid::first_column()));
     if constexpr (Tiling::stages_q == 1) {
       __syncthreads();
-      if (more) load_q(tile + 1, 0);
+      if (more) load_q(next, 0);
     }
   }
 
@@ -224,9 +231,12 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   // All query tiles of one head.
   DLATTN_DEVICE void walk_queries(DK& dK, DV& dV) {
     const Interval queries = Problem::Mask::queries(keys, length, p);
-    if (!keys.empty() && !queries.empty()) {
-      const int last_tile = ceil_div(queries.last, tile_q);
-      int tile = opaque(queries.first / tile_q);
+    const int last_tile = ceil_div(queries.last, tile_q);
+    int tile = opaque(queries.first / tile_q);
+    // Pages may have keys beyond those that a block mask knows.
+    if (Tiles::skips && !keys.empty()) tile = tile_from(tile, last_tile);
+    const bool some = !Tiles::skips || tile < last_tile;
+    if (!keys.empty() && !queries.empty() && some) {
       if (threadIdx.x == 0) {
         const int first_tile = Shapes::row_tile(p, batch, head, 0);
         shared.head_rows = {p.q.rows<T, ragged>(batch, head, 0),
@@ -238,8 +248,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
       load_q(tile, 0);
       load_do(tile, 0);
 #pragma unroll 1
-      for (int iteration = 0; tile < last_tile; ++tile, ++iteration) {
-        step(tile, last_tile, iteration, dK, dV);
+      for (int iteration = 0, next; tile < last_tile; tile = next, ++iteration) {
+        next = tile_from(tile + 1, last_tile);
+        step(tile, next, last_tile, iteration, dK, dV);
       }
     }
     cp_async_wait_all();

@@ -501,9 +501,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
         return ds;
       }
     }
-    DLATTN_DEVICE void advance() {
+    DLATTN_DEVICE bool advance(bool more) {
       place.advance();
       if constexpr (stages != ds_stages) ds.advance();
+      return more;
     }
   };
 
@@ -515,15 +516,6 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
       mbarrier_wait(shared.v_ring.full[0], this->values_parity(i));
       walk(i, i + this->heads_per_walk(), some);
-    }
-  }
-
-  template <class Take>
-  DLATTN_DEVICE void take_steps(Steps& at, bool more, Take take) {
-#pragma unroll 1
-    while (more) {
-      more = take();
-      at.advance();
     }
   }
 
@@ -554,10 +546,10 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] {
+      this->take_steps(i, last, some, [&] {
         if constexpr (few_registers)
-          return step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values);
-        return step(dK[0], dV[0], at.place, at.ds_place(), values);
+          return at.advance(step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values));
+        return at.advance(step(dK[0], dV[0], at.place, at.ds_place(), values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {
@@ -577,7 +569,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] { return step_on_values(dV, at.place, at.ds_place(), values); });
+      this->take_steps(i, last, some, [&] {
+        return at.advance(step_on_values(dV, at.place, at.ds_place(), values));
+      });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -595,7 +589,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      take_steps(at, some, [&] { return step_on_keys(dK, at.place, at.ds_place()); });
+      this->take_steps(i, last, some,
+                       [&] { return at.advance(step_on_keys(dK, at.place, at.ds_place())); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);

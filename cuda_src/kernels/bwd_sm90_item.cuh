@@ -1,6 +1,7 @@
 // An item of a Hopper backward block: a tile of keys, and the queries of some heads that attend to them.
 #pragma once
 
+#include "attn/walk.cuh"
 #include "kernels/bwd_sm90_shares.cuh"
 
 namespace dlattn {
@@ -43,6 +44,29 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   }
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+
+  // Whether head i and a query tile are a step. If not, every role passes it over: the writer counts it.
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
+  DLATTN_DEVICE bool is_step(int i, int tile) const {
+    return Tiles::visits(p, work.batch, first_head() + i, tile, work.tile);
+  }
+  // Takes the steps of heads i to last. take() says whether more of them follow, which without a block
+  // mask is all that one needs to know; `more`, whether there are any.
+  template <class Take>
+  DLATTN_DEVICE void take_steps(int i, int last, bool more, Take take) const {
+    if constexpr (!Tiles::skips) {
+#pragma unroll 1
+      while (more) more = take();
+      return;
+    }
+#pragma unroll 1
+    for (; i < last; ++i) {
+#pragma unroll 1
+      for (int tile = tiles.first; tile < tiles.last; ++tile) {
+        if (is_step(i, tile)) take();
+      }
+    }
+  }
 
   // The parity of the keys of head i in k_ring, and of its values in v_ring.
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }

@@ -55,7 +55,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
-  DLATTN_DEVICE void for_each_step(Visit visit) {
+  DLATTN_DEVICE void for_each_tile(Visit visit) {
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
 #pragma unroll 1
@@ -63,7 +63,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     }
   }
 
-  // The same; and begin(i) after the first tile of a head, whose memory is free before that of keys.
+  // The same for those that are steps; and begin(i) after the first tile of a head, whose memory is free before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
 #pragma unroll 1
@@ -71,7 +71,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       int tile = tiles.first;
 #pragma unroll 1
       do {
-        if (tile < tiles.last) visit(i, tile);
+        if (tile < tiles.last && this->is_step(i, tile)) visit(i, tile);
         if (tile == tiles.first) begin(i);
       } while (++tile < tiles.last);
     }

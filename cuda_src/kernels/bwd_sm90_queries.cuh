@@ -79,8 +79,8 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     for (int i = 0; i < p.heads_per_block; i += p.heads_per_k) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
-#pragma unroll 1
-      for (int steps = uniform(p.heads_per_k * (tiles.last - tiles.first)); steps > 0; --steps) {
+      int steps = uniform(p.heads_per_k * (tiles.last - tiles.first));
+      const auto step = [&] {
         const auto await_ds = [&] {
           const auto place = place_of<ds_stages>(at.steps);
           mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
@@ -92,7 +92,9 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
         }
         step_of_dq(at.steps++);
         if constexpr (Base::share_slots > 0) this->continue_share(at.share);
-      }
+        return --steps > 0;
+      };
+      this->take_steps(i, i + p.heads_per_k, steps > 0, step);
       named_barrier_arrive(Base::keys_read, 128 * 3);
     }
     this->finish_share(at.share);

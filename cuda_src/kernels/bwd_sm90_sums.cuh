@@ -45,7 +45,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
     int pieces = 0, last = end_of_item;
     this->await_place(work);
     fence_proxy_async_global();
-    this->for_each_step([&](int i, int tile) {
+    this->for_each_tile([&](int i, int tile) {
       const int at = Base::sum_tile(p, work.batch, first_head() + i, tile);
       if constexpr (Problem::deterministic) {
         const int own_turn = turn(tile);
@@ -58,6 +58,15 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
           while (load_acquire(p.dq_arrivals + at) != own_turn) __nanosleep(20);
           __syncwarp();
         }
+      }
+      if (!this->is_step(i, tile)) {
+        if (last != end_of_item) {
+          await_additions<0>();
+          tell(last);
+        }
+        tell(at);
+        last = end_of_item;
+        return;
       }
 #pragma unroll 1
       for (int piece = 0; piece < dq_pieces; ++piece) {
@@ -79,11 +88,12 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       }
       last = at;
     });
-    if (last != end_of_item) {
+    // A tile that is no step may be the last.
+    if (Base::Tiles::skips ? pieces > 0 : last != end_of_item) {
       await_additions<0>();
 #pragma unroll
       for (int slot = 1; slot < dq_slots; ++slot) release(shared.dq_ring.empty[slot]);
-      tell(last);
+      if (!Base::Tiles::skips || last != end_of_item) tell(last);
     }
     do {
       tell(end_of_item);

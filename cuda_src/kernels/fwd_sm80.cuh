@@ -14,6 +14,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/walk.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared_tile.cuh"
@@ -34,7 +35,10 @@ struct FwdSm80 {
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
-  static constexpr int dim_v = round_up(Problem::head_dim_v, 16);
+  // Of the output, wide rows of which several blocks divide, each with all of the scores.
+  static constexpr int slices = ceil_div(Problem::head_dim_v, 256);
+  static constexpr int columns_v = round_up(ceil_div(Problem::head_dim_v, slices), 8);
+  static constexpr int dim_v = round_up(columns_v, 16);
   static constexpr int rows_per_warp = tile_q / Tiling::warps;
   static constexpr int m_tiles = rows_per_warp / 16;
   static_assert(rows_per_warp % 16 == 0 && tile_k % 16 == 0);
@@ -46,6 +50,7 @@ struct FwdSm80 {
   using Scores = Accumulator<m_tiles, tile_k / 8>;
   using Output = Accumulator<m_tiles, dim_v / 8>;
   using Softmax = OnlineSoftmax<m_tiles, wants_maxima<Problem>>;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
 
   struct SharedMemory {
     union {
@@ -73,6 +78,12 @@ struct FwdSm80 {
         queries{work.tile * tile_q, least((work.tile + 1) * tile_q, length.q)},
         first_row(warp_index() * rows_per_warp) {}
 
+  // Of the output, and of v. The last slice overlaps the one before where they do not divide the row:
+  // both write the same there.
+  static DLATTN_DEVICE int first_column() {
+    return least(blockIdx.x % slices * columns_v, Problem::head_dim_v - columns_v);
+  }
+
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
         shared.q, strided(p.q.rows<T, ragged>(item.batch, item.head, queries.first), p.q.row),
@@ -86,10 +97,10 @@ struct FwdSm80 {
         length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
-    load_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
+    load_tile<threads, columns_v, Problem::access_bytes>(
         shared.v[stage],
         key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, item.batch, item.head / p.heads_per_v,
-                                            tile * tile_k),
+                                            tile * tile_k, first_column()),
         length.kv - tile * tile_k);
   }
 
@@ -117,17 +128,22 @@ struct FwdSm80 {
     });
   }
 
-  // One key tile: scores, probabilities, output. Prefetches the tile before it.
-  DLATTN_DEVICE void step(int tile, int first_tile, Interval full, int stage, Softmax& softmax,
-                          Output& output) {
+  // The tile to visit after this one.
+  DLATTN_DEVICE int tile_before(int tile, int first_tile) const {
+    return Tiles::last_keys(p, item, tile - 1, first_tile);
+  }
+
+  // One key tile: scores, probabilities, output. Prefetches the next one, before it.
+  DLATTN_DEVICE void step(int tile, int next, int first_tile, Interval full, int stage,
+                          Softmax& softmax, Output& output) {
     const bool more = tile > first_tile;
     cp_async_wait_all();
     __syncthreads();
     if constexpr (Tiling::stages == 1) {
       load_v(tile, 0);
     } else if (more) {
-      load_k(tile - 1, stage ^ 1);
-      load_v(tile - 1, stage ^ 1);
+      load_k(next, stage ^ 1);
+      load_v(next, stage ^ 1);
     }
 
     Scores scores;
@@ -140,7 +156,7 @@ struct FwdSm80 {
     if constexpr (Tiling::stages == 1) {
       cp_async_wait_all();
       __syncthreads();
-      if (more) load_k(tile - 1, 0);
+      if (more) load_k(next, 0);
     }
     float factor[2 * m_tiles];
     if (softmax.advance(scores, factor)) softmax.rescale(output, factor);
@@ -154,16 +170,21 @@ struct FwdSm80 {
     if (queries.empty() || keys.empty()) return;
     const Interval full = Problem::Mask::full_keys(queries, length, p);
     // A first tile known to be zero makes the compiler count pointers down to it, in more registers.
-    const int first_tile = opaque(keys.first / tile_k);
-    int tile = ceil_div(keys.last, tile_k) - 1;
+    int first_tile = opaque(keys.first / tile_k);
+    int tile = tile_before(ceil_div(keys.last, tile_k), first_tile);
+    if constexpr (Tiles::skips) {
+      if (tile < first_tile) return;
+      first_tile = Tiles::first_keys(p, item, first_tile, tile);
+    }
 
     load_q();
     load_k(tile, 0);
     if constexpr (Tiling::stages == 2) load_v(tile, 0);
     int stage = 0;
 #pragma unroll 1
-    for (; tile >= first_tile; --tile) {
-      step(tile, first_tile, full, stage, softmax, output);
+    for (int next; tile >= first_tile; tile = next) {
+      next = tile_before(tile, first_tile);
+      step(tile, next, first_tile, full, stage, softmax, output);
       if constexpr (Tiling::stages == 2) stage ^= 1;
     }
   }
@@ -182,9 +203,9 @@ struct FwdSm80 {
     __syncthreads();
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();
-    store_tile<threads, Problem::head_dim_v, Problem::access_bytes>(
-        strided(p.o.rows<T, ragged>(item.batch, item.head, first_query), p.o.row), shared.o,
-        p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
+    store_tile<threads, columns_v, Problem::access_bytes>(
+        strided(p.o.rows<T, ragged>(item.batch, item.head, first_query) + first_column(), p.o.row),
+        shared.o, p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
   }
 };
 
@@ -195,8 +216,9 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
-  Kernel kernel(p, shared,
-                longest_first(blockIdx.x, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+  Kernel kernel(
+      p, shared,
+      longest_first(blockIdx.x / Kernel::slices, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
   if (kernel.is_void()) return;
   typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;

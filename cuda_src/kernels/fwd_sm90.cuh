@@ -16,6 +16,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/walk.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -71,6 +72,7 @@ struct FwdSm90 {
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
@@ -113,6 +115,10 @@ struct FwdSm90 {
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
       last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
+      if constexpr (Tiles::skips) {
+        last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
+        first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
+      }
     }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
@@ -156,6 +162,13 @@ struct FwdSm90 {
   DLATTN_DEVICE WorkItem await_item(const Place<item_stages>& place) {
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
     return item(place.stage);
+  }
+
+  // The key tile to visit after this one.
+  template <class Item>
+  DLATTN_DEVICE int tile_before(Item item, const Work& work, int tile) const {
+    if constexpr (!Tiles::skips) return tile - 1;
+    return Tiles::last_keys(p, item(), tile - 1, work.first_tile);
   }
 
   // ---- Scheduler: one warp, which hands out query tiles ----
@@ -264,7 +277,8 @@ struct FwdSm90 {
   DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
-    for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+    const auto item = [&] { return at; };
+    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(item, work, tile)) {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
@@ -284,7 +298,9 @@ struct FwdSm90 {
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.mapped_entry<Problem::ragged>(tensor, work.item.batch);
-      for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+      const auto item = [&] { return work.item; };
+      for (int tile = work.last_tile; tile >= work.first_tile;
+           tile = tile_before(item, work, tile)) {
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -300,12 +316,14 @@ struct FwdSm90 {
     for_each_work([&](const Work& work) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
+      const auto item = [&] { return work.item; };
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
-      for (int tile = work.last_tile; tile >= work.first_tile; --tile) {
+      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
-        if (tile > work.first_tile) {
-          next = boxes.number_of_lane((tile - 1) * tile_k, work.length.kv);
+        before = tile_before(item, work, tile);
+        if (before >= work.first_tile) {
+          next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
         uint64& full = ring.full[place.stage];
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
@@ -611,11 +629,14 @@ struct FwdSm90 {
     state.k.advance();
     state.probabilities = Probabilities(state.scores);
 
+    // Read anew for each tile, where it is asked for: it would take registers between tiles.
+    const auto item_at_work = [&] { return item(state.item.stage); };
     for (;;) {
       clear_padding(item(state.item.stage), state.v);
       state.output.clear();
 #pragma unroll 1
-      for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+      for (int tile = tile_before(item_at_work, work, work.last_tile); tile >= work.first_tile;
+           tile = tile_before(item_at_work, work, tile)) {
         if (step<false>(state, work, tile, values, softmax)) {
           softmax.rescale(state.output, state.factor);
         }

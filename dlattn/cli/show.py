@@ -13,9 +13,11 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Edit,
     Geometry,
+    Mask,
     Padding,
     Problem,
     Scale,
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", action="store_true", help="the same as --right 0")
     add("--left", type=int, help="left bound of the diagonal band, 1 or more")
     add("--right", type=int, help="right bound of the diagonal band, 0 or more")
+    add("--block-mask", action="store_true", help="blocks of 128 x 128 are kept or dropped")
     add("--softcap", action="store_true", help="scores have a soft cap")
     add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")
     add("--alibi", choices=("cudnn", "slopes"), help="ALiBi, with slopes of cuDNN or of the user")
@@ -122,14 +125,13 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
     if stats:
         tensors["stats"] = _spec("stats", (batch, heads, seq, 1), data_type.FLOAT)
 
-    band = Band(left=arguments.left is not None, right=right is not None)
     problem = Problem(
         direction=Direction(arguments.direction),
         dtype=dtype,
         head_dim_qk=width,
         head_dim_v=width_v,
         edits=_edits(arguments),
-        masks=(Padding(), band) if band.left or band.right else (Padding(),),
+        masks=_masks(arguments.left is not None, right is not None, arguments.block_mask),
         stats=data_type.FLOAT if stats else None,
         paged_k=page is not None,
         paged_v=page is not None,
@@ -153,6 +155,15 @@ def _edits(arguments: argparse.Namespace) -> tuple[Edit, ...]:
     if arguments.alibi is not None:
         edits.append(Alibi(symmetric=arguments.alibi == "slopes"))
     return tuple(edits)
+
+
+def _masks(left: bool, right: bool, blocks: bool) -> tuple[Mask, ...]:
+    masks: list[Mask] = [Padding()]
+    if left or right:
+        masks.append(Band(left, right))
+    if blocks:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def _spec(role: str, dim: tuple[int, int, int, int], dtype: data_type) -> TensorSpec:

@@ -9,7 +9,7 @@ from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
-from dlattn.problem import PAGE_TABLES
+from dlattn.problem import BLOCK, PAGE_TABLES
 
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
@@ -19,12 +19,15 @@ _DEFAULT_TYPES = {
     "dSink_token": data_type.FLOAT,
     "attn_scale": data_type.FLOAT,
     "alibi_slopes": data_type.FLOAT,
+    "block_mask": data_type.UINT8,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
     "paged_attention_k_table": data_type.INT32,
     "paged_attention_v_table": data_type.INT32,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+#: Roles whose last stride need not be 1.
+_ANY_STRIDE = ("bias", "alibi_slopes", "block_mask")
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
@@ -130,6 +133,8 @@ def _check_declared(node: AttentionNode, role: str) -> None:
         _check_slopes(node, it.dim)
     elif role == "bias":
         _check_bias(node, it.dim)
+    elif role == "block_mask":
+        _check_block_mask(node, it.dim)
     elif len(it.dim) != 4:
         raise InvalidGraphError(
             f"{label} must have four dimensions, {_AXES_OF.get(role, _AXES)}; got dim {it.dim}. "
@@ -153,6 +158,18 @@ def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
         raise InvalidGraphError(
             f"{node.label('bias')} has dim {dim}; expected {full}, with 1 for any size, from "
             f"{node.label('q')} and {node.label('k')}."
+        )
+
+
+def _check_block_mask(node: AttentionNode, dim: tuple[int, ...]) -> None:
+    batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
+    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, max_seq_kv(node)))
+    full = (batch, heads, queries, -(-keys // 8))
+    if len(dim) != 4 or dim[0] not in (1, batch) or dim[1] not in (1, heads) or dim[2:] != full[2:]:
+        raise InvalidGraphError(
+            f"{node.label('block_mask')} has dim {dim}; expected {full}, a bit for each block of "
+            f"{BLOCK} queries and {BLOCK} keys, with 1 for batch or heads, from {node.label('q')} "
+            f"and {node.label('k')}."
         )
 
 
@@ -253,7 +270,7 @@ def _check_strides(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if role not in ("bias", "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role not in _ANY_STRIDE and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."

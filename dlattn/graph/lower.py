@@ -17,6 +17,7 @@ from dlattn.problem import (
     Alibi,
     Band,
     Bias,
+    BlockMask,
     Direction,
     Edit,
     Geometry,
@@ -47,6 +48,7 @@ _INTEGERS = (data_type.INT32, data_type.INT64)
 _TYPES = {
     "stats": _FLOATS,
     "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8),
+    "block_mask": (data_type.UINT8,),
     **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
 }
 
@@ -85,7 +87,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         head_dim_qk=q.dim[3],
         head_dim_v=v.dim[3],
         edits=_edits(node, tensors),
-        masks=_masks(node),
+        masks=_masks(node, tensors),
         stats=None if stats is None else stats.get_data_type(),
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
@@ -159,9 +161,14 @@ def _bias(it: Attributes, seq_q: int) -> Bias:
     return Bias(it.dtype, contiguous, aligned)
 
 
-def _masks(node: AttentionNode) -> tuple[Mask, ...]:
+def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:
+    masks: list[Mask] = [Padding()]
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
-    return (Padding(), Band(left, right)) if left or right else (Padding(),)
+    if left or right:
+        masks.append(Band(left, right))
+    if "block_mask" in tensors:
+        masks.append(BlockMask())
+    return tuple(masks)
 
 
 def _near(bound: int | None) -> int | None:

@@ -18,7 +18,7 @@ import numpy as np
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.tensor import Attributes, tensor
-from dlattn.graph.vocabulary import diagonal_alignment
+from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
 from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
@@ -30,7 +30,7 @@ TENSOR_ARGUMENTS = {
         *("score_max", "score_sum_exp", "sink_token"),
     ),
     "sdpa_backward": (
-        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes"),
+        *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes", "block_mask"),
         *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
         *("paged_attention_k_table", "paged_attention_v_table"),
     ),
@@ -38,7 +38,7 @@ TENSOR_ARGUMENTS = {
 
 _NOT_SUPPORTED = {
     "sdpa": (
-        *("block_mask", "dropout", "rng_dump"),
+        *("dropout", "rng_dump"),
         "score_mod",
     ),
     "sdpa_backward": (
@@ -50,7 +50,7 @@ _NOT_SUPPORTED = {
 #: Tensors that the user may give: to read; and to write, by operation.
 _OPTIONAL_INPUTS = (
     *("seq_len_q", "seq_len_kv", *PAGE_TABLES.values()),
-    *("bias", "alibi_slopes", "sink_token"),
+    *("bias", "alibi_slopes", "block_mask", "sink_token"),
 )
 _GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
 
@@ -148,6 +148,12 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         TypeError: an argument has the wrong Python type.
     """
     wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
+    _flag("unfuse_fma", given["unfuse_fma"])
+    if not isinstance(given["implementation"], attention_implementation):
+        raise TypeError(
+            "implementation must be a dlattn.attention_implementation; got "
+            f"{given['implementation']!r}."
+        )
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(2, 3))
     outputs = {"o": _output(name, "O")}

@@ -61,7 +61,7 @@ class Operations(ABC):
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
         ``o = softmax(mask(edit(q @ k^T * attn_scale))) @ v``, and statistics of the final scores.
-        Edits and masks take part in the order: softcap, bias, ALiBi, padding, band.
+        Edits and masks take part in the order: softcap, bias, ALiBi, padding, band, block_mask.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -75,6 +75,9 @@ class Operations(ABC):
                 be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e29 counts as
                 masked. BOOLEAN and UINT8 mask where they are 0. What lies beyond actual lengths is
                 not read.
+            block_mask: a bit for each block of 128 queries and 128 keys, lowest bit first: 1 where
+                the block is attended to. UINT8, (B or 1, Hq or 1, ceil(Sq / 128),
+                ceil(ceil(Skv / 128) / 8)), any strides. Blocks that are not cost next to nothing.
             use_alibi_mask: add ``slope * (key - query)`` to scores, whatever the alignment of the
                 diagonal, with cuDNN's slopes, which fall from head to head (see
                 :func:`dlattn.problem.alibi_slopes`).
@@ -110,7 +113,8 @@ class Operations(ABC):
             sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
                 there is no value. All statistics include it; a row that attends to nothing else
                 has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o.
-            implementation: accepted; dlattn has one implementation.
+            implementation: AUTO, COMPOSITE or UNIFIED, all of which mean dlattn's one
+                implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.
             softcap: dlattn's own: a number c > 0; scores become ``c * tanh(score / c)`` after
                 the scale (FlashAttention's softcap).
@@ -175,6 +179,7 @@ class Operations(ABC):
         *,
         softcap: float | None = None,
         alibi_slopes: Any = None,
+        block_mask: Any = None,
         paged_attention_k_table: Any = None,
         paged_attention_v_table: Any = None,
         paged_attention_max_seq_len_kv: int | None = None,
@@ -188,6 +193,7 @@ class Operations(ABC):
             max_total_seq_len_q, max_total_seq_len_kv: of ragged tensors, bounds of the sums of all
                 lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
                 it count as having no queries.
+            use_deterministic_algorithm: the same bits in every run, in no more workspace.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
@@ -198,7 +204,8 @@ class Operations(ABC):
                 there. No two sequences may share a page of tokens: its gradient would be that of
                 one of them (the reference engine refuses it).
 
-        The other arguments are those of the forward call, and must be given alike.
+        The other arguments are those of the forward call, and must be given alike; block_mask is
+        dlattn's own here.
 
         Returns:
             ``[dQ, dK, dV]``, virtual until ``set_output(True)``; shapes and strides that are not

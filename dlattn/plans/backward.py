@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
+    MOST_HEAD_DIM,
     WAVE_BYTES,
     CudaPlan,
     KernelLaunch,
@@ -198,10 +199,14 @@ class BackwardPlan(CudaPlan):
 
 
 def backward_refusal(
-    problem: Problem, geometry: Geometry, target: Target, kernel: str
+    problem: Problem,
+    geometry: Geometry,
+    target: Target,
+    kernel: str,
+    most_head_dim: int = MOST_HEAD_DIM,
 ) -> str | None:
-    """Why no backward kernel can run a problem, or ``None``."""
-    reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel)
+    """Why no backward kernel up to a head dimension can run a problem, or ``None``."""
+    reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel, most_head_dim)
     blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."

@@ -103,6 +103,23 @@ BIASED_TILINGS: dict[int, tuple[BwdTiling, ...]] = {
 }
 
 
+#: Above 256, not measured; the last for 99 KB of shared memory.
+WIDE_TILINGS = (
+    BwdTiling(64, 32, 8, 4, 2, 2, 1, 1),
+    BwdTiling(32, 32, 8, 2, 2, 2, 1, 1),
+    BwdTiling(32, 16, 4, 2, 1, 2, 1, 1),
+)
+
+
+def wide_tilings(problem: Problem, target: Target) -> tuple[BwdTiling, ...]:
+    """Those of the above that spill no register, of a head dimension above 256."""
+    if target.capability >= (10, 0) and problem.is_edited:
+        return WIDE_TILINGS[2:]
+    plain = problem.access_bytes == 16 and not (problem.is_edited or problem.has_blocks)
+    fits = plain and max(problem.head_dim_qk, problem.head_dim_v) <= 384
+    return WIDE_TILINGS if target.capability == (9, 0) and fits else WIDE_TILINGS[1:]
+
+
 def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     """The fastest tiling, as measured, that fits the device's shared memory."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
@@ -118,7 +135,9 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     table = HOPPER_TILINGS if measured else TILINGS
     if problem.has_bias:
         table = BIASED_TILINGS
-    tilings = next(row for limit, row in table.items() if largest <= limit)
+    tilings = next(
+        (row for limit, row in table.items() if largest <= limit), wide_tilings(problem, target)
+    )
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 
@@ -142,7 +161,13 @@ class BwdSm80(BackwardPlan):
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         if problem.deterministic:
             return "use_deterministic_algorithm: its sums of dQ depend on the order of blocks."
-        return backward_refusal(problem, geometry, target, cls.name)
+        reason = backward_refusal(problem, geometry, target, cls.name)
+        if reason is None and WIDE_TILINGS[-1].shared_memory(problem) > target.shared_memory:
+            return (
+                f"head dimensions of {problem.head_dim_qk} and {problem.head_dim_v} take more "
+                f"shared memory than {target} has; on it, one of them must be at most 480."
+            )
+        return reason
 
     def main_kernel(self, items: int) -> KernelLaunch:
         shared = self.tiling.shared_memory(self.problem)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.cuda import KernelLaunch, round_up
+from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import MappedBwdParams
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -89,8 +89,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
-    scores = 64 if problem.keeps_scores else 0
-    if dim_qk + dim_v + scores > 320 or max(dim_qk, dim_v) > 192:
+    others = 64 if problem.keeps_scores or problem.has_blocks else 0
+    if dim_qk + dim_v + others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
@@ -127,7 +127,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = backward_refusal(problem, geometry, target, cls.name)
+        reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
+        crowded = problem.deterministic or (problem.keeps_scores and problem.adds_to_scores)
+        if crowded and problem.has_blocks and problem.head_dim_qk + problem.head_dim_v > 384:
+            return (
+                "head dimensions above 384 in sum leave no registers for block_mask together with "
+                "use_deterministic_algorithm, or with softcap and what is added to scores."
+            )
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         return reason or cls.mapping_refusal(problem, geometry, target)

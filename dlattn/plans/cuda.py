@@ -198,10 +198,19 @@ class CudaPlan(Plan):
                 launch(stream)
 
 
+#: The largest head dimension of the portable kernels, and of Hopper's.
+MOST_HEAD_DIM, MOST_HOPPER_HEAD_DIM = 512, 256
+
+
 def refusal(
-    problem: Problem, geometry: Geometry, target: Target, direction: Direction, kernel: str
+    problem: Problem,
+    geometry: Geometry,
+    target: Target,
+    direction: Direction,
+    kernel: str,
+    most_head_dim: int = MOST_HEAD_DIM,
 ) -> str | None:
-    """Why the portable kernels cannot run a problem, or ``None``."""
+    """Why no CUDA kernel up to a head dimension can run a problem, or ``None``."""
     if problem.direction is not direction:
         return f"{kernel} computes the {direction.value} pass only."
     if target.kind != "cuda":
@@ -217,12 +226,12 @@ def refusal(
     if problem.compute is not data_type.FLOAT:
         return f"tensor cores accumulate in FLOAT; the graph asks for {problem.compute.name}."
     for name, dim in (("q and k", problem.head_dim_qk), ("v", problem.head_dim_v)):
-        if dim % 8 or not 8 <= dim <= 256:
+        if dim > most_head_dim:
+            return f"the head dimension of {name} must be at most {most_head_dim}; got {dim}."
+        if dim % 8:
             return (
-                f"the head dimension of {name} must be a multiple of 8 from 8 to 256; got {dim}. "
-                f"Pad the last dimension with zeros to {min(256, round_up(dim, 8))}."
-                if dim <= 256
-                else f"the head dimension of {name} must be at most 256; got {dim}."
+                f"the head dimension of {name} must be a multiple of 8; got {dim}. Pad the last "
+                f"dimension with zeros to {round_up(dim, 8)}."
             )
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."

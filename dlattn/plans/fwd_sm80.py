@@ -15,7 +15,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import BLOCK, Direction, Geometry, Problem
 from dlattn.runtime.target import Target
 
 
@@ -46,12 +46,31 @@ class FwdTiling:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
-        dim_qk, dim_v = round_up(problem.head_dim_qk, 16), round_up(problem.head_dim_v, 16)
+        dim_qk, dim_v = round_up(problem.head_dim_qk, 16), round_up(value_columns(problem), 16)
         q_or_o = max(tile_bytes(self.tile_q, dim_qk), tile_bytes(self.tile_q, dim_v))
         k_and_v = tile_bytes(self.tile_k, dim_qk) + tile_bytes(self.tile_k, dim_v)
         return q_or_o + self.stages * k_and_v
 
 
+#: Columns of the output that a block has registers for.
+MOST_COLUMNS = 256
+
+
+def value_slices(problem: Problem) -> int:
+    """How many blocks divide the columns of the output, each of which computes the scores anew."""
+    return -(-problem.head_dim_v // MOST_COLUMNS)
+
+
+def value_columns(problem: Problem) -> int:
+    """Columns of the output that a block computes (``columns_v`` in the kernel)."""
+    return round_up(-(-problem.head_dim_v // value_slices(problem)), 8)
+
+
+#: Not measured.
+WIDE_TILINGS = {
+    384: (FwdTiling(128, 64, 8, 1, 1), FwdTiling(128, 32, 8, 1, 1), FwdTiling(64, 32, 4, 1, 1)),
+    512: (FwdTiling(128, 32, 8, 1, 1), FwdTiling(64, 64, 4, 1, 1), FwdTiling(64, 16, 4, 1, 1)),
+}
 #: Largest head dimension -> tilings, fastest first; the first that fits in shared memory is taken.
 #: Measured by ``bench/tune_sm80.py`` among tilings that spill no register (``bench/NOTES.md``).
 TILINGS: dict[int, tuple[FwdTiling, ...]] = {
@@ -60,6 +79,7 @@ TILINGS: dict[int, tuple[FwdTiling, ...]] = {
     128: (FwdTiling(128, 32, 4, 2, 2),),
     192: (FwdTiling(128, 64, 8, 2, 1), FwdTiling(64, 32, 4, 1, 2)),
     256: (FwdTiling(128, 64, 8, 1, 1), FwdTiling(64, 32, 4, 1, 2)),
+    **WIDE_TILINGS,
 }
 
 
@@ -75,6 +95,7 @@ SMALLER_TILINGS = {
 BIASED_TILINGS: dict[int, tuple[FwdTiling, ...]] = {
     128: (FwdTiling(64, 64, 4, 2, 2),),
     256: (FwdTiling(64, 16, 4, 1, 2),),
+    512: (FwdTiling(64, 16, 4, 1, 1),),
 }
 
 
@@ -85,7 +106,11 @@ def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
     table = TILINGS if measured else SMALLER_TILINGS
     if problem.has_bias:
         table = BIASED_TILINGS
-    tilings = next(row for limit, row in table.items() if largest <= limit)
+    tilings = next(
+        row
+        for limit, row in table.items()
+        if largest <= limit and not (problem.has_blocks and any(BLOCK % t.tile_k for t in row))
+    )
     return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
 
 
@@ -108,12 +133,12 @@ class FwdSm80(CudaPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
-        if reason is None and query_tiles(geometry, 64) > MOST_BLOCKS:
-            return "batch x heads x (queries / 64) must be below 2**31."
+        if reason is None and value_slices(problem) * query_tiles(geometry, 64) > MOST_BLOCKS:
+            return "batch x heads x (queries / 64) x (columns of v / 256) must be below 2**31."
         return reason
 
     def kernels(self) -> list[KernelLaunch]:
         shared = self.tiling.shared_memory(self.problem)
         source = kernel_source(self.name, self.problem, self.tiling, shared)
-        grid = (query_tiles(self.geometry, self.tiling.tile_q), 1, 1)
-        return [KernelLaunch(source, grid, self.tiling.threads, shared)]
+        blocks = query_tiles(self.geometry, self.tiling.tile_q) * value_slices(self.problem)
+        return [KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
+    MOST_HOPPER_HEAD_DIM,
     KernelLaunch,
     pairs_per_wave,
     query_tiles,
@@ -107,7 +108,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         if largest <= 64:
             tiling = replace(tiling, stages=3, q_stages=2)
         return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
-    if largest <= 64 and problem.is_edited:  # three consumers have no registers for edits
+    # Three consumers have no registers for edits, and do not divide blocks.
+    if largest <= 64 and (problem.is_edited or problem.has_blocks):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
@@ -116,6 +118,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
+    if largest <= 192 and problem.has_blocks:
+        return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
     if largest <= 192 and problem.adds_to_scores and problem.ragged:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
@@ -159,7 +163,9 @@ class FwdSm90(MappedPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
+        reason = refusal(
+            problem, geometry, target, Direction.FORWARD, cls.name, MOST_HOPPER_HEAD_DIM
+        )
         if reason is not None:
             return reason
         if query_tiles(geometry, 128) > MOST_BLOCKS:
@@ -184,9 +190,10 @@ class FwdSm90(MappedPlan):
         )
 
     @cached_property
-    def _has_lengths(self) -> bool:
-        given = not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.geometry.tensors)
-        return given or self.problem.ragged
+    def _asks_for_tiles(self) -> bool:
+        """What is on the device says how long tiles take."""
+        told = {"seq_len_q", "seq_len_kv", "block_mask"}
+        return self.problem.ragged or not told.isdisjoint(self.geometry.tensors)
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:
@@ -198,14 +205,14 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        return 256 if self._has_lengths else 0  # the counter of tiles asked for
+        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for
 
     @cached_property
     def cleared_bytes(self) -> int:
         return 0 if self.problem.ragged else self.scratch_bytes
 
     def place_workspace(self, workspace: int) -> None:
-        if self._has_lengths:
+        if self._asks_for_tiles:
             self._params.items_taken = workspace
 
     @property
@@ -215,7 +222,7 @@ class FwdSm90(MappedPlan):
     def build(self) -> None:
         if self._launches is not None:
             return
-        if not self._has_lengths:
+        if not self._asks_for_tiles:
             self._schedule = to_device(self.schedule(), self.target.index)
             self._params.schedule = self._schedule.data.ptr
         super().build()  # last: from then on another thread may execute

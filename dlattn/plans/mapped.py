@@ -28,9 +28,7 @@ def slab_bytes(rows: int, columns: int) -> int:
 
 def staged(problem: Problem) -> Problem:
     """The problem, with a bias that the kernel reads by tiles."""
-    edits = (
-        replace(edit, staged=True) if isinstance(edit, Bias) else edit for edit in problem.edits
-    )
+    edits = [replace(e, staged=True) if isinstance(e, Bias) else e for e in problem.edits]
     return replace(problem, edits=tuple(edits))
 
 

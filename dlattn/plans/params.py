@@ -6,6 +6,8 @@ import ctypes
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from dlattn.dtypes import data_type
 from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
 
@@ -19,8 +21,8 @@ TENSOR_ROLES = (
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 
-#: ``tanh(x) / x`` as a polynomial of ``x**2`` with a relative error of 2**-23.2 for ``abs(x)`` up
-#: to ``_TANH_REACH``, the least that this degree allows (Remez exchange).
+#: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
+#: its relative error is 2**-23.2.
 _TANH = (0.9999999019010428, -0.3333136245997891, 0.13270976773930643, -0.047553604158444555)
 _TANH_REACH = 0.4
 
@@ -94,6 +96,8 @@ class SoftCapSeries(ctypes.Structure):
     _fields_ = [
         ("of", 4 * ctypes.c_float),
         ("most", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("inverse_bound", ctypes.c_float),
         ("zero", ctypes.c_uint32),
     ]
 
@@ -117,6 +121,10 @@ class RaggedRef(ctypes.Structure):
     ]
 
 
+class BlockMaskRef(BiasRef):
+    """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -128,6 +136,7 @@ class Params(ctypes.Structure):
         ("k_pages", PageTableRef),
         ("v_pages", PageTableRef),
         ("ragged", RaggedRef),
+        ("block_mask", BlockMaskRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -233,9 +242,9 @@ def params_for(geometry: Geometry) -> Params:
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
     if "bias" in geometry.tensors:
-        bias = geometry.tensors["bias"]
-        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
-        params.bias = BiasRef(0, *steps)
+        params.bias = BiasRef(0, *_broadcast_strides(geometry.tensors["bias"]))
+    if "block_mask" in geometry.tensors:
+        params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     params.k_pages, params.v_pages = (_page_table_ref(geometry, role) for role in PAGE_TABLES)
     return params
 
@@ -272,14 +281,32 @@ def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes
 def _softcap_series(geometry: Geometry) -> SoftCapSeries:
     """``cap * tanh(x * scale / cap) * log2(e)`` as ``x * (c0 + c1 x^2 + c2 x^4 + c3 x^6)``; without
     a cap, or with a scale on the device or out of float32's reach, of no number."""
-    if geometry.softcap is None or "attn_scale" in geometry.tensors or not geometry.attn_scale:
-        return SoftCapSeries(most=-1.0)
-    slope = geometry.attn_scale / geometry.softcap
+    if geometry.softcap is None:
+        return SoftCapSeries()
     unit = geometry.softcap * math.log2(math.e)
+    bounds = dict(zip(("bound", "inverse_bound"), _reciprocals(unit), strict=True))
+    if "attn_scale" in geometry.tensors or not geometry.attn_scale:
+        return SoftCapSeries(most=-1.0, **bounds)
+    slope = geometry.attn_scale / geometry.softcap
     terms = [c * unit * slope ** (2 * k + 1) for k, c in enumerate(_TANH)]
     if not all(2.0**-120 < abs(term) < 2.0**120 for term in terms):
-        return SoftCapSeries(most=-1.0)
-    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope))
+        return SoftCapSeries(most=-1.0, **bounds)
+    return SoftCapSeries((ctypes.c_float * 4)(*terms), _TANH_REACH / abs(slope), **bounds)
+
+
+def _reciprocals(value: float) -> tuple[np.float32, np.float32]:
+    """float32 numbers next to a value and its reciprocal whose rounded product is 1."""
+    near = np.float32(value)
+    for number in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+        inverse = np.float32(1) / number
+        for other in (inverse, np.nextafter(inverse, np.float32(np.inf))):
+            if number * other == 1:
+                return number, other
+    return near, np.float32(1) / near
+
+
+def _broadcast_strides(spec: TensorSpec) -> list[int]:
+    return [step if size > 1 else 0 for size, step in zip(spec.dim, spec.stride, strict=True)]
 
 
 def _slope_ref(spec: TensorSpec) -> SlopeRef:

@@ -104,6 +104,7 @@ class Reference(Plan):
             bottom_right=geometry.bottom_right,
             softcap=geometry.softcap,
             bias=tensors.get("bias"),
+            block_mask=tensors.get("block_mask"),
             alibi_slopes=_slopes(tensors.get("alibi_slopes"), geometry.heads_q),
         )
 

@@ -1,6 +1,6 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
-from dlattn.problem.mask import Band, Mask, Padding
+from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import (
     PAGE_TABLES,
     QUERY_ROLES,
@@ -14,12 +14,14 @@ from dlattn.problem.problem import (
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
+    "BLOCK",
     "PAGE_TABLES",
     "QUERY_ROLES",
     "RAGGED_ROLES",
     "Alibi",
     "Band",
     "Bias",
+    "BlockMask",
     "Direction",
     "Edit",
     "Geometry",

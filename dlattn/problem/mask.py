@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from dlattn.problem.score import Array, Values, Where
 
+#: Queries, and keys, of a block of a block mask.
+BLOCK = 128
+
 
 class Mask(ABC):
     """A predicate on (batch, head, query, key)."""
@@ -64,4 +67,23 @@ class Band(Mask):
         if self.right:
             assert values.band_right is not None
             kept = kept & (where.key <= diagonal + values.band_right)
+        return kept
+
+
+@dataclass(frozen=True)
+class BlockMask(Mask):
+    """Keeps blocks of 128 queries and 128 keys (cuDNN's ``block_mask``): a bit each, of a byte the
+    lowest first."""
+
+    @property
+    def cpp(self) -> str:
+        return "BlockMask"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        mask = values.block_mask
+        assert mask is not None
+        batch, heads = mask.shape[:2]
+        block = where.key // BLOCK
+        byte = mask[where.batch % batch, where.head % heads, where.query // BLOCK, block // 8]
+        kept: Array = (byte >> (block % 8)) % 2 == 1
         return kept

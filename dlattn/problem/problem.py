@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dlattn.dtypes import data_type
-from dlattn.problem.mask import Mask
+from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 
 #: Whose rows may be paged -> the role of the table that says where the pages are.
@@ -98,6 +98,11 @@ class Problem:
         return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether a mask drops whole blocks, which tiles must divide."""
+        return any(isinstance(mask, BlockMask) for mask in self.masks)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
@@ -133,9 +138,9 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes paged_attention_k_table
-            paged_attention_v_table``, and the :func:`offset_role` of each ragged tensor and packed
-            table; an absent role is an absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask
+            paged_attention_k_table paged_attention_v_table``, and the :func:`offset_role` of each
+            ragged tensor and packed table; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

@@ -38,6 +38,8 @@ class Values:
         bias: added to scores, or if boolean, whether they are kept; broadcasts to
             (B, H, S_q, S_kv); or None.
         alibi_slopes: slopes of ALiBi, float32, of shape (B or 1, H, 1, 1), or None.
+        block_mask: uint8 bits of blocks that are kept, (B or 1, H or 1, blocks of queries, bytes
+            of blocks of keys), or None.
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
@@ -52,6 +54,7 @@ class Values:
     softcap: float | None = None
     alibi_slopes: Array | None = None
     bias: Array | None = None
+    block_mask: Array | None = None
 
 
 class Edit(ABC):

@@ -166,6 +166,23 @@ CASES = {
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,
     ),
+    "few blocks, rows of blocks without any": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=700, seq_kv=1300, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, blocks=0.1, blocks_layout="queries", seed=3,
+    ),
+    "blocks by head, causal, padding, by product, deterministic": Case(
+        batch=2, heads_q=4, heads_k=4, heads_v=2, seq_q=400, seq_kv=500, len_q=(400, 131),
+        len_kv=(300, 500), head_dim_qk=192, head_dim_v=128, scale=0.07, blocks=0.5,
+        blocks_axes="h", right=0, bottom_right=True, deterministic=True,
+    ),
+    "heads wider than a block's registers": Case(
+        heads_q=2, heads_k=1, heads_v=1, seq_q=130, seq_kv=200, head_dim_qk=264, head_dim_v=512,
+        scale=0.06, right=0,
+    ),
+    "wide heads, odd slices, element-wise access": Case(
+        heads_q=2, heads_k=1, heads_v=2, seq_q=70, seq_kv=90, head_dim_qk=64, head_dim_v=264,
+        scale=0.125, layouts=(("v", "odd"), ("o", "odd")),
+    ),
 }  # fmt: skip
 
 

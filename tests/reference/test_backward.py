@@ -23,9 +23,9 @@ _smooth = cases(
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    tensors = make_tensors(case, Library())
-    arrays = {role: t.padded().astype(np.float64) for role, t in tensors.items()}
-    return by_sequence(case, arrays)
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = by_sequence(case, arrays)
+    return {role: x if role == "block_mask" else x.astype(np.float64) for role, x in arrays.items()}
 
 
 def _directions(case: Case, seed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from dlattn.dtypes import data_type
 from dlattn.plans.reference import Reference, attention_forward
-from dlattn.problem import Direction, alibi_slopes
+from dlattn.problem import BlockMask, Direction, Values, Where, alibi_slopes
 from dlattn.runtime.target import CPU, KNOWN
 from tests.builders import Guarded, Library, make_tensors
 from tests.drivers import check, forward, geometry_of, problem_of, run_plan
@@ -137,6 +137,17 @@ def test_rows_that_a_bias_masks(bias: str) -> None:
     assert (out["dQ"][0, 1, 2] == 0).all()
     assert np.isfinite(out["stats"]).sum() == out["stats"].size - 1
     assert all(np.isfinite(out[role]).all() for role in ("o", "dQ", "dK", "dV"))
+
+
+def test_blocks_are_bits_from_the_lowest() -> None:
+    """Bit i of byte j keeps the block of keys 8 j + i; each has 128, and there may be many."""
+    kept = np.zeros((1, 1, 1, 1300), bool)
+    kept[..., :128] = kept[..., 256:384] = kept[..., 8 * 128 : 9 * 128] = True
+    first, length = np.zeros((1, 1, 1, 1), int), np.full((1, 1, 1, 1), 1300)
+    where = Where(first, first, query=first + 130, key=np.arange(1300).reshape(1, 1, 1, -1))
+    mask = np.array([[0xFF, 0xFF], [0b101, 0b1]], np.uint8).reshape(1, 1, 2, 2)
+    values = Values(1.0, length, length, block_mask=mask)
+    assert np.array_equal(BlockMask().keep(where, values), kept)
 
 
 def test_a_mask_takes_the_place_of_minus_infinity() -> None:

@@ -46,6 +46,8 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         ahead = column - row - (n - m if case.bottom_right else 0)
         keep = (ahead <= (n if case.right is None else case.right)) | (case.right is None)
         keep &= (ahead > -(m if case.left is None else case.left)) | (case.left is None)
+        if case.blocks is not None:
+            keep &= _blocks(case, given, b, h)[:m, :n]
         if case.softcap:
             tanh = _tanh((q @ k.T) * np.float32(case.scale_value / case.softcap))
             s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
@@ -111,6 +113,13 @@ def _alibi(case: Case, given: dict[str, Any], b: int, h: int, m: int, n: int) ->
         return alibi_slopes(case.heads_q)[0, h, 0, 0] * np.float32(column - row)
     slopes = given["alibi_slopes"].reshape(-1, case.heads_q)
     return -slopes[b % len(slopes), h] * np.float32(abs(row + n - m - column))
+
+
+def _blocks(case: Case, given: dict[str, Any], b: int, h: int) -> Any:
+    """What a block mask keeps, (blocks of queries x 128, blocks of keys x 128)."""
+    shape = (case.batch, case.heads_q, *case.blocks_dim()[2:])
+    bits = np.unpackbits(np.broadcast_to(given["block_mask"], shape)[b, h], 1, bitorder="little")
+    return bits.repeat(128, 0).repeat(128, 1) == 1
 
 
 def _given(case: Case) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.strategies import Case, cases
 _doubles = cases(dtype="float64", stats="float64")
 _unmasked = cases(
     dtype="float64", stats="float64", left=None, right=None, len_q=None, len_kv=None, alibi=None,
-    bias=None,
+    bias=None, blocks=None,
 )  # fmt: skip
 _few = settings(max_examples=60)
 
@@ -146,6 +146,11 @@ def test_batch_entries_and_heads_are_independent(case: Case) -> None:
                 arrays["bias"], (case.batch, case.heads_q, *case.bias_dim()[2:])
             )
             part["bias"] = whole_bias[b : b + 1, h : h + 1]
+        if case.blocks is not None:
+            whole_mask = np.broadcast_to(
+                arrays["block_mask"], (case.batch, case.heads_q, *case.blocks_dim()[2:])
+            )
+            part["block_mask"] = whole_mask[b : b + 1, h : h + 1]
         if case.alibi:
             slopes = values_of(case, arrays).alibi_slopes
             part["alibi_slopes"] = slopes[b % len(slopes), h].reshape(1, 1, 1, 1)

@@ -143,15 +143,17 @@ def test_show_prints_source_and_registers(
 
 
 def test_show_takes_every_edit(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What may follow the scale stands in the printed source, in order."""
+    """What may follow the scale stands in the printed source, in order; so do masks."""
     try:
         nvrtc.load(cache)
     except CompileError:
         pytest.skip("NVRTC is not installed")
     edits = ["--softcap", "--bias", "bool", "--alibi", "slopes"]
+    edits += ["--causal", "--block-mask"]
     assert main(["show", "--head-dim", "64", "--arch", "sm_80", *edits]) == 0
-    expected = "Edits<PositiveScale, SoftCap, Bias<bool, true>, Alibi<true>>"
-    assert expected in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Edits<PositiveScale, SoftCap, Bias<bool, true, false>, Alibi<true>>" in printed
+    assert "Masks<Padding, Band<false, true>, BlockMask>" in printed
 
 
 @pytest.mark.parametrize(("page", "plan"), [("4", "fwd_sm80"), ("16", "fwd_sm90")])

@@ -17,11 +17,11 @@ def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_at_most_eight_variables() -> None:
-    """The table stays small, and every name is ours."""
+    """The table stays small, and every name is ours, or cuDNN's frontend's."""
     names = [variable.name for variable in config.VARIABLES]
     assert len(names) <= 8
     assert len(set(names)) == len(names)
-    assert all(name.startswith("DLATTN_") for name in names)
+    assert all(name.startswith(("DLATTN_", "CUDNN_FRONTEND_")) for name in names)
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,9 +50,18 @@ def test_a_change_is_seen_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert config.settings().engine is None
 
 
+@pytest.mark.parametrize("limit", ["-1", "0", "268435456"])
+def test_a_workspace_limit_changes_nothing(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """What it limits in cuDNN, workspace that is quadratic in the length, does not exist."""
+    before = config.settings()
+    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", limit)
+    assert config.settings() == before
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("DLATTN_LOG", "loud"), ("DLATTN_LOG", "3"), ("DLATTN_ENGINE", "fwd sm90")],
+    [("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", value) for value in ("all", "-2", "1.5")]
+    + [("DLATTN_LOG", "loud"), ("DLATTN_LOG", "3"), ("DLATTN_ENGINE", "fwd sm90")],
 )
 def test_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     """The sentence names the variable, its value, and what would do."""

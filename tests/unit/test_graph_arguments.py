@@ -25,8 +25,11 @@ BACKWARD = """
     sink_token dSink_token
 """.split()
 #: Keywords that cuDNN does not have.
-DLATTNS_OWN = {"softcap", "alibi_slopes"}
 PAGED = {f"paged_attention_{what}" for what in ("k_table", "v_table", "max_seq_len_kv")}
+DLATTNS_OWN = {
+    "sdpa": {"softcap", "alibi_slopes"},
+    "sdpa_backward": {"softcap", "alibi_slopes", "block_mask", *PAGED},
+}
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 
 
@@ -55,6 +58,17 @@ def diagonal(graph):
     return band.left, band.right, band.bottom_right
 
 
+def test_implementations(graph):
+    """Each of cuDNN's lowerings, and its numerics switch, mean the one implementation; other values
+    are errors."""
+    for implementation in cudnn.attention_implementation:
+        sdpa(graph, implementation=implementation, unfuse_fma=True)
+    with pytest.raises(TypeError, match="implementation must be a dlattn.attention_implementation"):
+        sdpa(graph, implementation="UNIFIED")
+    with pytest.raises(TypeError, match="unfuse_fma must be True, False or None; got 2"):
+        sdpa(graph, unfuse_fma=2)
+
+
 @pytest.mark.parametrize("owner", [cudnn.pygraph, cudnn.Graph])
 @pytest.mark.parametrize(("method", "order"), [("sdpa", FORWARD), ("sdpa_backward", BACKWARD)])
 def test_positional_order_is_cudnns(owner, method, order):
@@ -62,8 +76,7 @@ def test_positional_order_is_cudnns(owner, method, order):
     parameters = inspect.signature(getattr(owner, method)).parameters.values()
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert positional == ["self", *order]
-    own = DLATTNS_OWN if method == "sdpa" else DLATTNS_OWN | PAGED
-    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == own
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == DLATTNS_OWN[method]
 
 
 def test_outputs_are_named_after_the_node(graph):

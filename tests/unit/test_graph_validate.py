@@ -22,7 +22,7 @@ def given(graph, argument):
     return (0.1, some, some) if argument == "dropout" else some
 
 
-@pytest.mark.parametrize("argument", ["block_mask", "dropout", "rng_dump", "score_mod"])
+@pytest.mark.parametrize("argument", ["dropout", "rng_dump", "score_mod"])
 def test_forward_arguments_without_a_plan(argument):
     """They are accepted by the call and refused by validate, by name, whatever they are."""
     made = Forward()
@@ -273,6 +273,24 @@ def test_types_of_biases():
     made = Forward()
     made.sdpa(bias=made.graph.tensor((2, 4, 8, 12), data_type=types.INT32, name="my bias"))
     with pytest.raises(ValueError, match="my bias is data_type.INT32; expected FLOAT"):
+        made.validate()
+
+
+@pytest.mark.parametrize("dim", [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)])
+def test_block_masks_broadcast_over_batch_and_heads(dim):
+    """A block mask has a bit for each block, 8 a byte, and a type that is not inferred from q."""
+    made = Forward()
+    made.sdpa(block_mask=made.graph.tensor(dim, (1, 1, 7, 3), name="blocks")).validate()
+    assert made.graph.lowered.tensors["block_mask"].get_data_type() is cudnn.data_type.UINT8
+    for wrong in ((1, 1), (3, 4, 1, 1), (2, 2, 1, 1), (2, 4, 2, 1), (2, 4, 1, 2), (2, 4, 8, 12)):
+        made = Forward()
+        made.sdpa(block_mask=made.graph.tensor(wrong, name="blocks"))
+        with pytest.raises(ValueError, match=r"blocks has dim .*; expected \(2, 4, 1, 1\), a bit"):
+            made.validate()
+    made = Backward()
+    blocks = made.graph.tensor(dim, data_type=cudnn.data_type.BOOLEAN, name="blocks")
+    made.sdpa(block_mask=blocks)
+    with pytest.raises(ValueError, match="blocks is data_type.BOOLEAN; expected UINT8"):
         made.validate()
 
 

@@ -90,6 +90,7 @@ def declare(case, tensors, inputs, outputs):
         "use_padding_mask": "seq_len_q" in given or "seq_len_kv" in given,
     }
     if "dO" in inputs:
+        band["use_deterministic_algorithm"] = case.deterministic
         made = graph.sdpa_backward(**given, **scale, **edits, **band)
     else:
         made = graph.sdpa(**given, **scale, **edits, **band, generate_stats=case.stats is not None)

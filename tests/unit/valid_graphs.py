@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 import dlattn as cudnn
+from dlattn.plans.select import select
+from dlattn.runtime.target import CPU, KNOWN
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 
@@ -61,3 +65,20 @@ class Backward(Forward):
 
 def lengths(graph, name="seq_len", dim=(2, 1, 1, 1), **attributes):
     return graph.tensor(dim, name=name, **{"data_type": cudnn.data_type.INT32, **attributes})
+
+
+def plans(arch, head_dim_qk, head_dim_v, *, backward=False, dtype=HALF):
+    """The names of the plans that take a problem, best first."""
+    graph = cudnn.pygraph(io_data_type=dtype, handle=cudnn.create_handle(device="cpu"))
+    q, k = (graph.tensor((2, 4, 64, head_dim_qk), name=name) for name in "qk")
+    v, o, dO = (graph.tensor((2, 4, 64, head_dim_v), name=name) for name in ("v", "o", "dO"))
+    if backward:
+        stats = graph.tensor((2, 4, 64, 1), data_type=FLOAT)
+        outputs = graph.sdpa_backward(q, k, v, o, dO, stats)
+    else:
+        outputs = graph.sdpa(q, k, v, generate_stats=False)[:1]
+    for output in outputs:
+        output.set_output(True)
+    lowered = graph.lowered
+    known = {"cpu": CPU, "sm_75": replace(KNOWN["sm_80"], capability=(7, 5)), **KNOWN}
+    return [plan.name for plan in select(lowered.problem, lowered.geometry, known[arch])]

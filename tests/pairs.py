@@ -1,0 +1,150 @@
+"""Few cases in which every two features meet: a covering array over features of ``Case``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from tests.strategies import RAGGED_KV, RAGGED_Q, Case
+
+Level = Callable[[Case], Case]
+
+#: What every case begins as.
+PLAIN = Case(
+    dtype="float16",
+    batch=2,
+    heads_q=4,
+    heads_k=4,
+    heads_v=4,
+    seq_q=140,
+    seq_kv=140,
+    head_dim_qk=64,
+    head_dim_v=64,
+    scale=0.125,
+)
+
+
+def _with(**fields: Any) -> Level:
+    return lambda case: replace(case, **fields)
+
+
+def _paged(**fields: Any) -> Level:
+    """With lengths, which pages need."""
+    return lambda case: replace(case, len_q=case.lengths_q(), len_kv=case.lengths_kv(), **fields)
+
+
+def _ragged(*roles: str, **fields: Any) -> Level:
+    """Those of the roles that do not lie in pages."""
+    return lambda case: replace(
+        case, ragged=tuple(role for role in roles if not case.page(role)), **fields
+    )
+
+
+def _padded(case: Case) -> Case:
+    m, n = case.seq_q, case.seq_kv
+    return replace(case, len_q=(m, m // 2), len_kv=(n - n // 3, n))
+
+
+#: A feature and its levels, one of which each case has. A new one is a line; later lines see the
+#: fields of those before.
+FEATURES: dict[str, tuple[Level, ...]] = {
+    "dtype": (_with(), _with(dtype="bfloat16")),
+    "lengths": (_with(), _with(seq_kv=300), _with(seq_q=300), _with(seq_q=1)),
+    "padding": (_with(), _padded),
+    "pages": (
+        _with(),
+        _paged(page_k=16, page_v=64),
+        _paged(page_k=256, page_v=8, packed_tables=True),
+        _paged(page_v=2),
+    ),
+    "ragged": (
+        _with(),
+        _ragged(*RAGGED_Q, *RAGGED_KV, lengths_as="offsets", offset_dtype="int64"),
+        _ragged(*RAGGED_Q, gaps=True, bounded=True),
+    ),
+    "heads": (_with(), _with(heads_k=2, heads_v=1)),
+    "head dims": (_with(), _with(head_dim_v=32), _with(head_dim_qk=128, head_dim_v=264)),
+    "scale": (_with(), _with(scale_as="host"), _with(scale_as="device")),
+    "softcap": (_with(), _with(softcap=2.0)),
+    "bias": (_with(), _with(bias="float16"), _with(bias="bool", bias_axes="bqk")),
+    "alibi": (_with(), _with(alibi="cudnn"), _with(alibi="BH")),
+    "right": (_with(), _with(right=0)),
+    "left": (_with(), _with(left=70)),
+    "bottom right": (_with(), _with(bottom_right=True)),
+    "blocks": (_with(), _with(blocks=0.6)),
+    "sink": (_with(), _with(sink=0.5)),
+    "rows": (_with(), _with(row_outputs=("score_max", "score_sum_exp"))),
+    "deterministic": (_with(), _with(deterministic=True)),
+    "layouts": (_with(), _with(layouts=(("q", "odd"), ("k", "packed"), ("dV", "sbhd")))),
+}
+
+#: Fields of ``Case`` that are no features, but numbers, or kinds of one.
+NO_FEATURES = frozenset(
+    (
+        *(
+            "batch",
+            "heads_q",
+            "scale",
+            "stats",
+            "bias_layout",
+            "blocks_axes",
+            "blocks_layout",
+            "len_dtypes",
+        ),
+        *("wild_strides", "logits", "offset", "tails", "seed"),
+    )
+)
+
+#: A level of each feature, by its index.
+Row = dict[str, int]
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+def every_pair() -> set[Pair]:
+    """Of levels of two features."""
+    return {
+        ((one, i), (other, j))
+        for one, other in combinations(FEATURES, 2)
+        for i in range(len(FEATURES[one]))
+        for j in range(len(FEATURES[other]))
+    }
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    return set(combinations(((feature, row[feature]) for feature in FEATURES), 2))
+
+
+def rows() -> list[Row]:
+    """Rows that have every pair between them, made one after another: each begins with a pair that
+    none has yet, and takes of each other feature the level that adds most."""
+    missing, found = sorted(every_pair()), []
+    while missing:
+        row = dict(missing[0])
+        for feature, levels in FEATURES.items():
+            if feature not in row:
+                gains = [_gain(missing, row, (feature, level)) for level in range(len(levels))]
+                row[feature] = gains.index(max(gains))
+        covered = pairs_of(row)
+        missing = [pair for pair in missing if pair not in covered]
+        found.append(row)
+    return found
+
+
+def cases() -> list[Case]:
+    """The case of each row; the data differ."""
+    made = []
+    for seed, row in enumerate(rows()):
+        case = replace(PLAIN, seed=seed)
+        for feature, levels in FEATURES.items():
+            case = levels[row[feature]](case)
+        made.append(case)
+    return made
+
+
+def _gain(missing: list[Pair], row: Row, new: tuple[str, int]) -> int:
+    have = set(row.items())
+    return sum(
+        one == new and other in have or other == new and one in have for one, other in missing
+    )

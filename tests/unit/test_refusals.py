@@ -1,0 +1,275 @@
+"""What cuDNN refuses: one test for each row of ``docs/refusals.md``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dlattn as cudnn
+from tests.builders import Library
+from tests.drivers import check, run_graph
+from tests.strategies import RAGGED_KV, RAGGED_Q, Case
+from tests.unit.valid_graphs import FLOAT, Backward, Forward, lengths, plans
+
+NotSupported = cudnn.cudnnGraphNotSupportedError
+Check = Callable[[], None]
+
+#: Rows that dlattn grants, and rows that it refuses; each has a check of its own.
+LIFTED: dict[str, Check] = {}
+REFUSED: dict[str, Check] = {}
+
+
+def right(**fields: Any) -> Check:
+    """Forward and backward of a small case agree with the oracle."""
+    sizes: dict[str, Any] = {
+        "dtype": "float16",
+        "batch": 2,
+        "heads_q": 4,
+        "heads_k": 2,
+        "heads_v": 2,
+        "seq_q": 20,
+        "seq_kv": 33,
+        "head_dim_qk": 16,
+        "head_dim_v": 24,
+        "scale": 0.25,
+    }
+    return lambda: check(Case(**{**sizes, **fields}), Library(), run_graph)
+
+
+def all_of(*checks: Check) -> Check:
+    def run() -> None:
+        for one in checks:
+            one()
+
+    return run
+
+
+def refuses(
+    graph: type[Forward], given: Any, said: str, error: type[Exception] = NotSupported
+) -> Check:
+    """The call or ``validate`` raises, and says so; ``given`` are arguments, or makes them."""
+
+    def run() -> None:
+        made = graph()
+        with pytest.raises(error, match=said):
+            made.sdpa(**(given(made) if callable(given) else given)).validate()
+
+    return run
+
+
+def refuses_change(
+    change: Callable[[Any], Any],
+    said: str,
+    error: type[Exception] = NotSupported,
+) -> Check:
+    """``validate`` raises once a tensor has been changed."""
+
+    def run() -> None:
+        made = Forward().sdpa()
+        change(made)
+        with pytest.raises(error, match=said):
+            made.validate()
+
+    return run
+
+
+def a_tensor(argument: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda made: {argument: made.graph.tensor((1, 1, 1, 1), name=argument)}
+
+
+def dropout(*entries: Any) -> Callable[[Any], dict[str, Any]]:
+    """``None`` among the entries stands for a tensor."""
+    return lambda made: {
+        "dropout": tuple(
+            made.graph.tensor((1, 1, 1, 1)) if entry is None else entry for entry in entries
+        )
+    }
+
+
+def same_as_plain(graph: dict[str, Any], **arguments: Any) -> Check:
+    """The graph is a plain one to every engine."""
+
+    def run() -> None:
+        plain, other = Forward().sdpa(), Forward(**graph).sdpa(**arguments)
+        assert other.graph.lowered.problem == plain.graph.lowered.problem
+        assert other.graph.lowered.geometry == plain.graph.lowered.geometry
+
+    return run
+
+
+def takes(arch: str, dims: tuple[int, int]) -> Check:
+    def run() -> None:
+        assert plans(arch, *dims, backward=True)
+
+    return run
+
+
+def old_gpu() -> None:
+    with pytest.raises(NotSupported, match=r"it needs compute capability 8.0 \(Ampere\)"):
+        plans("sm_75", 64, 64)
+
+
+def integer_scale() -> None:
+    assert Forward().sdpa(attn_scale=2).graph.lowered.geometry.attn_scale == 2.0
+
+
+_no_dropout, _no_score_mod = "was given dropout,", "was given score_mod,"
+_no_dbias = "was given dBias,"
+_score_mod = {"score_mod": lambda graph, score: score, "use_causal_mask": True}
+_ragged: dict[str, Any] = {"ragged": (*RAGGED_Q, *RAGGED_KV), "len_q": (20, 3), "len_kv": (33, 7)}
+_paged: dict[str, Any] = {"page_k": 8, "page_v": 16, "len_q": (20, 3), "len_kv": (33, 7)}
+_wide = {"seq_q": 5, "seq_kv": 7, "scale": 0.06}
+
+REFUSED["F1"] = refuses_change(
+    lambda made: made.v.set_dim((2, 12, 24)).set_stride((288, 24, 1)),
+    "v must have four dimensions",
+    ValueError,
+)
+REFUSED["F2"] = refuses_change(
+    lambda made: made.q.set_stride((1024, 256, 32, 2)), "q has stride .* last stride must be 1"
+)
+LIFTED["F3"] = right(head_dim_qk=12, head_dim_v=5)
+LIFTED["F4"] = all_of(right(dtype="float32"), right(dtype="float64"))
+REFUSED["F5"] = old_gpu
+REFUSED["F6"] = refuses_change(
+    lambda made: made.k.set_dim((2, 3, 12, 16)), "k has 3 heads, which do not divide the 4 heads"
+)
+LIFTED["F7"] = right(bias="bool")
+LIFTED["F8"] = right(len_kv=(33, 7))
+REFUSED["F9"] = refuses(
+    Forward,
+    lambda made: {"seq_len_kv": lengths(made.graph)},
+    "seq_len_kv without use_padding_mask",
+    ValueError,
+)
+LIFTED["F10"] = right(**_ragged, lengths_as="offsets")
+REFUSED["F11"] = refuses(Forward, dropout(None, None), _no_dropout)
+REFUSED["F12"] = refuses(Forward, dropout(1.0, None, None), _no_dropout)
+LIFTED["F13"] = right(bias="float16", right=0, bottom_right=True)
+LIFTED["F14"] = right(alibi="cudnn", right=0, bottom_right=True)
+REFUSED["F15"] = refuses(
+    Forward,
+    lambda made: {**dropout(0.1, None, None)(made), "use_causal_mask_bottom_right": True},
+    _no_dropout,
+)
+LIFTED["F16"] = right(seq_q=40, right=0, bottom_right=True)
+LIFTED["F17"] = right(seq_q=40, left=9)
+REFUSED["F18"] = all_of(
+    refuses(
+        Forward, {"diagonal_band_right_bound": -1}, "right_bound must be at least 0", RuntimeError
+    ),
+    refuses(
+        Forward, {"diagonal_band_left_bound": 0}, "left_bound must be at least 1", RuntimeError
+    ),
+)
+LIFTED["F19"] = all_of(right(left=9, bias="float32"), right(left=9, right=0, bias="float32"))
+LIFTED["F20"] = right(alibi="cudnn")
+LIFTED["F21"] = all_of(right(alibi="H"), right(alibi="BH", bottom_right=True, right=3))
+REFUSED["F22"] = refuses(Forward, _score_mod, _no_score_mod)
+LIFTED["F23"] = right(seq_q=1, sink=0.5)
+REFUSED["F24"] = refuses(Forward, dropout(0.1, None, None), _no_dropout)
+REFUSED["F25"] = refuses(
+    Forward, a_tensor("paged_attention_k_table"), "needs use_padding_mask=True with", ValueError
+)
+REFUSED["F26"] = refuses(
+    Forward,
+    {"paged_attention_max_seq_len_kv": 64},
+    "max_seq_len_kv=64 without paged_attention_k_table",
+    ValueError,
+)
+REFUSED["F27"] = refuses(
+    Forward,
+    lambda made: {"bias": made.graph.tensor((1, 1, 8, 13), name="my bias")},
+    r"my bias has dim .*; expected \(2, 4, 8, 12\)",
+    ValueError,
+)
+LIFTED["F28"] = right(**_paged, packed_tables=True, ragged=RAGGED_Q)
+LIFTED["F29"] = all_of(
+    right(blocks=0.5, seq_q=140, seq_kv=300),
+    same_as_plain(
+        {"is_dynamic_shape_enabled": True},
+        implementation=cudnn.attention_implementation.COMPOSITE,
+    ),
+)
+LIFTED["F30"] = same_as_plain(
+    {"is_dynamic_shape_enabled": True}, implementation=cudnn.attention_implementation.UNIFIED
+)
+LIFTED["F31"] = all_of(
+    right(row_outputs=("score_max",)), right(row_outputs=("score_sum_exp",), stats=None)
+)
+LIFTED["F32"] = integer_scale
+LIFTED["F33"] = right(batch=1, seq_kv=1100, left=9)
+LIFTED["F34"] = same_as_plain({"intermediate_data_type": FLOAT})
+LIFTED["F35"] = all_of(
+    right(right=0, bottom_right=True, head_dim_qk=136, head_dim_v=264), right(seq_q=1, right=0)
+)
+LIFTED["F36"] = right(softcap=3.0, right=0)
+REFUSED["F37"] = refuses(
+    Forward, {"cu_seqlens_q": None}, "unexpected keyword argument 'cu_seqlens_q'", TypeError
+)
+REFUSED["F38"] = refuses(Forward, a_tensor("rng_dump"), "was given rng_dump,")
+REFUSED["F39"] = refuses(
+    lambda: Forward(is_override_shape_enabled=True),  # type: ignore[arg-type]
+    {},
+    "is_override_shape_enabled",
+)
+
+LIFTED["B1"] = right(seq_q=1, seq_kv=1)
+LIFTED["B2"] = all_of(right(**_wide, head_dim_qk=264, head_dim_v=512), takes("sm_90a", (512, 512)))
+LIFTED["B3"] = all_of(
+    right(**_wide, head_dim_qk=256, head_dim_v=256),
+    takes("sm_80", (512, 512)),
+    takes("sm_120", (480, 512)),
+)
+LIFTED["B4"] = all_of(right(**_wide, head_dim_qk=192, head_dim_v=192), takes("sm_100", (512, 512)))
+LIFTED["B5"] = all_of(right(bias="uint8"), right(alibi="cudnn"), right(len_q=(20, 3)))
+LIFTED["B6"] = all_of(
+    right(bias="float16", alibi="H", right=0, bottom_right=True),
+    right(seq_q=40, right=0, bottom_right=True),
+)
+REFUSED["B7"] = refuses(
+    Backward, {"diagonal_band_left_bound": 0}, "left_bound must be at least 1", RuntimeError
+)
+LIFTED["B8"] = right(seq_q=40, left=9, right=2)
+LIFTED["B9"] = right(**_ragged, lengths_as="offsets", left=9, right=2)
+REFUSED["B10"] = refuses(Backward, _score_mod, _no_score_mod)
+LIFTED["B11"] = all_of(right(blocks=0.5, blocks_axes="h", seq_q=300, seq_kv=140), right(**_paged))
+LIFTED["B12"] = right(deterministic=True)
+REFUSED["B13"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+REFUSED["B14"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B15"] = right(deterministic=True, alibi="cudnn")
+LIFTED["B16"] = right(**_ragged, deterministic=True)
+REFUSED["B17"] = refuses(
+    Backward, {"max_total_seq_len_q": 64}, "max_total_seq_len_q without a ragged tensor"
+)
+REFUSED["B18"] = refuses(
+    Backward, a_tensor("dSink_token"), "dSink_token without sink_token", RuntimeError
+)
+REFUSED["B19"] = refuses(
+    Backward, dropout(None, None), "dropout must be a tuple of 3 entries", RuntimeError
+)
+LIFTED["B20"] = right(seq_q=1, sink=0.5)
+REFUSED["B21"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B22"] = right(seq_q=3, seq_kv=129)
+
+
+@pytest.mark.parametrize("row", [*LIFTED, *REFUSED])
+def test_row(row: str) -> None:
+    """What is lifted gives right results; what is refused raises, and names the argument."""
+    (LIFTED | REFUSED)[row]()
+
+
+def test_the_page_says_the_same() -> None:
+    """The page has each row once, in order, and says of each what is tested here."""
+    page = Path(__file__).parents[2] / "docs" / "refusals.md"
+    rows = re.findall(r"^\| ([FB]\d+) \| .+ \| (\w+).*\|$", page.read_text(), re.MULTILINE)
+    assert [number for number, _ in rows] == [
+        f"{letter}{i + 1}" for letter, count in (("F", 39), ("B", 22)) for i in range(count)
+    ]
+    assert LIFTED.keys().isdisjoint(REFUSED)
+    assert {row for row, here in rows if here == "Lifted"} == LIFTED.keys()
+    assert {row for row, here in rows if here == "Refused"} == REFUSED.keys()
