@@ -13,6 +13,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -32,6 +33,7 @@ from dlattn.problem import (
 from dlattn.runtime.target import CPU
 from tests import oracle
 from tests.builders import Guarded, Library, check_poison_intact, make_tensors
+from tests.pages import by_sequence, check_page_ends
 from tests.strategies import Case
 
 Tensors = Mapping[str, Guarded]
@@ -42,6 +44,7 @@ _MARGIN = 4096
 #: Tensors that a case may have, and that forward and backward read.
 OPTIONS = (
     *("attn_scale", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv", "sink_token"),
+    *PAGE_TABLES.values(),
 )
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
@@ -62,6 +65,9 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         run(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: t.padded() for role, t in tensors.items()}
+        if case.stats:
+            check_page_ends(case, arrays)
+        arrays = by_sequence(case, arrays)
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
@@ -76,9 +82,10 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if direction is Direction.BACKWARD and not case.stats:
             return
         used = {role: tensors[role] for role in roles if role in tensors}
-        offsets = [offset_role(role) for role in used if role in case.ragged]
-        used |= {role: tensors[role] for role in offsets}
-        plan = Reference(problem_of(case, direction, bool(offsets)), geometry_of(case, used), CPU)
+        ragged = not set(case.ragged).isdisjoint(used)
+        offsets = [name for role in used if (name := offset_role(role)) in tensors]
+        used |= {name: tensors[name] for name in offsets}
+        plan = Reference(problem_of(case, direction, ragged), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
 
@@ -142,6 +149,8 @@ def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Proble
         score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
+        paged_k=case.page_k is not None,
+        paged_v=case.page_v is not None,
         ragged=ragged,
         deterministic=case.deterministic and direction is Direction.BACKWARD,
     )
@@ -177,6 +186,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
         band_left=case.left,
         band_right=case.right,
         bottom_right=case.bottom_right,
+        max_seq_kv=case.seq_kv if case.page_k or case.page_v else None,
     )
 
 
@@ -224,10 +234,12 @@ def _run_graph_of(
         compute_data_type=cudnn.data_type.FLOAT,
     )
     fed = [*inputs, *(role for role in OPTIONS if role in tensors), *written]
-    given: dict[str, Any] = {role: declare(graph, case, role, tensors) for role in fed}
+    given: dict[str, Any] = {role: declare(graph, role, tensors) for role in fed}
     pack = {given[role]: tensors[role].tensor for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
+    if case.page_k or case.page_v:
+        given["paged_attention_max_seq_len_kv"] = case.seq_kv
     arguments = {**given, **edit_arguments(case), **_mask_arguments(case)}
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
@@ -243,11 +255,12 @@ def _run_graph_of(
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
-        set_offset(graph, case, role, t, tensors)
+        set_offset(graph, role, t, tensors)
         pack[t] = tensors[role].tensor
         given[role] = t
-    for role in set(given) & set(case.ragged):
-        pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
+    for role in given:
+        if offset_role(role) in tensors:
+            pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
     graph.build()
     size = graph.get_workspace_size()
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
@@ -262,30 +275,24 @@ def _run_graph_of(
     assert outside == 0, f"{outside} bytes written outside the workspace of {size}"
 
 
-def declare(
-    graph: cudnn.pygraph, case: Case, role: str, tensors: Tensors, prefix: str = ""
-) -> cudnn.tensor:
-    """The graph tensor of an input; a ragged one has another shape than its memory."""
+def declare(graph: cudnn.pygraph, role: str, tensors: Tensors, prefix: str = "") -> cudnn.tensor:
+    """The graph tensor of an input; a ragged or packed one has another shape than its memory."""
     it = tensors[role]
-    if not it.spec.ragged:
+    if not (it.spec.ragged or it.spec.packed):
         return graph.tensor_like(it.tensor, name=prefix + role)
     declared = graph.tensor(it.spec.dim, it.spec.stride, it.spec.dtype, name=prefix + role)
-    declared.set_alignment(it.tensor.itemsize if case.layout(role) == "odd" else 16)
-    return set_offset(graph, case, role, declared, tensors, prefix)
+    is_aligned = it.start * it.tensor.itemsize % 16 == 0
+    declared.set_alignment(16 if is_aligned else it.tensor.itemsize)
+    return set_offset(graph, role, declared, tensors, prefix)
 
 
 def set_offset(
-    graph: cudnn.pygraph,
-    case: Case,
-    role: str,
-    declared: cudnn.tensor,
-    tensors: Tensors,
-    prefix: str = "",
+    graph: cudnn.pygraph, role: str, declared: cudnn.tensor, tensors: Tensors, prefix: str = ""
 ) -> cudnn.tensor:
-    """Gives a graph tensor its offsets, if the case makes it ragged."""
-    if role not in case.ragged:
-        return declared
+    """Gives a graph tensor its offsets, if it has any."""
     name = offset_role(role)
+    if name not in tensors:
+        return declared
     return declared.set_ragged_offset(graph.tensor_like(tensors[name].tensor, name=prefix + name))
 
 

@@ -467,9 +467,9 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
   }
 
   // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
-  template <int n_tiles, class Tile>
+  template <bool paged, int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, Mapped tensor, int head, float factor) {
+                           const MappedKeys& mapped, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -478,12 +478,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      const MappedEntry entry = this->entry(tensor);
-#pragma unroll
-      for (int slab = 0; slab < Tile::slabs; ++slab) {
-        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     entry.row + this->first_stored_key() + first, head, entry.batch);
-      }
+      store_key_rows<Problem, paged, 64>(tile, first, mapped, this->first_stored_key() + first,
+                                         head, work.batch, p);
       tma_commit();
       tma_wait_read<0>();
     }
@@ -529,8 +525,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dK[i], shared.k[0], first + 64 * i, m.dK, Mapped::dK, head / p.heads_per_k,
-            Score::gradient_factor(values));
+      store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.k_pages},
+                              head / p.heads_per_k, Score::gradient_factor(values));
     }
   }
   template <int n>
@@ -538,7 +534,8 @@ struct BwdSm90 : BwdSm90Queries<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      store(dV[i], shared.v[0], first + 64 * i, m.dV, Mapped::dV, head / p.heads_per_v, lowering);
+      store<Problem::paged_v>(dV[i], shared.v[0], first + 64 * i, {m.dV, Mapped::dV, p.v_pages},
+                              head / p.heads_per_v, lowering);
     }
   }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
-from dlattn.problem import BLOCK
+from dlattn.problem import BLOCK, PAGE_TABLES
 
 _DEFAULT_TYPES = {
     "stats": data_type.FLOAT,
@@ -21,6 +22,8 @@ _DEFAULT_TYPES = {
     "block_mask": data_type.UINT8,
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
+    "paged_attention_k_table": data_type.INT32,
+    "paged_attention_v_table": data_type.INT32,
 }
 _LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
 #: Roles whose last stride need not be 1.
@@ -30,6 +33,8 @@ _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
     "seq_len_kv": "(batch, 1, 1, 1)",
     "sink_token": "(1, heads, 1, 1)",
+    "paged_attention_k_table": "(batch, 1, pages, 1)",
+    "paged_attention_v_table": "(batch, 1, pages, 1)",
 }
 
 
@@ -51,6 +56,7 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         _check_declared(node, role)
     for role in node.offsets:
         check_offset(node, role)
+    check_pages(node)
     _check_heads(node)
     for role, dim in _expected_dims(node).items():
         _settle_dim(node, role, dim)
@@ -147,7 +153,7 @@ def _check_slopes(node: AttentionNode, dim: tuple[int, ...]) -> None:
 
 def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
     batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
-    full = (batch, heads, seq_q, node.inputs["k"].attributes.dim[2])
+    full = (batch, heads, seq_q, max_seq_kv(node))
     if len(dim) != 4 or any(size not in (1, whole) for size, whole in zip(dim, full, strict=True)):
         raise InvalidGraphError(
             f"{node.label('bias')} has dim {dim}; expected {full}, with 1 for any size, from "
@@ -157,7 +163,7 @@ def _check_bias(node: AttentionNode, dim: tuple[int, ...]) -> None:
 
 def _check_block_mask(node: AttentionNode, dim: tuple[int, ...]) -> None:
     batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
-    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, node.inputs["k"].attributes.dim[2]))
+    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, max_seq_kv(node)))
     full = (batch, heads, queries, -(-keys // 8))
     if len(dim) != 4 or dim[0] not in (1, batch) or dim[1] not in (1, heads) or dim[2:] != full[2:]:
         raise InvalidGraphError(
@@ -180,10 +186,11 @@ def _check_heads(node: AttentionNode) -> None:
 def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
     q, k, v = (node.inputs[role].attributes.dim for role in ("q", "k", "v"))
     batch, heads, seq_q, head_dim_qk = q
-    seq_kv, head_dim_v = k[2], v[3]
+    seq_kv, head_dim_v = max_seq_kv(node), v[3]
+    paged_k, paged_v = (PAGE_TABLES[role] in node.inputs for role in "kv")
     dims = {
-        "k": (batch, k[1], seq_kv, head_dim_qk),
-        "v": (batch, v[1], seq_kv, head_dim_v),
+        "k": (*k[:3], head_dim_qk) if paged_k else (batch, k[1], seq_kv, head_dim_qk),
+        "v": v if paged_v else (batch, v[1], seq_kv, head_dim_v),
         "o": (batch, heads, seq_q, head_dim_v),
         "dO": (batch, heads, seq_q, head_dim_v),
         "stats": (batch, heads, seq_q, 1),

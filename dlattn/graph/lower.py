@@ -9,8 +9,11 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import is_paged, max_seq_kv
+from dlattn.graph.ragged import has_ragged
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -46,6 +49,7 @@ _TYPES = {
     "stats": _FLOATS,
     "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8),
     "block_mask": (data_type.UINT8,),
+    **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
 }
 
 
@@ -88,10 +92,12 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
         sink=_SINK_ROLE[node.direction] in tensors,
+        paged_k=PAGE_TABLES["k"] in tensors,
+        paged_v=PAGE_TABLES["v"] in tensors,
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
-        ragged=bool(node.offsets),
+        ragged=has_ragged(node),
     )
     diagonal = node.diagonal
     geometry = Geometry(
@@ -109,6 +115,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        max_seq_kv=max_seq_kv(node) if is_paged(node) else None,
         most_tokens_q=node.max_total.get("max_total_seq_len_q"),
         most_tokens_kv=node.max_total.get("max_total_seq_len_kv"),
     )
@@ -128,10 +135,10 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
 def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
-    stride = canonical_stride(it.dim, it.stride)
+    stride, packed = canonical_stride(it.dim, it.stride), it.ragged_offset is not None
     if ragged:
         stride = (0, *stride[1:])
-    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged)
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged, packed and not ragged)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:

@@ -91,7 +91,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _key_tiles(self) -> int:
-        return -(-self.geometry.seq_kv // self.tiling.tile_k)
+        return -(-self.geometry.rows_kv // self.tiling.tile_k)
 
     @property
     def _pairs(self) -> int:
@@ -180,9 +180,15 @@ class BackwardPlan(CudaPlan):
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0
     ) -> KernelLaunch:
-        """A kernel before or after the main one. Of edits and masks it reads the scale alone, so
-        problems share it."""
-        plain = replace(self.problem, edits=self.problem.edits[:1], masks=(Padding(),))
+        """A kernel before or after the main one. Of edits and masks it reads the scale alone, of
+        keys and values nothing, so problems share it."""
+        plain = replace(
+            self.problem,
+            edits=self.problem.edits[:1],
+            masks=(Padding(),),
+            paged_k=False,
+            paged_v=False,
+        )
         source = kernel_source(kernel, plain, self.row_tiling, shared)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
 
@@ -201,7 +207,7 @@ def backward_refusal(
 ) -> str | None:
     """Why no backward kernel up to a head dimension can run a problem, or ``None``."""
     reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel, most_head_dim)
-    blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
+    blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."
     return reason

@@ -139,9 +139,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
-        queries, keys = self.tiling.tile_q, self.tiling.tile_k
+        queries = self.tiling.tile_q
+        keys = {role: self.paged_rows(role, self.tiling.tile_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
-        rows = {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
+        gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
+        rows = {"q": queries, **keys, "dO": queries, **gradients}
         return rows | {"bias": queries} if self.tiling.stages_bias else rows
 
     @property

@@ -174,7 +174,8 @@ class FwdSm90(MappedPlan):
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
-        rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
+        rows = {"q": tiling.tile_q, **keys, "o": 64}
         return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:

@@ -59,6 +59,7 @@ struct Problem {{
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
 {_flags(problem, "score_max", "score_sum_exp", "sink", "ragged")}
+{_flags(problem, "paged_k", "paged_v")}
   static constexpr int access_bytes = {problem.access_bytes};
   static constexpr bool deterministic = {str(problem.deterministic).lower()};
   static constexpr int shared_memory = {shared_memory};{extra}

@@ -2,6 +2,7 @@
 
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import (
+    PAGE_TABLES,
     QUERY_ROLES,
     RAGGED_ROLES,
     Direction,
@@ -14,6 +15,7 @@ from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Wher
 
 __all__ = [
     "BLOCK",
+    "PAGE_TABLES",
     "QUERY_ROLES",
     "RAGGED_ROLES",
     "Alibi",

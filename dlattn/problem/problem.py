@@ -14,6 +14,9 @@ from dlattn.dtypes import data_type
 from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 
+#: Whose rows may be paged -> the role of the table that says where the pages are.
+PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
+
 #: Roles of tensors with a row for each query of each head.
 QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
 
@@ -49,6 +52,7 @@ class Problem:
         score_max, score_sum_exp: the forward writes them.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
+        paged_k, paged_v: the rows of k, of v, and of their gradients lie in pages.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -66,6 +70,8 @@ class Problem:
     score_max: bool = False
     score_sum_exp: bool = False
     sink: bool = False
+    paged_k: bool = False
+    paged_v: bool = False
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -114,6 +120,7 @@ class TensorSpec:
         by_value: a host scalar, read at execute time.
         ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
             :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
+        packed: the same of a page table, whose entries are as many as the sequence has pages.
     """
 
     name: str
@@ -122,6 +129,7 @@ class TensorSpec:
     dtype: data_type
     by_value: bool = False
     ragged: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,14 +138,16 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask``, and the
-            :func:`offset_role` of each ragged one; an absent role is an absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask
+            paged_attention_k_table paged_attention_v_table``, and the :func:`offset_role` of each
+            ragged tensor and packed table; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
         band_right: cuDNN's right bound (keys with ``key <= query + shift + right``), or None.
         bottom_right: whether the diagonal ends in the bottom right corner:
             ``shift = seq_len_kv - seq_len_q``; else ``shift = 0``.
+        max_seq_kv: the longest sequence of keys where k, or v, is paged, and so does not say it.
         most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
     """
 
@@ -147,8 +157,14 @@ class Geometry:
     band_right: int | None = None
     bottom_right: bool = False
     softcap: float | None = None
+    max_seq_kv: int | None = None
     most_tokens_q: int | None = None
     most_tokens_kv: int | None = None
+
+    @property
+    def has_ragged(self) -> bool:
+        """Whether some tensor is ragged."""
+        return any(spec.ragged for spec in self.tensors.values())
 
     def is_ragged(self, role: str) -> bool:
         """Whether the tensor is there, and ragged."""
@@ -176,4 +192,15 @@ class Geometry:
 
     @property
     def seq_kv(self) -> int:
-        return self.tensors["k"].dim[2]
+        return self.tensors["k"].dim[2] if self.max_seq_kv is None else self.max_seq_kv
+
+    def page_size(self, role: str) -> int | None:
+        """Rows of a page of k or of v, whose container is (pages, heads, rows of a page, head
+        dim); ``None`` where it is not paged."""
+        return self.tensors[role].dim[2] if PAGE_TABLES[role] in self.tensors else None
+
+    @property
+    def rows_kv(self) -> int:
+        """Rows of dK and dV that a sequence may have: of whole pages."""
+        pages = (self.page_size(role) or 1 for role in PAGE_TABLES)
+        return max(-(-self.seq_kv // page) * page for page in pages)

@@ -5,6 +5,7 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -112,10 +114,16 @@ def plan_for(
 ) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
+    paged = {"k": problem.paged_k, "v": problem.paged_v}
+
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        dim = (2, heads, seq, head_dim)
-        stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype, ragged=problem.ragged)
+        if paged.get(role):
+            dim = (50, heads, 16, head_dim)
+        else:
+            dim = (2, heads, seq, head_dim)
+        stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
+        ragged = problem.ragged and not paged.get(role)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -128,8 +136,13 @@ def plan_for(
         tensors |= {"dQ": tensors["q"]}
     if problem.ragged:
         offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
-        tensors |= {offset_role(role): offsets for role in tuple(tensors)}
-    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
+        ragged = [role for role, spec in tensors.items() if spec.ragged]
+        tensors |= {offset_role(role): offsets for role in ragged}
+    for role, table in PAGE_TABLES.items():
+        if paged[role]:
+            tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
+    longest = seq if any(paged.values()) else None
+    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
 
@@ -150,9 +163,19 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 }  # fmt: skip
 
 
+#: What is paged.
+PAGED = (
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True},
+    {"paged_v": True},
+)
+
+
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask and every edit; the other choices cycle, so that each
-    pair meets. Each class also ragged, and of a forward with all that it can write."""
+    pair meets. Each class also ragged, with pages, with both where a plan takes both, and of a
+    forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -187,12 +210,15 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
             )  # fmt: skip
         )
     each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
-    all_edits = found[-len(EDITED_HEAD_DIMS) :]
-    found += [replace(p, ragged=True) for p in (*each_mask, *all_edits)]
+    edited, all_edits = found[len(masks) * len(HEAD_DIMS) :], found[-len(EDITED_HEAD_DIMS) :]
+    ragged = [replace(p, ragged=True) for p in (*each_mask, *all_edits)]
+    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
+    if family is not BwdSm90:
+        paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found
+    return found + ragged + paged
 
 
 @pytest.mark.parametrize(

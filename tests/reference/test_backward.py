@@ -12,6 +12,7 @@ from dlattn.plans.reference import attention_backward, attention_forward, sink_g
 from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
 from tests.drivers import backward, forward, run_plan, values_of
+from tests.pages import by_sequence
 from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import Case, cases
 
@@ -23,6 +24,7 @@ _smooth = cases(
 
 def _arrays(case: Case) -> dict[str, Any]:
     arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = by_sequence(case, arrays)
     return {role: x if role == "block_mask" else x.astype(np.float64) for role, x in arrays.items()}
 
 
@@ -140,7 +142,7 @@ def test_what_is_not_attended_gets_zero(case: Case) -> None:
     """Gradients past the lengths, and of rows that attend to nothing, are written as 0."""
     tensors = make_tensors(case, Library())
     run_plan(case, tensors)
-    out = {role: t.padded() for role, t in tensors.items()}
+    out = by_sequence(case, {role: t.padded() for role, t in tensors.items()})
     for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         assert (out["dQ"][b, :, m:] == 0).all()
         assert (out["dK"][b, :, n:] == 0).all() and (out["dV"][b, :, n:] == 0).all()

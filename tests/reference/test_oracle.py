@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import Library, make_tensors
+from tests.pages import by_sequence
 from tests.strategies import Case, cases
 
 _HALVES = st.sampled_from(("bfloat16", "float16"))
@@ -122,7 +123,8 @@ def _blocks(case: Case, given: dict[str, Any], b: int, h: int) -> Any:
 
 
 def _given(case: Case) -> dict[str, Any]:
-    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    return by_sequence(case, arrays)
 
 
 @settings(max_examples=100)
