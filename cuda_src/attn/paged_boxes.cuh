@@ -16,20 +16,22 @@ struct PagedBoxes {
   DLATTN_DEVICE PagedBoxes(const PageTableRef& page_table, int batch)
       : table(page_table), entries(table.entries(batch)) {}
 
-  // The page that no container has: loads give zeros, and stores write nothing.
-  static constexpr int nowhere = -1;
+  // A page that the container does not have: loads give zeros, and stores write nothing. Not before the
+  // first one, where a store is an illegal instruction (seen on an H200).
+  DLATTN_DEVICE int nowhere() const { return table.pages; }
 
   DLATTN_DEVICE int rows() const { return least(1 << table.log2_rows, tile_rows & -tile_rows); }
 
   // The number of the page of a row; entries for rows from `end` on are not read.
   DLATTN_DEVICE int number(int row, int end) const {
-    return row < end ? table.number(entries, row) : nowhere;
+    const int number = row < end ? table.number(entries, row) : nowhere();
+    return table.has(number) ? number : nowhere();
   }
 
   // Of the box of this lane in the tile that begins with this row.
   DLATTN_DEVICE int number_of_lane(int first, int end) const {
     const int offset = threadIdx.x % 32 * rows();
-    return offset < tile_rows ? number(first + offset, end) : nowhere;
+    return offset < tile_rows ? number(first + offset, end) : nowhere();
   }
 
   // By a warp, of which each lane has the number for its box: so they are there without waiting.
