@@ -147,6 +147,7 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     types = {"stats": case.stats} if case.stats else {}
     types |= dict.fromkeys(case.row_outputs, "float32")
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
+    types |= {"dBias": case.d_bias} if case.d_bias else {}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, dims[role], dtype)
         made[role] = _guard(library, spec, dtype, None, case.layout(role) == "odd")
@@ -214,7 +215,8 @@ def _score_factor(case: Case) -> float:
 def _spec(
     case: Case, role: str, dim: tuple[int, ...], dtype: str, by_value: bool = False
 ) -> TensorSpec:
-    stride = strides(case.layout(role), dim)
+    transposed = role == "dBias" and case.bias_layout == "queries"
+    stride = case.bias_stride() if transposed else strides(case.layout(role), dim)
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
     return TensorSpec(role, dim, stride, from_any(Library().dtype(dtype)), by_value)

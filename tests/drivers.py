@@ -41,7 +41,7 @@ OPTIONS = ("attn_scale", "bias", "alibi_slopes", "seq_len_q", "seq_len_kv", "sin
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
-_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token")
+_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
 
 
 def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
@@ -57,7 +57,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         run(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: t.tensor for role, t in tensors.items()}
-        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
+        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", "dBias")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
     except BaseException:
@@ -111,7 +111,8 @@ def run_graph(case: Case, tensors: Tensors) -> None:
     _run_graph_of(case, tensors, ("q", "k", "v"), made, case.row_outputs)
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
-        _run_graph_of(case, tensors, inputs, made, () if case.sink is None else ("dSink_token",))
+        written = tuple(role for role in ("dSink_token", "dBias") if role in tensors)
+        _run_graph_of(case, tensors, inputs, made, written)
 
 
 def problem_of(case: Case, direction: Direction) -> Problem:
@@ -128,6 +129,9 @@ def problem_of(case: Case, direction: Direction) -> Problem:
         score_max="score_max" in case.row_outputs and direction is Direction.FORWARD,
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
+        d_bias=from_any(numpy.dtype(case.d_bias))
+        if case.d_bias and direction is Direction.BACKWARD
+        else None,
     )
 
 

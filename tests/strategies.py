@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 HEAD_DIMS = range(8, 257, 8)
 
-BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
+_FLOATS = ("bfloat16", "float16", "float32")
+BIAS_DTYPES = (*_FLOATS, "bool", "uint8")
 
 #: Roles whose memory layout a case may choose.
 ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "dBias"),
 )
 
 #: Layouts whose strides keep rows on 16-byte boundaries (see :func:`tests.builders.strides`).
@@ -37,6 +38,7 @@ class Case:
         bias: element type of the bias, of which ``"bool"`` and ``"uint8"`` mask; ``None`` for none.
         bias_axes: its axes, of ``"bhqk"``, that are not of size 1.
         bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are.
+        d_bias: element type of the bias's gradient; ``None`` for none.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -69,6 +71,7 @@ class Case:
     bias: str | None = None
     bias_axes: str = "bhqk"
     bias_layout: str = "keys"
+    d_bias: str | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -133,7 +136,7 @@ class Case:
         return {
             **{"q": q, "k": k, "v": v, "o": o, "dO": o, "dQ": q, "dK": k, "dV": v},
             **{"stats": row, "score_max": row, "score_sum_exp": row},
-            **{"sink_token": head, "dSink_token": head},
+            **{"sink_token": head, "dSink_token": head, "dBias": self.bias_dim()},
         }
 
 
@@ -203,6 +206,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
     scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
     dtype = draw(st.sampled_from(tuple(profile.dtypes)))
+    bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
     return Case(
         dtype=dtype,
@@ -212,7 +216,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         scale_as=scale_as,
         softcap=draw(st.sampled_from((None, None, 1.0))),
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
-        bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
+        bias=bias,
+        d_bias=draw(st.sampled_from((None, *_FLOATS))) if bias in _FLOATS else None,
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),

@@ -19,7 +19,7 @@ _DEFAULT_TYPES = {
     "seq_len_q": data_type.INT32,
     "seq_len_kv": data_type.INT32,
 }
-_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v", "dBias": "bias"}
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
@@ -173,6 +173,8 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
+    if "dBias" in node.outputs:
+        dims["dBias"] = node.inputs["bias"].attributes.dim
     return {role: dim for role, dim in dims.items() if role in node.tensors}
 
 
@@ -181,9 +183,11 @@ def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
     if not it.dim:
         it.infer("dim", dim)
     if it.dim != dim:
-        q, k, v = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in ("q", "k", "v"))
+        sources = ("bias",) if role == "dBias" else ("q", "k", "v")
+        *most, last = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in sources)
+        stated = f"{', '.join(most)} and {last}" if most else last
         raise InvalidGraphError(
-            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {q}, {k} and {v}."
+            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {stated}."
         )
 
 
@@ -230,7 +234,7 @@ def _check_strides(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has the negative stride {min(used)}; plans read forwards only, so "
             "flip the tensor into new memory."
         )
-    if role not in ("bias", "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
+    if role not in ("bias", "dBias", "alibi_slopes") and it.dim[-1] > 1 and it.stride[-1] != 1:
         raise cudnnGraphNotSupportedError(
             f"{node.label(role)} has stride {it.stride}; its last stride must be 1, so that heads "
             "are contiguous. Make the tensor contiguous along its head dim."

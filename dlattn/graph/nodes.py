@@ -42,14 +42,17 @@ _NOT_SUPPORTED = {
         "score_mod",
     ),
     "sdpa_backward": (
-        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
     ),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
 _OPTIONAL_INPUTS = ("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "sink_token")
-_GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
+_GIVEN_OUTPUTS = {
+    "sdpa": ("score_max", "score_sum_exp"),
+    "sdpa_backward": ("dBias", "dSink_token"),
+}
 
 #: What an operation returns; ``None`` in place of what was not asked for.
 _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
@@ -139,10 +142,11 @@ def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
     """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(3,))
-    if given["dSink_token"] is not None and given["sink_token"] is None:
-        raise InvalidArgumentError(
-            "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
-        )
+    for gradient, of in (("dSink_token", "sink_token"), ("dBias", "bias")):
+        if given[gradient] is not None and given[of] is None:
+            raise InvalidArgumentError(
+                f"sdpa_backward was given {gradient} without {of}; give the forward's {of}."
+            )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)

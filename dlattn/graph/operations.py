@@ -162,6 +162,9 @@ class Operations(ABC):
             o: the forward's output, (B, Hq, Sq, Dv).
             dO: the gradient of o, same shape.
             stats: the forward's log-sum-exp, (B, Hq, Sq, 1), fp32.
+            dBias: a tensor to write, of the shape of bias, HALF, BFLOAT16 or FLOAT (on the CPU
+                DOUBLE, too), any strides: the gradient of bias, summed where bias broadcasts,
+                always in the same order; 0 where masked or beyond actual lengths.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
 
@@ -172,7 +175,8 @@ class Operations(ABC):
             set are those of q, k and v. Rows beyond the actual lengths are written as 0.
 
         Raises:
-            InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
+            InvalidArgumentError: arguments contradict each other, such as dBias without bias (a
+                ``RuntimeError``).
             TypeError: an argument has the wrong Python type.
         """
         return self._add("sdpa_backward", _arguments(locals()))

@@ -38,6 +38,7 @@ class Problem:
         score_max, score_sum_exp: the forward writes them.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
+        d_bias: element type of the bias's gradient, if the backward writes that.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -54,6 +55,7 @@ class Problem:
     score_max: bool = False
     score_sum_exp: bool = False
     sink: bool = False
+    d_bias: data_type | None = None
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -109,8 +111,8 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes``; an absent role is an
-            absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes``; an absent role is
+            an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

@@ -42,7 +42,7 @@ def test_forward_arguments_without_a_plan(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("dBias", "max_total_seq_len_q", "max_total_seq_len_kv"),
+        *("max_total_seq_len_q", "max_total_seq_len_kv"),
         *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
     ],
 )
