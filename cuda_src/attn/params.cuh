@@ -42,7 +42,7 @@ struct SlopeRef {
 
 // A (batch, head, query, key) tensor that broadcasts: strides, in elements, are 0 where its size is 1.
 struct BiasRef {
-  const void* data;
+  void* data;
   int64 batch, head, row, column;
 };
 
@@ -71,7 +71,7 @@ struct Params {
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
-  BiasRef bias;
+  BiasRef bias, dBias;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;   // else: tiles that blocks have asked for so far

@@ -18,6 +18,7 @@ TENSOR_ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+BIAS_ROLES = ("bias", "dBias")
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2`` with a relative error of 2**-23.2 for ``abs(x)`` up to
 #: ``_TANH_REACH``, the least that this degree allows (Remez exchange).
@@ -82,7 +83,7 @@ class Params(ctypes.Structure):
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
-        ("bias", BiasRef),
+        *((role, BiasRef) for role in BIAS_ROLES),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
@@ -181,10 +182,11 @@ def params_for(geometry: Geometry) -> Params:
             setattr(params, role, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    if "bias" in geometry.tensors:
-        bias = geometry.tensors["bias"]
-        steps = [s if d > 1 else 0 for d, s in zip(bias.dim, bias.stride, strict=True)]
-        params.bias = BiasRef(0, *steps)
+    for role in BIAS_ROLES:
+        if role in geometry.tensors:
+            spec = geometry.tensors[role]
+            steps = [s if d > 1 else 0 for d, s in zip(spec.dim, spec.stride, strict=True)]
+            setattr(params, role, BiasRef(0, *steps))
     return params
 
 
