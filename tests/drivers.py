@@ -88,8 +88,11 @@ def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) ->
     )
 
 
-def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
-    """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
+def backward(
+    case: Case, arrays: Mapping[str, Any], compute: Any = np.float64, d_bias: Any = None
+) -> Any:
+    """dQ, dK, dV by the reference engine's functions, from a forward of its own; the gradient of
+    the bias is added to ``d_bias``."""
     o, stats, *_ = forward(case, arrays, compute)
     return attention_backward(
         arrays["q"],
@@ -101,6 +104,7 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
         edits=edits_of(case),
         masks=masks_of(case),
         values=values_of(case, arrays),
+        d_bias=d_bias,
         compute=compute,
     )
 

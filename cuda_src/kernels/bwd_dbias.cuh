@@ -25,7 +25,7 @@ struct DBiasTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int warps = warps_;
   static constexpr int warps_q = warps_q_;  // along queries
-  static constexpr int columns = 16;        // what head dimensions are rounded up to
+  static constexpr int columns = 32;        // what head dimensions are rounded up to
 };
 
 // A tile of scores that is added to a tile of dBias.
@@ -242,14 +242,13 @@ struct BwdDBias {
   DLATTN_DEVICE void multiply(Scores& c, Left& s_left, Right& s_right) const {
     SharedLeft<Left, false> left(s_left, first_row);
     SharedRight<Right, false> right(s_right, first_column);
-    constexpr int most_columns = columns > 64 ? 64 : 32, rest = columns % most_columns;
+    constexpr int at_a_time = columns > 64 && columns % 64 == 0 ? 64 : 32;
 #pragma unroll 1
-    for (int column = rest; column < columns; column += most_columns) {
-      gemm<T, most_columns / 16>(c, left, right);
-      left.base += 2 * most_columns;
-      right.base += 2 * most_columns;
+    for (int column = 0; column < opaque(columns); column += at_a_time) {
+      gemm<T, at_a_time / 16>(c, left, right);
+      left.base += 2 * at_a_time;
+      right.base += 2 * at_a_time;
     }
-    if constexpr (rest != 0) gemm<T, rest / 16>(c, left, right);
   }
 
   // Turns raw products into probabilities.

@@ -12,7 +12,7 @@ from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
 #: What head dimensions are rounded up to.
-_COLUMNS = 16
+_COLUMNS = 32
 #: ``walks`` in the kernel.
 _WALKS_BYTES = 96
 #: Shared memory that the driver takes for each block.
