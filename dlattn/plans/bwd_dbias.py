@@ -27,16 +27,16 @@ class DBiasTiling:
         tile_q, tile_k: queries and keys.
         warps: warps per block.
         warps_q: of those, along queries.
+        min_blocks: resident blocks per multiprocessor that registers and shared memory must allow.
         main: the main kernel's tiling, in C++, by which row statistics are laid out.
-        min_blocks: resident blocks per multiprocessor that the registers must allow.
     """
 
     tile_q: int
     tile_k: int
     warps: int
     warps_q: int
-    main: str = ""
     min_blocks: int = 1
+    main: str = ""
 
     @property
     def threads(self) -> int:
@@ -61,26 +61,28 @@ class DBiasTiling:
         )
 
 
-#: Those with which fewer elements are loaded for each product first.
+#: The first that fits is taken: two blocks that hide each other's waits, else as many products for
+#: each element that is loaded as there is room for.
 TILINGS = (
+    DBiasTiling(64, 64, 8, 2, min_blocks=2),
     DBiasTiling(128, 64, 8, 4),
     DBiasTiling(64, 64, 8, 2),
     DBiasTiling(64, 32, 8, 4),
     DBiasTiling(32, 32, 4, 2),
 )
+#: Registers of two such blocks are enough for no more than an aligned bias.
+PLAIN_TILINGS = (DBiasTiling(128, 64, 8, 4, min_blocks=2), *TILINGS)
 
 
 def choose_tiling(problem: Problem, target: Target) -> DBiasTiling:
-    """The first of the large ones of which two blocks fit side by side, else the first that fits.
-
-    The largest leaves no register for more than an aligned bias.
-    """
+    """The first tiling that leaves room for the blocks that are to be side by side."""
     plain = problem.has_aligned_bias and len(problem.edits) == 2 and problem.access_bytes == 16
-    for tiling in TILINGS[0 if plain else 1 : 2]:
-        block = tiling.shared_memory(problem) + _RESERVED
-        if 2 * block <= target.shared_memory + _RESERVED:
-            return replace(tiling, min_blocks=2)
-    return next(t for t in TILINGS if t.shared_memory(problem) <= target.shared_memory)
+
+    def fits(tiling: DBiasTiling) -> bool:
+        blocks = tiling.min_blocks * (tiling.shared_memory(problem) + _RESERVED)
+        return blocks <= target.shared_memory + _RESERVED
+
+    return next(filter(fits, PLAIN_TILINGS if plain else TILINGS))
 
 
 def dbias_kernel(
