@@ -219,6 +219,7 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     types = {"stats": case.stats} if case.stats else {}
     types |= dict.fromkeys(case.row_outputs, "float32")
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
+    types |= {"dBias": case.d_bias} if case.d_bias else {}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, in_memory(case, role), dtype)
         made[role] = _guarded(case, library, spec, dtype, None)
@@ -330,7 +331,8 @@ def _spec(
     element = from_any(Library().dtype(dtype))
     if role in case.ragged:
         return TensorSpec(role, dim, packing(case, role).stride, element, ragged=True)
-    stride = strides(case.layout(role), dim)
+    transposed = role == "dBias" and case.bias_layout == "queries"
+    stride = case.bias_stride() if transposed else strides(case.layout(role), dim)
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
     return TensorSpec(role, dim, stride, element, by_value)

@@ -66,12 +66,15 @@ def by_entry(
     """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
 
     What no entry computes is 0, and ``dead`` in stats and score_max. Key and value gradients are
-    summed over the query heads that share them, the sinks' over the batch.
+    summed over the query heads that share them, the sinks' over the batch, the bias's where it
+    broadcasts over that.
     """
     q, k, v, d_o = (cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
     xp, row = _module(q), q[..., :1]
     like = {"o": d_o, "stats": row, "score_max": row, "score_sum_exp": row}
     like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
+    if case.d_bias:
+        like["dBias"] = cast(given["bias"], dtype)
     full = {role: xp.zeros_like(x) for role, x in like.items()}
     full["stats"], full["score_max"] = full["stats"] + dead, full["score_max"] + dead
     sink = full["dSink_token"][0] - np.inf
@@ -114,6 +117,9 @@ def by_entry(
                 full[role][index, :, :n] = x[:, :n]
             elif role == "dSink_token":
                 full[role][0] += x
+            elif role == "dBias":
+                at, rows, columns = index % full[role].shape[0], x.shape[1], min(n, x.shape[2])
+                full[role][at, :, :rows, :columns] += x[..., :columns]
             else:
                 full[role][index, :, :m] = x
     return full
@@ -221,6 +227,14 @@ def row_sum(e: Entry, x: Any) -> Any:
 
 def sum_of_rows(e: Entry, x: Any) -> Any:
     return e.xp.sum(x, -2)[..., None]
+
+
+def sum_of_shared(case: Case, e: Entry, x: Any) -> Any:
+    """The sum of x (Hq, m, n) over the axes of which all share one element of the bias."""
+    for axis, name in enumerate("hqk"):
+        if name not in case.bias_axes:
+            x = e.xp.sum(x, axis).reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    return x
 
 
 def row_max(e: Entry, x: Any) -> Any:

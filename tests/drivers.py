@@ -49,7 +49,7 @@ OPTIONS = (
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS)
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
-_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token")
+_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
 
 
 def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
@@ -68,7 +68,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         if case.stats:
             check_page_ends(case, arrays)
         arrays = by_sequence(case, arrays)
-        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
+        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", "dBias")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
     except BaseException:
@@ -102,8 +102,11 @@ def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) ->
     )
 
 
-def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
-    """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
+def backward(
+    case: Case, arrays: Mapping[str, Any], compute: Any = np.float64, d_bias: Any = None
+) -> Any:
+    """dQ, dK, dV by the reference engine's functions, from a forward of its own; the gradient of
+    the bias is added to ``d_bias``."""
     o, stats, *_ = forward(case, arrays, compute)
     return attention_backward(
         arrays["q"],
@@ -115,6 +118,7 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
         edits=edits_of(case),
         masks=masks_of(case),
         values=values_of(case, arrays),
+        d_bias=d_bias,
         compute=compute,
     )
 
@@ -125,7 +129,7 @@ def run_graph(case: Case, tensors: Tensors) -> None:
     _run_graph_of(case, tensors, ("q", "k", "v"), made, case.row_outputs)
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
-        written = () if case.sink is None else ("dSink_token",)
+        written = tuple(role for role in ("dSink_token", "dBias") if role in tensors)
         try:
             _run_graph_of(case, tensors, inputs, made, written)
         except cudnn.cudnnGraphNotSupportedError as refusal:
@@ -153,6 +157,9 @@ def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Proble
         paged_v=case.page_v is not None,
         ragged=ragged,
         deterministic=case.deterministic and direction is Direction.BACKWARD,
+        d_bias=from_any(numpy.dtype(case.d_bias))
+        if case.d_bias and direction is Direction.BACKWARD
+        else None,
     )
 
 

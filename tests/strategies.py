@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 #: Mostly those that every kernel has.
 HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
 
-BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
+_FLOATS = ("bfloat16", "float16", "float32")
+BIAS_DTYPES = (*_FLOATS, "bool", "uint8")
 
 #: Roles whose memory layout a case may choose.
 ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "dBias"),
 )
 
 #: Roles of tensors that may be ragged, by the lengths that their entries have.
@@ -45,6 +46,7 @@ class Case:
         blocks: the share of blocks of 128 x 128 that a block mask keeps; ``None`` for no mask.
         blocks_axes: its axes, of ``"bh"``, that are not of size 1.
         blocks_layout: its last axis in memory, as of a bias.
+        d_bias: element type of the bias's gradient; ``None`` for none.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
@@ -89,6 +91,7 @@ class Case:
     blocks: float | None = None
     blocks_axes: str = "bh"
     blocks_layout: str = "keys"
+    d_bias: str | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
@@ -201,7 +204,7 @@ class Case:
         return {
             **{"q": q, "k": k, "v": v, "o": o, "dO": o, "dQ": q, "dK": k, "dV": v},
             **{"stats": row, "score_max": row, "score_sum_exp": row},
-            **{"sink_token": head, "dSink_token": head},
+            **{"sink_token": head, "dSink_token": head, "dBias": self.bias_dim()},
         }
 
 
@@ -289,6 +292,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
     dtype = draw(st.sampled_from(tuple(profile.dtypes)))
     page_k, page_v = draw(st.sampled_from(_PAGED))
+    bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
     return Case(
         dtype=dtype,
@@ -298,7 +302,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         scale_as=scale_as,
         softcap=draw(st.sampled_from((None, None, 1.0))),
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
-        bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
+        bias=bias,
+        d_bias=draw(st.sampled_from((None, *_FLOATS))) if bias in _FLOATS else None,
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
         blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),

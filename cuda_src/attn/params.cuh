@@ -64,7 +64,7 @@ struct SlopeRef {
 
 // A (batch, head, query, key) tensor that broadcasts: strides, in elements, are 0 where its size is 1.
 struct BiasRef {
-  const void* data;
+  void* data;
   int64 batch, head, row, column;
 };
 
@@ -165,7 +165,7 @@ struct Params {
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
-  BiasRef bias;
+  BiasRef bias, dBias;
   PageTableRef k_pages, v_pages;
   RaggedRef ragged;  // in ragged problems, the lengths above are in the workspace
   BlockMaskRef block_mask;

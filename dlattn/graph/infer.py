@@ -25,9 +25,9 @@ _DEFAULT_TYPES = {
     "paged_attention_k_table": data_type.INT32,
     "paged_attention_v_table": data_type.INT32,
 }
-_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v", "dBias": "bias"}
 #: Roles whose last stride need not be 1.
-_ANY_STRIDE = ("bias", "alibi_slopes", "block_mask")
+_ANY_STRIDE = ("bias", "dBias", "alibi_slopes", "block_mask")
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
@@ -204,6 +204,8 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
+    if "dBias" in node.outputs:
+        dims["dBias"] = node.inputs["bias"].attributes.dim
     return {role: dim for role, dim in dims.items() if role in node.tensors}
 
 
@@ -212,9 +214,11 @@ def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
     if not it.dim:
         it.infer("dim", dim)
     if it.dim != dim:
-        q, k, v = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in ("q", "k", "v"))
+        sources = ("bias",) if role == "dBias" else ("q", "k", "v")
+        *most, last = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in sources)
+        stated = f"{', '.join(most)} and {last}" if most else last
         raise InvalidGraphError(
-            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {q}, {k} and {v}."
+            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {stated}."
         )
 
 

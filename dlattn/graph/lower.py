@@ -45,9 +45,11 @@ _WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
+_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
 _TYPES = {
     "stats": _FLOATS,
-    "bias": (*_FLOATS, data_type.BOOLEAN, data_type.UINT8),
+    "bias": (*_FLOATS, *_BOOLEANS),
+    "dBias": _FLOATS,
     "block_mask": (data_type.UINT8,),
     **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
 }
@@ -94,6 +96,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         sink=_SINK_ROLE[node.direction] in tensors,
         paged_k=PAGE_TABLES["k"] in tensors,
         paged_v=PAGE_TABLES["v"] in tensors,
+        d_bias=tensors["dBias"].get_data_type() if "dBias" in tensors else None,
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
@@ -207,6 +210,11 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
         elif dtype not in _TYPES.get(role, _INTEGERS):
             wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))
             raise InvalidGraphError(f"{node.label(role)} is {dtype}; expected {wanted}.")
+    if "dBias" in tensors and tensors["bias"].get_data_type() in _BOOLEANS:
+        raise cudnnGraphNotSupportedError(
+            f"{node.label('bias')} is {tensors['bias'].get_data_type()}, a mask, which has no "
+            f"gradient; leave out {node.label('dBias')}, or give a bias of numbers."
+        )
 
 
 def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Target) -> None:

@@ -41,10 +41,7 @@ _NOT_SUPPORTED = {
         *("dropout", "rng_dump"),
         "score_mod",
     ),
-    "sdpa_backward": (
-        *("dBias",),
-        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
-    ),
+    "sdpa_backward": ("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
@@ -52,7 +49,10 @@ _OPTIONAL_INPUTS = (
     *("seq_len_q", "seq_len_kv", *PAGE_TABLES.values()),
     *("bias", "alibi_slopes", "block_mask", "sink_token"),
 )
-_GIVEN_OUTPUTS = {"sdpa": ("score_max", "score_sum_exp"), "sdpa_backward": ("dSink_token",)}
+_GIVEN_OUTPUTS = {
+    "sdpa": ("score_max", "score_sum_exp"),
+    "sdpa_backward": ("dBias", "dSink_token"),
+}
 
 #: What an operation returns; ``None`` in place of what was not asked for.
 _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
@@ -166,10 +166,11 @@ def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
     """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
     if given["dropout"] is not None:
         _check_dropout(given["dropout"], lengths=(3,))
-    if given["dSink_token"] is not None and given["sink_token"] is None:
-        raise InvalidArgumentError(
-            "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
-        )
+    for gradient, of in (("dSink_token", "sink_token"), ("dBias", "bias")):
+        if given[gradient] is not None and given[of] is None:
+            raise InvalidArgumentError(
+                f"sdpa_backward was given {gradient} without {of}; give the forward's {of}."
+            )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)

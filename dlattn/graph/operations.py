@@ -194,6 +194,9 @@ class Operations(ABC):
                 lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
                 it count as having no queries.
             use_deterministic_algorithm: the same bits in every run, in no more workspace.
+            dBias: a tensor to write, of the shape of bias, HALF, BFLOAT16 or FLOAT (on the CPU
+                DOUBLE, too), any strides: the gradient of bias, summed where bias broadcasts,
+                always in the same order; 0 where masked or beyond actual lengths.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
@@ -214,7 +217,8 @@ class Operations(ABC):
             own offsets.
 
         Raises:
-            InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
+            InvalidArgumentError: arguments contradict each other, such as dBias without bias (a
+                ``RuntimeError``).
             TypeError: an argument has the wrong Python type.
         """
         return self._add("sdpa_backward", _arguments(locals()))

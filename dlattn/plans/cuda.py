@@ -238,6 +238,8 @@ def refusal(
     bias = geometry.tensors.get("bias")
     if bias is not None and bias.dtype is data_type.DOUBLE:
         return "a bias must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
+    if problem.d_bias is data_type.DOUBLE:
+        return "a gradient of a bias must be HALF, BFLOAT16 or FLOAT; got DOUBLE."
     scale = geometry.tensors.get("attn_scale")
     if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
         return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."

@@ -20,6 +20,7 @@ TENSOR_ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+BIAS_ROLES = ("bias", "dBias")
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
 #: its relative error is 2**-23.2.
@@ -132,7 +133,7 @@ class Params(ctypes.Structure):
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
-        ("bias", BiasRef),
+        *((role, BiasRef) for role in BIAS_ROLES),
         ("k_pages", PageTableRef),
         ("v_pages", PageTableRef),
         ("ragged", RaggedRef),
@@ -241,8 +242,9 @@ def params_for(geometry: Geometry) -> Params:
             setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    if "bias" in geometry.tensors:
-        params.bias = BiasRef(0, *_broadcast_strides(geometry.tensors["bias"]))
+    for role in BIAS_ROLES:
+        if role in geometry.tensors:
+            setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
     if "block_mask" in geometry.tensors:
         params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     params.k_pages, params.v_pages = (_page_table_ref(geometry, role) for role in PAGE_TABLES)

@@ -18,6 +18,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.base import Plan
 from dlattn.plans.host import HostMemory, lengths
 from dlattn.problem import (
+    Bias,
     Direction,
     Edit,
     Geometry,
@@ -79,10 +80,14 @@ class Reference(Plan):
             results = rows._asdict()
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
+            d_bias = np.zeros(tensors["dBias"].shape, compute) if self.problem.d_bias else None
             dq, dk, dv = attention_backward(
-                q, k, v, o, d_o, stats, edits=edits, masks=masks, values=values, compute=compute
-            )
+                *(q, k, v, o, d_o, stats), edits=edits, masks=masks, values=values,
+                d_bias=d_bias, compute=compute,
+            )  # fmt: skip
             results = {"dQ": dq, "dK": dk, "dV": dv}
+            if d_bias is not None:
+                results["dBias"] = d_bias
             if sink is not None and self.problem.sink:
                 results["dSink_token"] = sink_gradient(
                     o, d_o, stats, sink, len_q=values.len_q, compute=compute
@@ -187,6 +192,7 @@ def attention_backward(
     edits: Sequence[Edit] = (),
     masks: Sequence[Mask] = (),
     values: Values | None = None,
+    d_bias: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> tuple[Array, Array, Array]:
     """The gradients of ``sum(o * d_o)`` for q, k and v.
@@ -194,6 +200,7 @@ def attention_backward(
     Args:
         o, d_o, stats: (B, Hq, Sq, Dv), the same, and (B, Hq, Sq, 1), from the forward pass.
         q, k, v, edits, masks, values, compute: as in :func:`attention_forward`.
+        d_bias: the gradient of the bias, in its shape, is added to this.
 
     Returns:
         dQ, dK, dV in the shapes of q, k, v; 0 past the lengths.
@@ -213,6 +220,8 @@ def attention_backward(
                 delta = (d_o_r * o_r).sum(axis=-1, keepdims=True)
                 grad = weights * (_times(d_o_r, v_b[:, keys].swapaxes(1, 2)) - delta)
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):
+                    if d_bias is not None and isinstance(edit, Bias):
+                        edit.add_gradient(d_bias, grad[None], block.where)
                     grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
                 if block.dropped is not None:
                     np.copyto(grad, 0, where=block.dropped)

@@ -53,6 +53,7 @@ class Problem:
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
         paged_k, paged_v: the rows of k, of v, and of their gradients lie in pages.
+        d_bias: element type of the bias's gradient, if the backward writes that.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -72,6 +73,7 @@ class Problem:
     sink: bool = False
     paged_k: bool = False
     paged_v: bool = False
+    d_bias: data_type | None = None
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -138,7 +140,7 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask
+            dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes block_mask
             paged_attention_k_table paged_attention_v_table``, and the :func:`offset_role` of each
             ragged tensor and packed table; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.

@@ -27,6 +27,7 @@ from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     PAGE_TABLES,
+    RAGGED_ROLES,
     Alibi,
     Band,
     Bias,
@@ -122,7 +123,7 @@ def plan_for(
         else:
             dim = (2, heads, seq, head_dim)
         stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
-        ragged = problem.ragged and not paged.get(role)
+        ragged = problem.ragged and role in RAGGED_ROLES and not paged.get(role)
         return TensorSpec(role, dim, stride, problem.dtype, ragged=ragged)
 
     tensors = {
@@ -133,6 +134,7 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dBias": spec("dBias", 4, seq)} if problem.d_bias else {}
         tensors |= {"dQ": tensors["q"]}
     if problem.ragged:
         offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
@@ -242,6 +244,55 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
     assert not complaints, "\n".join(complaints)
 
 
+#: Head dimensions, what follows the scale, mask, type of the gradient, width of accesses: each
+#: tiling with what takes most registers.
+BIAS_GRADIENTS = [
+    ((8, 8), "bias", "causal", data_type.BFLOAT16, 16),
+    ((40, 200), "rows", "window", data_type.HALF, 2),
+    ((64, 64), "all", "window", data_type.FLOAT, 16),
+    ((64, 64), "bias", "full", data_type.FLOAT, 16),
+    ((72, 72), "all", "causal", data_type.FLOAT, 16),
+    ((96, 96), "rows", "left", data_type.HALF, 16),
+    ((128, 128), "bias", "full", data_type.BFLOAT16, 16),
+    ((128, 128), "all", "window", data_type.FLOAT, 2),
+    ((192, 128), "rows", "causal", data_type.BFLOAT16, 16),
+    ((256, 256), "all", "window", data_type.HALF, 16),
+]
+
+
+def bias_gradient_kernel(
+    arch: str,
+    head_dims: tuple[int, int],
+    edits: str,
+    mask: str,
+    written: data_type,
+    access_bytes: int,
+) -> jit.KernelSource:
+    """The kernel that writes the gradient of a bias."""
+    problem = Problem(
+        Direction.BACKWARD, data_type.HALF, *head_dims, (Scale(positive=False), *EDITS[edits]),
+        MASKS[mask], data_type.FLOAT, d_bias=written, access_bytes=access_bytes,
+    )  # fmt: skip
+    family = BwdSm90 if arch == "sm_90a" and access_bytes == 16 else BwdSm80
+    kernels = plan_for(family, problem, arch).kernels()
+    (source,) = (k.source for k in kernels if k.source.name == "dlattn_bwd_dbias")
+    return source
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_gradient_of_a_bias(arch: str) -> None:
+    """Its kernel neither spills nor draws a warning, with what takes most registers."""
+    sources = {case: bias_gradient_kernel(arch, *case) for case in BIAS_GRADIENTS}
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda source: jit.compile_kernel(source, arch), sources.values())
+        complaints = [
+            f"{kernel.spill_stores} bytes spilled, {kernel.warnings}: {case}"
+            for case, kernel in zip(sources, compiled, strict=True)
+            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
 @pytest.mark.parametrize("family, archs", FAMILIES.items())
 def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
     """Whatever the head dimensions, every kernel fits the smallest device of its family."""
@@ -255,6 +306,9 @@ def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> N
         )  # fmt: skip
         if is_too_wide(problem, smallest):
             continue
+        if problem.direction is Direction.BACKWARD:
+            bias = Bias(data_type.FLOAT, contiguous=True)
+            problem = replace(problem, edits=(Scale(), bias), d_bias=data_type.FLOAT)
         plan = plan_for(family, problem, smallest)
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN[smallest].shared_memory
 

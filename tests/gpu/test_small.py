@@ -80,6 +80,40 @@ CASES = {
         batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=90, seq_kv=300, head_dim_qk=192,
         head_dim_v=128, scale=0.07, bias="bool", bias_axes="bk", alibi="H",
     ),
+    "gradient of a bias for all batch entries, padding": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 70, 0),
+        len_kv=(330, 0, 90), right=20, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, bias="bfloat16", bias_axes="hqk", d_bias="bfloat16",
+    ),
+    "gradient of a bias for all heads, odd strides": Case(
+        dtype="float16", batch=2, heads_q=6, heads_k=2, heads_v=3, seq_q=130, seq_kv=131,
+        head_dim_qk=72, head_dim_v=40, scale=0.1, bias="float32", bias_axes="bqk",
+        d_bias="float32", layouts=(("dBias", "odd"),),
+    ),
+    "gradient of a bias for all queries": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=300, seq_kv=200, left=40, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, bias="float16", bias_axes="hk",
+        d_bias="float16",
+    ),
+    "gradient of a bias for all keys, soft cap and slopes": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=2, heads_v=2, seq_q=190, seq_kv=300,
+        head_dim_qk=192, head_dim_v=128, scale=0.07, softcap=5.0, alibi="H", bias="bfloat16",
+        bias_axes="bq", d_bias="float32",
+    ),
+    "gradient of one number, element-wise access": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=70, seq_kv=90, len_kv=(90, 5), right=0,
+        head_dim_qk=256, head_dim_v=256, scale=0.06, bias="float32", bias_axes="",
+        d_bias="float32", layouts=(("q", "odd"), ("dO", "odd")),
+    ),
+    "gradient of an aligned bias": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=300, seq_kv=200,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, bias="float16", bias_axes="qk",
+        d_bias="bfloat16",
+    ),
+    "gradient of a bias, transposed in memory": Case(
+        heads_q=2, heads_k=2, heads_v=2, seq_q=129, seq_kv=190, right=5, head_dim_qk=96,
+        head_dim_v=96, scale=0.1, bias="bfloat16", d_bias="bfloat16", bias_layout="queries",
+    ),
     "sinks, every statistic, a window, entries without keys or queries": Case(
         batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, left=50, right=0,
         bottom_right=True, len_q=(200, 70, 0), len_kv=(330, 0, 90), head_dim_qk=64, head_dim_v=64,

@@ -31,7 +31,10 @@ def _arrays(case: Case) -> dict[str, Any]:
 def _directions(case: Case, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     roles = [*"qkv", *(["sink_token"] if case.sink is not None else [])]
-    return {role: rng.standard_normal(case.dims()[role]) for role in roles}
+    directions = {role: rng.standard_normal(case.dims()[role]) for role in roles}
+    if case.d_bias:
+        directions["bias"] = rng.standard_normal(case.bias_dim())
+    return directions
 
 
 @settings(max_examples=60)
@@ -47,7 +50,10 @@ def test_adjoint(case: Case) -> None:
         ((ahead - behind)[b, :, :m] / (2 * step) * arrays["dO"][b, :, :m]).sum()
         for b, m in enumerate(case.lengths_q())
     )
-    gradients = dict(zip("qkv", backward(case, arrays), strict=True))
+    d_bias = np.zeros(case.bias_dim()) if case.d_bias else None
+    gradients = dict(zip("qkv", backward(case, arrays, d_bias=d_bias), strict=True))
+    if d_bias is not None:
+        gradients["bias"] = d_bias
     if case.sink is not None:
         o, stats, *_ = forward(case, arrays)
         gradients["sink_token"] = sink_gradient(

@@ -34,7 +34,7 @@ def test_forward_arguments_without_a_plan(argument):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("dBias", "dropout", "rng_dump", "score_mod", "score_mod_bprop"),
+        *("dropout", "rng_dump", "score_mod", "score_mod_bprop"),
     ],
 )
 def test_backward_arguments_without_a_plan(argument):
