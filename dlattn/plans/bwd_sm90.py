@@ -89,7 +89,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
-    others = 64 if problem.keeps_scores or problem.has_blocks else 0
+    walks = problem.has_blocks + (problem.has_blocks and problem.ragged)
+    others = 64 * (problem.keeps_scores + walks)
     if dim_qk + dim_v + others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:

@@ -124,7 +124,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
-    if problem.adds_to_scores:
+    if problem.adds_to_scores or problem.has_blocks:
         return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64),)
 
