@@ -68,7 +68,12 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "head dims": (_with(), _with(head_dim_v=32), _with(head_dim_qk=128, head_dim_v=264)),
     "scale": (_with(), _with(scale_as="host"), _with(scale_as="device")),
     "softcap": (_with(), _with(softcap=2.0)),
-    "bias": (_with(), _with(bias="float16"), _with(bias="bool", bias_axes="bqk")),
+    "bias": (
+        _with(),
+        _with(bias="float16", d_bias="float16"),
+        _with(bias="bool", bias_axes="bqk"),
+        _with(bias="float32", bias_axes="hk", d_bias="bfloat16"),
+    ),
     "alibi": (_with(), _with(alibi="cudnn"), _with(alibi="BH")),
     "right": (_with(), _with(right=0)),
     "left": (_with(), _with(left=70)),

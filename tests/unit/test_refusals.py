@@ -118,7 +118,6 @@ def integer_scale() -> None:
 
 
 _no_dropout, _no_score_mod = "was given dropout,", "was given score_mod,"
-_no_dbias = "was given dBias,"
 _score_mod = {"score_mod": lambda graph, score: score, "use_causal_mask": True}
 _ragged: dict[str, Any] = {"ragged": (*RAGGED_Q, *RAGGED_KV), "len_q": (20, 3), "len_kv": (33, 7)}
 _paged: dict[str, Any] = {"page_k": 8, "page_v": 16, "len_q": (20, 3), "len_kv": (33, 7)}
@@ -239,8 +238,8 @@ LIFTED["B9"] = right(**_ragged, lengths_as="offsets", left=9, right=2)
 REFUSED["B10"] = refuses(Backward, _score_mod, _no_score_mod)
 LIFTED["B11"] = all_of(right(blocks=0.5, blocks_axes="h", seq_q=300, seq_kv=140), right(**_paged))
 LIFTED["B12"] = right(deterministic=True)
-REFUSED["B13"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
-REFUSED["B14"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B13"] = right(bias="float16", d_bias="float16")
+LIFTED["B14"] = right(**_ragged, lengths_as="offsets", bias="float16", d_bias="float32")
 LIFTED["B15"] = right(deterministic=True, alibi="cudnn")
 LIFTED["B16"] = right(**_ragged, deterministic=True)
 REFUSED["B17"] = refuses(
@@ -253,7 +252,12 @@ REFUSED["B19"] = refuses(
     Backward, dropout(None, None), "dropout must be a tuple of 3 entries", RuntimeError
 )
 LIFTED["B20"] = right(seq_q=1, sink=0.5)
-REFUSED["B21"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B21"] = all_of(
+    *(
+        right(bias="float16", bias_axes=axes, d_bias="float16")
+        for axes in ("bhqk", "qk", "hk", "b", "")
+    )
+)
 LIFTED["B22"] = right(seq_q=3, seq_kv=129)
 
 
