@@ -30,6 +30,7 @@ class Case:
         lengths: actual length of each batch entry, of queries and keys alike; ``None`` when all
             are full. Tensors stay padded to ``seq_q`` and ``seq_kv``.
         deterministic: a backward's results are asked to be the same bits in every run.
+        page: keys and values lie in pages of so many rows, in any order; it divides ``seq_kv``.
     """
 
     name: str
@@ -45,12 +46,15 @@ class Case:
     window: int | None = None
     lengths: tuple[int, ...] | None = None
     deterministic: bool = False
+    page: int | None = None
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS or (self.mask == "window") != (self.window is not None):
             raise ValueError(f"{self.name}: mask {self.mask!r} with window {self.window}")
         if self.lengths is not None and len(self.lengths) != self.batch:
             raise ValueError(f"{self.name}: {len(self.lengths)} lengths for batch {self.batch}")
+        if self.page is not None and (self.lengths is None or self.seq_kv % self.page):
+            raise ValueError(f"{self.name}: pages of {self.page} need lengths, and whole pages")
 
     @property
     def scale(self) -> float:
@@ -106,6 +110,7 @@ def case(
     window: int | None = None,
     lengths: tuple[int, ...] | None = None,
     deterministic: bool = False,
+    page: int | None = None,
 ) -> Case:
     """A self-attention, named like ``b4 h16/16 s4096 d128 causal``.
 
@@ -124,9 +129,11 @@ def case(
         words.append(dtype)
     if deterministic:
         words.append("deterministic")
+    if page is not None:
+        words.append(f"page{page}")
     return Case(
         " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths,
-        deterministic,
+        deterministic, page,
     )  # fmt: skip
 
 
@@ -199,6 +206,18 @@ def _deterministic() -> list[Case]:
     ]
 
 
+def _paged() -> list[Case]:
+    """Beside the same without pages; all with lengths, which are full."""
+    cases = []
+    for d in (64, 128):
+        heads = (HIDDEN // d, HIDDEN // d)
+        for mask in ("full", "causal"):
+            cases.append(case(4, heads, 4096, (d, d), mask, lengths=(4096,) * 4))
+            for page in (4, 16, 64, 128):
+                cases.append(case(4, heads, 4096, (d, d), mask, lengths=(4096,) * 4, page=page))
+    return cases
+
+
 def _presets() -> dict[str, tuple[Case, ...]]:
     parts = {
         "dense": _dense(),
@@ -210,6 +229,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),
         "deterministic": _deterministic(),
+        "paged": _paged(),
     }
     every = {c.name: c for cases in parts.values() for c in cases}
     return {name: tuple(cases) for name, cases in (parts | {"all": [*every.values()]}).items()}

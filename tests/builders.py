@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from dlattn.dtypes import data_type, from_any
-from dlattn.problem import TensorSpec
+from dlattn.problem import TensorSpec, offset_role
+from tests.pages import in_memory, into_pages, page_numbers, table
 from tests.strategies import RAGGED_Q, Case
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
@@ -96,6 +97,7 @@ class Guarded:
         bits: the whole buffer, as integers.
         tensor: the tensor.
         written: the engine may write the tensor's elements.
+        pages: of these alone, along the first axis; ``None`` is all.
         offsets, lengths: of a ragged tensor's entries; ``tensor`` is then (tokens, heads, columns).
     """
 
@@ -106,6 +108,7 @@ class Guarded:
     tensor: Any
     written: bool
     before: Any = field(repr=False)
+    pages: list[int] | None = None
     offsets: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
 
@@ -130,10 +133,13 @@ class Guarded:
         return int((now != self.before).sum())
 
     def _entries(self, flat: Any) -> list[Any]:
-        """The elements, of a ragged tensor those of each entry."""
-        (_, heads, _, columns), stride = self.spec.dim, self.spec.stride
+        """The elements, of a ragged tensor those of each entry, of a paged one those of its
+        pages."""
+        stride = self.spec.stride
         if not self.spec.ragged:
-            return [self.library.strided(flat, self.spec.dim, stride, self.start)]
+            whole = self.library.strided(flat, self.spec.dim, stride, self.start)
+            return [whole] if self.pages is None else [whole[page] for page in self.pages]
+        _, heads, _, columns = self.spec.dim
         return [
             self.library.strided(flat, (heads, length, columns), stride[1:], self.start + offset)
             for offset, length in zip(self.offsets, self.lengths, strict=False)
@@ -211,13 +217,16 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     as tensors.
     """
     made = dict(_data(case, library))
-    dims = case.dims()
     types = {"stats": case.stats} if case.stats else {}
     types |= dict.fromkeys(case.row_outputs, "float32")
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
+    types |= {"dBias": case.d_bias} if case.d_bias else {}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
-        spec = _spec(case, role, dims[role], dtype)
+        spec = _spec(case, role, in_memory(case, role), dtype)
         made[role] = _guarded(case, library, spec, dtype, None)
+        if case.page(role):
+            pages = [number for own in page_numbers(case, role) for number in own]
+            made[role] = replace(made[role], pages=pages)
     if case.rng_dump:
         dim = case.scores_dim()
         stride = (*(2 * step for step in _packed(dim)[:-1]), 1)
@@ -225,7 +234,7 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
         made["rng_dump"] = _guard(library, spec, "float32", None, False)
     for role in case.ragged:
         if role in made:
-            name, dim = f"{role}_offset", (case.batch + 1, 1, 1, 1)
+            name, dim = offset_role(role), (case.batch + 1, 1, 1, 1)
             data = library.values(packing(case, role).offsets, case.offset_dtype).reshape(dim)
             spec = _spec(case, name, dim, case.offset_dtype)
             made[name] = _guard(library, spec, case.offset_dtype, data, False)
@@ -249,6 +258,12 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
                 data[..., 0] = 1.0 if role == "q" else case.offset / case.scale_value
         for entry, length in enumerate(rows.get(role, case.lengths_kv())):
             data[entry, :, length:] = _TAILS[case.tails]
+        if case.page(role):
+            by_sequence, dim = data, in_memory(case, role)
+            data = library.normal(dim, 0)
+            data[...] = _TAILS[case.tails]
+            into_pages(case, role, by_sequence, data)
+            yield from _tables(case, library, role)
         yield role, _guarded(case, library, _spec(case, role, dim, case.dtype), case.dtype, data)
     if case.sink is not None:
         dim = case.dims()["sink_token"]
@@ -315,6 +330,30 @@ def _dropout(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         yield role, _guard(home, spec, dtype, data, False)
 
 
+def _tables(case: Case, library: Library, role: str) -> Iterator[tuple[str, Guarded]]:
+    """The page table of k or v, and its offsets if it is packed."""
+    name, numbers = f"paged_attention_{role}_table", table(case, role)
+    if not case.packed_tables:
+        dim = (case.batch, 1, len(numbers[0]), 1)
+        spec = TensorSpec(name, dim, (dim[2] + 3, 1, 1, 1), data_type.INT32)
+        data = library.values([n for own in numbers for n in own], "int32").reshape(dim)
+        yield name, _guard(library, spec, "int32", data, False)
+        return
+    # One more, so that there is memory even if no sequence has a page.
+    entries = library.values([*(n for own in numbers for n in own), -1], "int32")
+    spec = TensorSpec(name, tuple(entries.shape), (1,), data_type.INT32)
+    made = _guard(library, spec, "int32", entries, False)
+    width = -(-case.seq_kv // (case.page(role) or 1))
+    dim = (case.batch, 1, width, 1)
+    spec = TensorSpec(name, dim, (width, 1, 1, 1), data_type.INT32, packed=True)
+    yield name, replace(made, spec=spec)
+    offsets = [sum(map(len, numbers[:entry])) for entry in range(case.batch + 1)]
+    name, dtype = offset_role(name), case.len_dtypes[0]
+    dim = (case.batch + 1, 1, 1, 1)
+    data = library.values(offsets, dtype).reshape(dim)
+    yield name, _guard(library, _spec(case, name, dim, dtype), dtype, data, False)
+
+
 def _score_factor(case: Case) -> float:
     """What q and k are multiplied by so that scaled scores have the case's magnitude."""
     scale = abs(case.scale_value) or 1.0
@@ -327,7 +366,8 @@ def _spec(
     element = from_any(Library().dtype(dtype))
     if role in case.ragged:
         return TensorSpec(role, dim, packing(case, role).stride, element, ragged=True)
-    stride = strides(case.layout(role), dim)
+    transposed = role == "dBias" and case.bias_layout == "queries"
+    stride = case.bias_stride() if transposed else strides(case.layout(role), dim)
     if case.wild_strides:
         stride = tuple(_WILD if d == 1 else s for d, s in zip(dim, stride, strict=True))
     return TensorSpec(role, dim, stride, element, by_value)
@@ -370,8 +410,9 @@ def _guarded(case: Case, library: Library, spec: TensorSpec, dtype: str, data: A
     view = TensorSpec(spec.name, dim, stride, spec.dtype)
     memory = _guard(library, view, dtype, None, shifted)
     flat = memory.bits.view(memory.tensor.dtype)
-    made = Guarded(library, spec, memory.start, memory.bits, memory.tensor, data is None,
-                   memory.before, packed.offsets, packed.lengths)  # fmt: skip
+    made = replace(
+        memory, spec=spec, written=data is None, offsets=packed.offsets, lengths=packed.lengths
+    )
     if data is None:
         return made
     for entry, rows in enumerate(made._entries(flat)):

@@ -26,7 +26,8 @@ class Entry:
 
     Attributes:
         q, k, v, d_o: (Hq, m, Dqk), (Hq, n, Dqk), (Hq, n, Dv), (Hq, m, Dv).
-        added: (Hq, m, n): what edits add to scores, or ``None``.
+        added, sizes: (Hq, m, n): what edits add to scores, or ``None``, and the sum of its parts'
+            magnitudes.
         sink: (Hq, 1, 1), -inf without.
         keep: (m, n) or (Hq, m, n) booleans.
         alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
@@ -39,6 +40,7 @@ class Entry:
     v: Any
     d_o: Any
     added: Any
+    sizes: Any
     sink: Any
     keep: Any
     alive: Any
@@ -67,12 +69,15 @@ def by_entry(
     """Runs ``compute`` on each batch entry, and gathers the results in full-size tensors.
 
     What no entry computes is 0, and ``dead`` in stats and score_max. Key and value gradients are
-    summed over the query heads that share them, the sinks' over the batch.
+    summed over the query heads that share them, the sinks' over the batch, the bias's where it
+    broadcasts over that.
     """
     q, k, v, d_o = (cast(given[role], dtype) for role in ("q", "k", "v", "dO"))
     xp, row = _module(q), q[..., :1]
     like = {"o": d_o, "stats": row, "score_max": row, "score_sum_exp": row}
     like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
+    if case.d_bias:
+        like["dBias"] = cast(given["bias"], dtype)
     full = {role: xp.zeros_like(x) for role, x in like.items()}
     full["stats"], full["score_max"] = full["stats"] + dead, full["score_max"] + dead
     sink = full["dSink_token"][0] - np.inf
@@ -85,13 +90,15 @@ def by_entry(
             continue
         # Without keys, one that is masked: no library takes the maximum of nothing.
         keys, values = (x[index, :, :n] if n else xp.zeros_like(x[index, :, :1]) for x in (k, v))
-        keep, added = _keep(case, xp, q, m, n), None
+        keep, added, sizes = _keep(case, xp, q, m, n), None, None
         if case.alibi:
             added = _alibi(case, given, q, index, m, n)
+            sizes = abs(added)
         if case.bias and n:
             kept, bias = _bias(case, given, q, index, m, n)
             keep = keep & kept
             if bias is not None:
+                sizes = abs(bias) if added is None else sizes + abs(bias)
                 added = bias if added is None else added + bias
         if case.blocks is not None:
             keep = keep & _blocks(given, q, index, m, n)
@@ -102,6 +109,7 @@ def by_entry(
             v=_repeat(values, case.heads_q),
             d_o=d_o[index, :, :m],
             added=added,
+            sizes=sizes,
             sink=sink,
             keep=keep,
             alive=keep.any(-1)[..., None] | (sink > -np.inf),
@@ -114,6 +122,9 @@ def by_entry(
                 full[role][index, :, :n] = x[:, :n]
             elif role == "dSink_token":
                 full[role][0] += x
+            elif role == "dBias":
+                at, rows, columns = index % full[role].shape[0], x.shape[1], min(n, x.shape[2])
+                full[role][at, :, :rows, :columns] += x[..., :columns]
             else:
                 full[role][index, :, :m] = x
     return full
@@ -203,7 +214,7 @@ def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
         scores, slope = case.softcap * tanh, 1 - tanh**2
         largest = abs(scores)
     if e.added is not None:
-        largest = abs(scores) + abs(e.added)
+        largest = abs(scores) + e.sizes
         scores = scores + e.added
     return scores, slope, largest
 
@@ -232,6 +243,14 @@ def row_sum(e: Entry, x: Any) -> Any:
 
 def sum_of_rows(e: Entry, x: Any) -> Any:
     return e.xp.sum(x, -2)[..., None]
+
+
+def sum_of_shared(case: Case, e: Entry, x: Any) -> Any:
+    """The sum of x (Hq, m, n) over the axes of which all share one element of the bias."""
+    for axis, name in enumerate("hqk"):
+        if name not in case.bias_axes:
+            x = e.xp.sum(x, axis).reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    return x
 
 
 def row_max(e: Entry, x: Any) -> Any:

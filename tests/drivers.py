@@ -13,6 +13,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -35,6 +36,7 @@ from dlattn.problem import (
 from dlattn.runtime.target import CPU
 from tests import oracle
 from tests.builders import Guarded, Library, check_poison_intact, make_tensors
+from tests.pages import by_sequence, check_page_ends
 from tests.strategies import Case
 
 Tensors = Mapping[str, Guarded]
@@ -46,11 +48,12 @@ _MARGIN = 4096
 OPTIONS = (
     *("attn_scale", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv", "sink_token"),
     *("dropout_seed", "dropout_offset", "dropout_mask", "dropout_scale", "dropout_scale_inv"),
+    *PAGE_TABLES.values(),
 )
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS, "rng_dump")
 _FORWARD = (*_BOTH, "score_max", "score_sum_exp")
-_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token")
+_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
 
 
 def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
@@ -66,7 +69,10 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         run(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: t.padded() for role, t in tensors.items()}
-        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token")
+        if case.stats:
+            check_page_ends(case, arrays)
+        arrays = by_sequence(case, arrays)
+        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", "dBias")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         if "rng_dump" in outputs:
             outputs.remove("rng_dump")
@@ -86,9 +92,10 @@ def run_plan(case: Case, tensors: Tensors) -> None:
         if not case.drops:
             used = {role: t for role, t in used.items() if not role.startswith("dropout_")}
         _forget_dump(tensors)
-        offsets = [offset_role(role) for role in used if role in case.ragged]
-        used |= {role: tensors[role] for role in offsets}
-        plan = Reference(problem_of(case, direction, bool(offsets)), geometry_of(case, used), CPU)
+        ragged = not set(case.ragged).isdisjoint(used)
+        offsets = [name for role in used if (name := offset_role(role)) in tensors]
+        used |= {name: tensors[name] for name in offsets}
+        plan = Reference(problem_of(case, direction, ragged), geometry_of(case, used), CPU)
         plan.build()
         plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
 
@@ -106,8 +113,11 @@ def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) ->
     )
 
 
-def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
-    """dQ, dK, dV by the reference engine's functions, from a forward of its own."""
+def backward(
+    case: Case, arrays: Mapping[str, Any], compute: Any = np.float64, d_bias: Any = None
+) -> Any:
+    """dQ, dK, dV by the reference engine's functions, from a forward of its own; the gradient of
+    the bias is added to ``d_bias``."""
     o, stats, *_ = forward(case, arrays, compute)
     return attention_backward(
         arrays["q"],
@@ -120,6 +130,7 @@ def backward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -
         masks=masks_of(case),
         values=values_of(case, arrays),
         dropout=dropout_of(case),
+        d_bias=d_bias,
         compute=compute,
     )
 
@@ -131,7 +142,7 @@ def run_graph(case: Case, tensors: Tensors) -> None:
     _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump))
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
-        written = dump if case.sink is None else ("dSink_token", *dump)
+        written = (*(role for role in ("dSink_token", "dBias") if role in tensors), *dump)
         try:
             _run_graph_of(case, tensors, inputs, made, written)
         except cudnn.cudnnGraphNotSupportedError as refusal:
@@ -156,8 +167,13 @@ def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Proble
         score_sum_exp="score_sum_exp" in case.row_outputs and direction is Direction.FORWARD,
         sink=case.sink is not None,
         dropout=dropout_of(case),
+        paged_k=case.page_k is not None,
+        paged_v=case.page_v is not None,
         ragged=ragged,
         deterministic=case.deterministic and direction is Direction.BACKWARD,
+        d_bias=from_any(numpy.dtype(case.d_bias))
+        if case.d_bias and direction is Direction.BACKWARD
+        else None,
     )
 
 
@@ -224,6 +240,7 @@ def geometry_of(case: Case, tensors: Tensors) -> Geometry:
         band_right=case.right,
         bottom_right=case.bottom_right,
         **dropout_numbers(case),
+        max_seq_kv=case.seq_kv if case.page_k or case.page_v else None,
     )
 
 
@@ -278,10 +295,12 @@ def _run_graph_of(
         options.remove("dropout_scale_inv")
     fed = [*inputs, *options, *written]
     _forget_dump(tensors)
-    given: dict[str, Any] = {role: declare(graph, case, role, tensors) for role in fed}
+    given: dict[str, Any] = {role: declare(graph, role, tensors) for role in fed}
     pack = {given[role]: tensors[role].tensor for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
+    if case.page_k or case.page_v:
+        given["paged_attention_max_seq_len_kv"] = case.seq_kv
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
@@ -299,11 +318,12 @@ def _run_graph_of(
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
-        set_offset(graph, case, role, t, tensors)
+        set_offset(graph, role, t, tensors)
         pack[t] = tensors[role].tensor
         given[role] = t
-    for role in set(given) & set(case.ragged):
-        pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
+    for role in given:
+        if offset_role(role) in tensors:
+            pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
     graph.build()
     size = graph.get_workspace_size()
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
@@ -336,30 +356,24 @@ def _forget_dump(tensors: Tensors) -> None:
         tensors["rng_dump"].tensor[...] = float("nan")
 
 
-def declare(
-    graph: cudnn.pygraph, case: Case, role: str, tensors: Tensors, prefix: str = ""
-) -> cudnn.tensor:
-    """The graph tensor of an input; a ragged one has another shape than its memory."""
+def declare(graph: cudnn.pygraph, role: str, tensors: Tensors, prefix: str = "") -> cudnn.tensor:
+    """The graph tensor of an input; a ragged or packed one has another shape than its memory."""
     it = tensors[role]
-    if not it.spec.ragged:
+    if not (it.spec.ragged or it.spec.packed):
         return graph.tensor_like(it.tensor, name=prefix + role)
     declared = graph.tensor(it.spec.dim, it.spec.stride, it.spec.dtype, name=prefix + role)
-    declared.set_alignment(it.tensor.itemsize if case.layout(role) == "odd" else 16)
-    return set_offset(graph, case, role, declared, tensors, prefix)
+    is_aligned = it.start * it.tensor.itemsize % 16 == 0
+    declared.set_alignment(16 if is_aligned else it.tensor.itemsize)
+    return set_offset(graph, role, declared, tensors, prefix)
 
 
 def set_offset(
-    graph: cudnn.pygraph,
-    case: Case,
-    role: str,
-    declared: cudnn.tensor,
-    tensors: Tensors,
-    prefix: str = "",
+    graph: cudnn.pygraph, role: str, declared: cudnn.tensor, tensors: Tensors, prefix: str = ""
 ) -> cudnn.tensor:
-    """Gives a graph tensor its offsets, if the case makes it ragged."""
-    if role not in case.ragged:
-        return declared
+    """Gives a graph tensor its offsets, if it has any."""
     name = offset_role(role)
+    if name not in tensors:
+        return declared
     return declared.set_ragged_offset(graph.tensor_like(tensors[name].tensor, name=prefix + name))
 
 

@@ -16,6 +16,7 @@ from tests.definition import (
     scores_of,
     softmax,
     sum_of_rows,
+    sum_of_shared,
     transposed,
 )
 from tests.strategies import Case
@@ -94,7 +95,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         # The backward's p is exp(score - stats), with the rounding of stats.
         stored = rounding(stats, case.stats or compute_type(case))
-        p_variance = p**2 * (score + sunk + stored) + flushed**2
+        # Those of other keys' scores have come into stats.
+        p_variance = p**2 * (score + row_sum(e, p**2 * score) + sunk + stored) + flushed**2
         stats_variance = stored + 4 * eps**2 + row_sum(e, p**2 * score) + common + sunk
         # A sink's weight has all errors of stats.
         d_sink = rows.sink * row_sum(e, e.d_o * o)
@@ -117,7 +119,21 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
-        return {
+        d_bias = {}
+        if case.d_bias:
+
+            def keys(x: Any) -> Any:
+                return x if "k" in case.bias_axes else row_sum(e, x)
+
+            each = (p**2 * score + flushed**2) * centred**2
+            each = each + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+            # The errors of delta and of stats move all elements of a row alike.
+            alike = delta * keys(p) ** 2 + (stored + sunk) * keys(p * centred) ** 2
+            reach = sum_of_shared(case, e, abs(p * centred))
+            terms = np.prod(p.shape) / np.prod(reach.shape)
+            d_bias["dBias"] = sum_of_shared(case, e, keys(each) + alike)
+            d_bias["dBias"] = d_bias["dBias"] + (1 + terms / 36) * (eps * reach) ** 2
+        return d_bias | {
             "o": o_own,
             "stats": stats_variance,
             "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,
@@ -134,9 +150,14 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
     variance = by_entry(case, given, entry, "float64", dead=0.0)
     return {
-        role: (x if role == "stats" else x + rounding(want[role], RESULT_TYPES.get(role))) ** 0.5
+        role: (x if role == "stats" else x + rounding(want[role], result_type(case, role))) ** 0.5
         for role, x in variance.items()
     }
+
+
+def result_type(case: Case, role: str) -> str | None:
+    """The type that a result is rounded to, if not that of q."""
+    return case.d_bias if role == "dBias" else RESULT_TYPES.get(role)
 
 
 def compute_type(case: Case) -> str:

@@ -23,6 +23,7 @@ from tests.definition import (
     scores_of,
     softmax,
     sum_of_rows,
+    sum_of_shared,
     transposed,
 )
 from tests.noise import RESULT_TYPES, compute_type, noise
@@ -31,7 +32,7 @@ from tests.strategies import Case
 #: How many times the larger yardstick the largest error may be.
 FACTORS = {
     **{"o": 2.0, "stats": 2.0, "score_max": 2.0, "score_sum_exp": 2.0},
-    **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0},
+    **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0, "dBias": 3.0},
 }
 
 #: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
@@ -52,8 +53,10 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
         p, kept = rows.p, e.kept * case.dropout_scale()
         d_p = kept * (e.d_o @ transposed(e.v))
         delta = row_sum(e, p * d_p)
-        d_s = case.scale_value * slope * p * (d_p - delta)
-        return {
+        d_edited = p * (d_p - delta)
+        d_s = case.scale_value * slope * d_edited
+        d_bias = {"dBias": sum_of_shared(case, e, d_edited)} if case.d_bias else {}
+        return d_bias | {
             "o": (kept * p) @ e.v,
             "stats": rows.stats,
             "score_max": rows.largest,
@@ -90,8 +93,10 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         alive_stats = e.xp.where(e.alive, stats, 0.0)
         p = e.xp.exp(e.xp.where(e.keep, scores, -np.inf) - alive_stats)
         delta = row_sum(e, e.d_o * o)
-        d_s = store(p * slope * (d_p - delta / scale)) * scale
-        return {
+        d_edited = p * (d_p - delta / scale)
+        d_s = store(slope * d_edited) * scale
+        d_bias = {"dBias": sum_of_shared(case, e, d_edited * scale)} if case.d_bias else {}
+        return d_bias | {
             "o": o,
             "stats": stats,
             "score_max": store(rows.largest, RESULT_TYPES["score_max"]),
@@ -105,6 +110,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
     results = by_entry(case, given, entry, compute)
     # Only now, because these are sums of several heads, or batch entries, before they are rounded.
     late = {"dK": case.dtype, "dV": case.dtype, "dSink_token": RESULT_TYPES["dSink_token"]}
+    late |= {"dBias": case.d_bias} if case.d_bias else {}
     return results | {role: cast(results[role], dtype) for role, dtype in late.items()}
 
 
@@ -113,7 +119,7 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     Args:
         given: q, k, v and dO, in the case's type.
-        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token.
+        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token, dBias.
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few

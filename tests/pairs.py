@@ -30,6 +30,18 @@ def _with(**fields: Any) -> Level:
     return lambda case: replace(case, **fields)
 
 
+def _paged(**fields: Any) -> Level:
+    """With lengths, which pages need."""
+    return lambda case: replace(case, len_q=case.lengths_q(), len_kv=case.lengths_kv(), **fields)
+
+
+def _ragged(*roles: str, **fields: Any) -> Level:
+    """Those of the roles that do not lie in pages."""
+    return lambda case: replace(
+        case, ragged=tuple(role for role in roles if not case.page(role)), **fields
+    )
+
+
 def _padded(case: Case) -> Case:
     m, n = case.seq_q, case.seq_kv
     return replace(case, len_q=(m, m // 2), len_kv=(n - n // 3, n))
@@ -41,22 +53,33 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "dtype": (_with(), _with(dtype="bfloat16")),
     "lengths": (_with(), _with(seq_kv=300), _with(seq_q=300), _with(seq_q=1)),
     "padding": (_with(), _padded),
+    "pages": (
+        _with(),
+        _paged(page_k=16, page_v=64),
+        _paged(page_k=256, page_v=8, packed_tables=True),
+        _paged(page_v=2),
+    ),
+    "ragged": (
+        _with(),
+        _ragged(*RAGGED_Q, *RAGGED_KV, lengths_as="offsets", offset_dtype="int64"),
+        _ragged(*RAGGED_Q, gaps=True, bounded=True),
+    ),
     "heads": (_with(), _with(heads_k=2, heads_v=1)),
     "head dims": (_with(), _with(head_dim_v=32), _with(head_dim_qk=128, head_dim_v=264)),
     "scale": (_with(), _with(scale_as="host"), _with(scale_as="device")),
     "softcap": (_with(), _with(softcap=2.0)),
-    "bias": (_with(), _with(bias="float16"), _with(bias="bool", bias_axes="bqk")),
+    "bias": (
+        _with(),
+        _with(bias="float16", d_bias="float16"),
+        _with(bias="bool", bias_axes="bqk"),
+        _with(bias="float32", bias_axes="hk", d_bias="bfloat16"),
+    ),
     "alibi": (_with(), _with(alibi="cudnn"), _with(alibi="BH")),
     "right": (_with(), _with(right=0)),
     "left": (_with(), _with(left=70)),
     "bottom right": (_with(), _with(bottom_right=True)),
     "blocks": (_with(), _with(blocks=0.6)),
     "sink": (_with(), _with(sink=0.5)),
-    "ragged": (
-        _with(),
-        _with(ragged=(*RAGGED_Q, *RAGGED_KV), gaps=True, bounded=True),
-        _with(ragged=("q", "k", "o", "dQ"), lengths_as="offsets", offset_dtype="int64"),
-    ),
     "dropout": (_with(), _with(dropout=0.3), _with(dropout="uint8", dropout_axes="hqk")),
     "dropout's numbers": (_with(), _with(dropout_as="value"), _with(dropout_as="host")),
     "keep mask": (_with(), lambda case: replace(case, rng_dump=case.dropout is not None)),

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 #: Mostly those that every kernel has.
 HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
 
-BIAS_DTYPES = ("bfloat16", "float16", "float32", "bool", "uint8")
+_FLOATS = ("bfloat16", "float16", "float32")
+BIAS_DTYPES = (*_FLOATS, "bool", "uint8")
 
 #: Roles whose memory layout a case may choose.
 ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "dBias"),
 )
 
 #: Roles of tensors that may be ragged, by the lengths that their entries have.
@@ -45,10 +46,13 @@ class Case:
         blocks: the share of blocks of 128 x 128 that a block mask keeps; ``None`` for no mask.
         blocks_axes: its axes, of ``"bh"``, that are not of size 1.
         blocks_layout: its last axis in memory, as of a bias.
+        d_bias: element type of the bias's gradient; ``None`` for none.
         left, right: the diagonal band's bounds; ``None`` is no bound.
         bottom_right: the diagonal ends in the bottom right corner instead of the top left one.
         len_q, len_kv: actual lengths, one per batch entry, or ``None`` for full ones.
         len_dtypes: integer types of the two length tensors.
+        page_k, page_v: rows of a page of k, of v, and of their gradients; ``None`` is not paged.
+        packed_tables: page tables are packed, with offsets.
         ragged: roles of the tensors that are ragged: packed by :func:`tests.builders.packing`.
         gaps: memory is left out between their sequences.
         lengths_as: ``"tensors"``, or ``"offsets"`` where lengths can follow from those of a ragged
@@ -93,12 +97,16 @@ class Case:
     blocks: float | None = None
     blocks_axes: str = "bh"
     blocks_layout: str = "keys"
+    d_bias: str | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
     len_q: tuple[int, ...] | None = None
     len_kv: tuple[int, ...] | None = None
     len_dtypes: tuple[str, str] = ("int32", "int32")
+    page_k: int | None = None
+    page_v: int | None = None
+    packed_tables: bool = False
     ragged: tuple[str, ...] = ()
     gaps: bool = False
     lengths_as: str = "tensors"
@@ -127,6 +135,12 @@ class Case:
 
     def layout(self, role: str) -> str:
         return dict(self.layouts).get(role, "bshd")
+
+    def page(self, role: str) -> int | None:
+        """Rows of a page of this tensor; ``None`` if it is not paged."""
+        return {
+            "k": self.page_k, "dK": self.page_k, "v": self.page_v, "dV": self.page_v,
+        }.get(role)  # fmt: skip
 
     @property
     def scale_value(self) -> float:
@@ -223,7 +237,7 @@ class Case:
         return given
 
     def dims(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes by role."""
+        """Shapes by role; of what is paged, as if it were not (see :mod:`tests.pages`)."""
         rows_q, rows_kv = (self.batch, self.heads_q, self.seq_q), self.seq_kv
         q = (*rows_q, self.head_dim_qk)
         k = (self.batch, self.heads_k, rows_kv, self.head_dim_qk)
@@ -232,7 +246,7 @@ class Case:
         return {
             **{"q": q, "k": k, "v": v, "o": o, "dO": o, "dQ": q, "dK": k, "dV": v},
             **{"stats": row, "score_max": row, "score_sum_exp": row},
-            **{"sink_token": head, "dSink_token": head},
+            **{"sink_token": head, "dSink_token": head, "dBias": self.bias_dim()},
         }
 
 
@@ -288,6 +302,10 @@ PROFILES = {
 }
 
 
+#: What is paged, k and v.
+_PAGED = (*[(None, None)] * 4, (1, 1), (1, 1), (1, None), (None, 1))
+_PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 64, 128, 256, 1024)
+
 _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
 
@@ -322,6 +340,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     head_dim_qk = draw(st.sampled_from(HEAD_DIMS))
     scale_as = draw(st.sampled_from(("value", "value", "value", "host", "device")))
     dtype = draw(st.sampled_from(tuple(profile.dtypes)))
+    page_k, page_v = draw(st.sampled_from(_PAGED))
+    bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
     return Case(
         dtype=dtype,
@@ -331,11 +351,14 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         scale_as=scale_as,
         softcap=draw(st.sampled_from((None, None, 1.0))),
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
-        bias=draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES))),
+        bias=bias,
+        d_bias=draw(st.sampled_from((None, *_FLOATS))) if bias in _FLOATS else None,
         bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
         blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
+        page_k=page_k,
+        page_v=page_v,
         stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
@@ -357,6 +380,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         size = st.sampled_from(profile.block_edges) | size
     seq_q, seq_kv = draw(size), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
+    if kind.page_k or kind.page_v:
+        padded = "both"
+    page = st.sampled_from(_PAGE_SIZES)
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
     # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
@@ -388,7 +414,10 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         len_q=draw(_lengths(batch, seq_q)) if padded in ("both", "q") else None,
         len_kv=draw(_lengths(batch, seq_kv)) if padded in ("both", "kv") else None,
         len_dtypes=draw(st.tuples(len_dtype, len_dtype)),
-        ragged=draw(_ragged()) if kind.ragged else (),
+        page_k=kind.page_k and draw(page),
+        page_v=kind.page_v and draw(page),
+        packed_tables=draw(st.booleans()),
+        ragged=draw(_ragged(kind)) if kind.ragged else (),
         gaps=draw(st.booleans()),
         lengths_as=draw(st.sampled_from(("tensors", "offsets"))),
         offset_dtype=draw(len_dtype),
@@ -410,9 +439,11 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     )
 
 
-def _ragged() -> st.SearchStrategy[tuple[str, ...]]:
+def _ragged(kind: Case) -> st.SearchStrategy[tuple[str, ...]]:
+    """Some roles, of what is not paged; at least one."""
     some = st.sets(st.sampled_from(_RAGGED[0]), min_size=1)
-    return st.sampled_from(_RAGGED) | some.map(lambda roles: tuple(sorted(roles)))
+    chosen = st.sampled_from(_RAGGED) | some.map(lambda roles: tuple(sorted(roles)))
+    return chosen.map(lambda roles: tuple(r for r in roles if not kind.page(r)) or RAGGED_Q)
 
 
 def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:

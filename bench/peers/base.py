@@ -38,9 +38,11 @@ class Peer(ABC):
     Attributes:
         name: the ``impl`` column of the results.
         modules: what must be importable.
+        takes_pages: the passes that it runs on paged keys and values.
     """
 
     name: str
+    takes_pages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ("torch",)
 
     def supports(self, case: Case, direction: str) -> str | None:
@@ -48,6 +50,8 @@ class Peer(ABC):
         for module in self.modules:
             if not has_module(module):
                 return f"{self.name} needs the Python module {module}, which is not installed."
+        if case.page is not None and direction not in self.takes_pages:
+            return f"{self.name} takes no pages here in the {direction} pass."
         return self.refuses(case, direction)
 
     def refuses(self, case: Case, direction: str) -> str | None:

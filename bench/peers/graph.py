@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench.peers.base import Peer, Prepared
-from bench.presets import BACKWARD, FORWARD, Case
+from bench.peers.pages import Pages
+from bench.presets import BACKWARD, FORWARD, PASSES, Case
 from bench.reference import OUTPUTS, Tensors
 
 
@@ -38,10 +39,17 @@ class GraphPeer(Peer):
             fed["stats"] = tensors.stats.unsqueeze(-1)
         if tensors.lengths is not None:
             fed["seq_len_q"] = fed["seq_len_kv"] = tensors.lengths.view(-1, 1, 1, 1)
+        pages = None if case.page is None else Pages(case, tensors.q.device)
+        if pages is not None:
+            fed |= {role: pages.container(fed[role]) for role in ("k", "v")}
+            fed |= dict.fromkeys(pages.TABLES, pages.table)
         given = {role: graph.tensor_like(t) for role, t in fed.items()}
         arguments = {**given, **mask_arguments(api, case), "attn_scale": case.scale}
         made = {role: torch.empty_like(tensors.like(role)) for role in OUTPUTS[direction]}
         written = {role: t.transpose(1, 2) for role, t in made.items()}
+        if pages is not None:
+            gradients = written.keys() & {"dK", "dV"}
+            written |= {role: pages.container(written[role]) for role in gradients}
         if direction == FORWARD:
             written["stats"] = torch.empty_like(tensors.stats).unsqueeze(-1)
             results = graph.sdpa(**arguments, generate_stats=True)
@@ -63,7 +71,14 @@ class GraphPeer(Peer):
         def call() -> None:
             graph.execute(pack, workspace, **options)
 
-        return Prepared(call, lambda _: tuple(made.values()), self.describe(graph))
+        def outputs(_: Any) -> tuple[torch.Tensor, ...]:
+            if pages is None:
+                return tuple(made.values())
+            return tuple(
+                pages.rows(written[role]) if role in ("dK", "dV") else t for role, t in made.items()
+            )
+
+        return Prepared(call, outputs, self.describe(graph))
 
     def make_handle(self, api: Any) -> Any:
         """The library's handle on the current stream, or ``None`` where it needs none."""
@@ -105,6 +120,7 @@ class Dlattn(GraphPeer):
     """
 
     module = "dlattn"
+    takes_pages = PASSES
     modules = ("torch", "cupy")
 
     def __init__(self, engine: str | None = None) -> None:
@@ -144,6 +160,7 @@ class Cudnn(GraphPeer):
     """cuDNN by its Python frontend."""
 
     name = module = "cudnn"
+    takes_pages = (FORWARD,)
     modules = ("torch", "cudnn")
 
     def make_handle(self, api: Any) -> Any:

@@ -6,6 +6,12 @@
 
 namespace dlattn {
 
+// One of some element offsets, int32 or int64.
+DLATTN_DEVICE int64 load_offset(const void* offsets, int are_int64, int b) {
+  return are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
+                   : __ldg(static_cast<const int*>(offsets) + b);
+}
+
 // A (batch, head, row, column) tensor whose columns are contiguous; strides in elements.
 struct TensorRef {
   void* data;
@@ -20,10 +26,7 @@ struct TensorRef {
   DLATTN_DEVICE bool is_ragged() const {
     return ragged && offsets != nullptr;
   }
-  DLATTN_DEVICE int64 offset(int b) const {
-    return has_int64_offsets ? __ldg(static_cast<const int64*>(offsets) + b)
-                             : __ldg(static_cast<const int*>(offsets) + b);
-  }
+  DLATTN_DEVICE int64 offset(int b) const { return load_offset(offsets, has_int64_offsets, b); }
   template <class T, bool ragged = false>
   DLATTN_DEVICE T* rows(int b, int h, int r) const {
     const int64 entry = is_ragged<ragged>() ? offset(b) : b * batch;
@@ -61,7 +64,7 @@ struct SlopeRef {
 
 // A (batch, head, query, key) tensor that broadcasts: strides, in elements, are 0 where its size is 1.
 struct BiasRef {
-  const void* data;
+  void* data;
   int64 batch, head, row, column;
 };
 
@@ -83,6 +86,36 @@ struct FloatRef {
   int unused;
 
   DLATTN_DEVICE float value() const { return data == nullptr ? number : *data; }
+};
+
+// Where the pages of each sequence are, if k and dK, or v and dV, lie in pages: entry i is the number
+// of its page i in a container, a TensorRef with the page in the place of the batch entry.
+struct PageTableRef {
+  const int* data;      // (batch, pages of a sequence)
+  int64 batch, page;    // strides in elements
+  const void* offsets;  // packed: where the entries of each sequence begin, int32 or int64; or null
+  int has_int64_offsets;
+  int log2_rows;  // of a page
+  int pages;      // of the container
+  int unused;
+
+  // Of a sequence.
+  DLATTN_DEVICE const int* entries(int b) const {
+    if (offsets == nullptr) return data + b * batch;
+    return data + load_offset(offsets, has_int64_offsets, b);
+  }
+  // The number of the page that a row of a sequence is in.
+  DLATTN_DEVICE int number(const int* entries, int row) const {
+    return __ldg(entries + (row >> log2_rows) * page);
+  }
+  // A page that the container has.
+  DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }
+  DLATTN_DEVICE int slot(int row) const { return row & ((1 << log2_rows) - 1); }
+  // The rows of the pages that hold so many tokens.
+  DLATTN_DEVICE int whole_pages(int rows) const {
+    const int last_slot = (1 << log2_rows) - 1;
+    return (rows + last_slot) & ~last_slot;
+  }
 };
 
 // Soft-capped scores in log2 units, of raw products x up to `most` in magnitude: x * ratio(x), the
@@ -140,8 +173,8 @@ struct BlockMaskRef {
 
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
-  TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk)
-  TensorRef v;      // (batch, heads_v, seq_kv, head_dim_v)
+  TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk); paged: (pages, heads_k, slots, ...)
+  TensorRef v;      // (batch, heads_v, seq_kv, head_dim_v); paged: likewise
   TensorRef o;      // (batch, heads_q, seq_q, head_dim_v)
   TensorRef stats;  // (batch, heads_q, seq_q, 1): natural log of the sum of exponentials
   TensorRef dO;     // like o
@@ -153,10 +186,11 @@ struct Params {
   TensorRef rng_dump;  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
-  BiasRef bias;
+  BiasRef bias, dBias;
   BiasRef dropout_mask;  // nonzero where probabilities are kept
   IntegerRef dropout_seed, dropout_offset;
   FloatRef dropout_scale, dropout_scale_inv;  // of kept probabilities
+  PageTableRef k_pages, v_pages;
   RaggedRef ragged;  // in ragged problems, the lengths above are in the workspace
   BlockMaskRef block_mask;
   const float* attn_scale_device;  // null: attn_scale holds the value
@@ -175,6 +209,7 @@ struct Params {
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
   int heads_per_block;  // query heads that a backward item has: whole groups of K and V
   int dq_places;        // for how many pairs there are sums of dQ
+  int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within

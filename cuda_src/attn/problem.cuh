@@ -10,6 +10,7 @@
 //     static constexpr bool score_max = false, score_sum_exp = false;  // the forward writes them
 //     static constexpr bool sink = false;                 // the softmax has one; dSink is wanted
 //     using Dropout = NoDropout;                          // attn/dropout.cuh
+//     static constexpr bool paged_k = false, paged_v = false;  // rows of k and dK, of v and dV
 //     static constexpr bool ragged = false;               // some tensor is
 //     static constexpr int access_bytes = 16;             // or 2: rows that are not 16-byte aligned
 //     static constexpr int shared_memory = 104448;        // what the launch asks for

@@ -35,7 +35,8 @@ DLATTN_DEVICE void bwd_dq(const Params& p) {
   store_accumulator(s_dq, Grid::first_row(), Grid::first_column(), dq);
   __syncthreads();
   store_tile<Shapes::threads, Problem::head_dim_qk, Problem::access_bytes>(
-      p.dQ.rows<T, Problem::ragged>(batch, head, first_query), p.dQ.row, s_dq, rows - first_query);
+      strided(p.dQ.rows<T, Problem::ragged>(batch, head, first_query), p.dQ.row), s_dq,
+      rows - first_query);
 }
 
 }  // namespace dlattn

@@ -8,6 +8,7 @@
 // its own way. dQ is summed over key tiles in global memory, in accumulator order (bwd_dq.cuh).
 #pragma once
 
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -92,23 +93,24 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.k, p.k.rows<T, ragged>(batch, head_k(), keys.first), p.k.row,
+        shared.k, key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, batch, head_k(), keys.first),
         keys.last - keys.first);
   }
   DLATTN_DEVICE void load_v() {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.v, p.v.rows<T, ragged>(batch, head_v(), keys.first), p.v.row,
+        shared.v, key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, batch, head_v(), keys.first),
         keys.last - keys.first);
   }
   DLATTN_DEVICE void load_q(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.q[iteration % Tiling::stages_q], shared.head_rows.q + tile * tile_q * p.q.row,
-        p.q.row, length.q - tile * tile_q);
+        shared.q[iteration % Tiling::stages_q],
+        strided(shared.head_rows.q + tile * tile_q * p.q.row, p.q.row), length.q - tile * tile_q);
   }
   DLATTN_DEVICE void load_do(int tile, int iteration) {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.dO[iteration % Tiling::stages_do], shared.head_rows.dO + tile * tile_q * p.dO.row,
-        p.dO.row, length.q - tile * tile_q);
+        shared.dO[iteration % Tiling::stages_do],
+        strided(shared.head_rows.dO + tile * tile_q * p.dO.row, p.dO.row),
+        length.q - tile * tile_q);
   }
   DLATTN_DEVICE void load_row_stats(int tile, int iteration) {
     const float* g_stats = shared.head_rows.row_stats + tile * (2 * tile_q);
@@ -248,7 +250,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     const int last_tile = ceil_div(queries.last, tile_q);
     int tile = opaque(queries.first / tile_q);
-    if (Tiles::skips) tile = tile_from(tile, last_tile);
+    // Pages may have keys beyond those that a block mask knows.
+    if (Tiles::skips && !keys.empty()) tile = tile_from(tile, last_tile);
     const bool some = !Tiles::skips || tile < last_tile;
     if (!keys.empty() && !queries.empty() && some) {
       if (threadIdx.x == 0) {
@@ -278,8 +281,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.k, DKGrid::first_row(), DKGrid::first_column(), dK);
     __syncthreads();
     store_tile<threads, Problem::head_dim_qk, access_bytes>(
-        p.dK.rows<T, ragged>(batch, head_k(), keys.first), p.dK.row, shared.k,
-        p.dK.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
+        key_rows<Problem, Problem::paged_k>(p.dK, p.k_pages, batch, head_k(), keys.first), shared.k,
+        stored_keys<Problem, Problem::paged_k>(p, p.dK, p.k_pages, length.kv) - keys.first);
     __syncthreads();
   }
   DLATTN_DEVICE void store_dv(DV& dV) {
@@ -288,8 +291,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     store_accumulator(shared.v, DVGrid::first_row(), DVGrid::first_column(), dV);
     __syncthreads();
     store_tile<threads, Problem::head_dim_v, access_bytes>(
-        p.dV.rows<T, ragged>(batch, head_v(), keys.first), p.dV.row, shared.v,
-        p.dV.stored_rows<ragged>(length.kv, p.seq_kv) - keys.first);
+        key_rows<Problem, Problem::paged_v>(p.dV, p.v_pages, batch, head_v(), keys.first), shared.v,
+        stored_keys<Problem, Problem::paged_v>(p, p.dV, p.v_pages, length.kv) - keys.first);
     __syncthreads();
   }
 
@@ -329,7 +332,7 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel kernel(p, shared,
-                first_first(blockIdx.x, ceil_div(p.seq_kv, Tiling::tile_k),
+                first_first(blockIdx.x, ceil_div(rows_of_gradients<Problem>(p), Tiling::tile_k),
                             p.heads_q / p.heads_per_block, p));
   if (kernel.is_void()) return;
   kernel.walk_heads();

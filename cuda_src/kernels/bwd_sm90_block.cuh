@@ -2,6 +2,8 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/paged_boxes.cuh"
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -16,8 +18,9 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  TensorMap q, k, v, dO, dK, dV;  // boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows
-  TensorMap bias;                 // tile_q rows; if it is staged
+  // Boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v, dO, dK, dV;
+  TensorMap bias;  // tile_q rows; if it is staged
   Params p;
 };
 
@@ -136,11 +139,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       return {uniform(row.x), uniform(row.y), uniform(row.z)};
     }
     constexpr auto order = last_keys_first ? longest_first : first_first;
-    return order(item, ceil_div(p.seq_kv, tile_k), p.heads_q / p.heads_per_block, p);
+    return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
+                 p.heads_q / p.heads_per_block, p);
   }
   static DLATTN_DEVICE int item_count(const Params& p) {
     if constexpr (Problem::ragged) return p.ragged.items[0].x;
-    return ceil_div(p.seq_kv, tile_k) * (p.heads_q / p.heads_per_block) * p.batch;
+    return ceil_div(rows_of_gradients<Problem>(p), tile_k) * (p.heads_q / p.heads_per_block) *
+           p.batch;
   }
 
   // Of the item at work.

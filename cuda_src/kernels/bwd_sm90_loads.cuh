@@ -39,9 +39,9 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   }
 
   // The keys or values that this head of the item is the first to need.
-  template <class Tile>
+  template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
-                               const TensorMap& map, Mapped tensor, const TensorRef& ref, int i,
+                               const MappedKeys& mapped, const TensorRef& ref, int i,
                                int heads_per_key) {
     if (i % heads_per_key != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
@@ -49,8 +49,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     const int rows =
         ref.is_ragged<Problem::ragged>() ? Tile::rows : most(keys.last - keys.first, 0);
     fill_rows(ring, place, tile, rows, landed, clearings, Tile::bytes, [&](int, uint64& full) {
-      const MappedEntry entry = this->entry(tensor);
-      tile[0].load(map, full, entry.row + keys.first, head, entry.batch);
+      load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
 
@@ -102,8 +101,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
-      load_keys(shared.k, shared.k_ring, shared.landed[0], at.clearings, m.k, Mapped::k, p.k, i,
-                p.heads_per_k);
+      load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,
+                                  {m.k, Mapped::k, p.k_pages}, p.k, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
@@ -133,8 +132,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
     const auto load_values_of = [&](int i) {
-      load_keys(shared.v, shared.v_ring, shared.landed[1], at.clearings, m.v, Mapped::v, p.v, i,
-                p.heads_per_v);
+      load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings,
+                                  {m.v, Mapped::v, p.v_pages}, p.v, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],

@@ -120,7 +120,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
 
   DLATTN_DEVICE Interval share(WorkItem item) const {
-    const int tiles = query_tiles_per_pair(), each = ceil_div(tiles, ceil_div(p.seq_kv, tile_k));
+    const int tiles = query_tiles_per_pair();
+    const int each = ceil_div(tiles, ceil_div(rows_of_gradients<Problem>(p), tile_k));
     return {least(item.tile * each, tiles), least((item.tile + 1) * each, tiles)};
   }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -86,19 +87,22 @@ struct FwdSm80 {
 
   DLATTN_DEVICE void load_q() {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.q, p.q.rows<T, ragged>(item.batch, item.head, queries.first), p.q.row,
+        shared.q, strided(p.q.rows<T, ragged>(item.batch, item.head, queries.first), p.q.row),
         queries.last - queries.first);
   }
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
-        shared.k[stage], p.k.rows<T, ragged>(item.batch, item.head / p.heads_per_k, tile * tile_k),
-        p.k.row, length.kv - tile * tile_k);
+        shared.k[stage],
+        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, item.batch, item.head / p.heads_per_k,
+                                            tile * tile_k),
+        length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, columns_v, Problem::access_bytes>(
         shared.v[stage],
-        p.v.rows<T, ragged>(item.batch, item.head / p.heads_per_v, tile * tile_k) + first_column(),
-        p.v.row, length.kv - tile * tile_k);
+        key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, item.batch, item.head / p.heads_per_v,
+                                            tile * tile_k, first_column()),
+        length.kv - tile * tile_k);
   }
 
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
@@ -205,8 +209,8 @@ struct FwdSm80 {
     store_accumulator(shared.o, first_row, 0, output);
     __syncthreads();
     store_tile<threads, columns_v, Problem::access_bytes>(
-        p.o.rows<T, ragged>(item.batch, item.head, first_query) + first_column(), p.o.row, shared.o,
-        p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
+        strided(p.o.rows<T, ragged>(item.batch, item.head, first_query) + first_column(), p.o.row),
+        shared.o, p.o.stored_rows<ragged>(length_q, p.seq_q) - first_query);
   }
 };
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/paged_boxes.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
@@ -43,8 +44,9 @@ struct Sm90FwdTiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  TensorMap q, k, v, o;  // boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns
-  TensorMap bias;        // 64 rows; if it is staged
+  // Boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v, o;
+  TensorMap bias;  // 64 rows; if it is staged
   Params p;
 };
 
@@ -307,13 +309,44 @@ struct FwdSm90 {
     });
   }
 
+  // The same through a page table, of which the entries for a tile are read a tile early.
+  template <class Tile>
+  DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+                                 const PageTableRef& table, int heads_per_key) {
+    Place<stages> place;
+    for_each_work([&](const Work& work) {
+      const PagedBoxes<tile_k> boxes(table, work.item.batch);
+      const int head = work.item.head / heads_per_key;
+      const auto item = [&] { return work.item; };
+      int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
+#pragma unroll 1
+      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
+        const int number = next;
+        before = tile_before(item, work, tile);
+        if (before >= work.first_tile) {
+          next = boxes.number_of_lane(before * tile_k, work.length.kv);
+        }
+        uint64& full = ring.full[place.stage];
+        order(ring, place, full, Tile::bytes, [](int, uint64&) {});
+        boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
+        place.advance();
+      }
+    });
+  }
+
   DLATTN_DEVICE void produce() {
     switch (warp_index()) {
       case 0:
         return load_queries();
       case 1:
+        if constexpr (Problem::paged_k) {
+          return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+        }
         return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
+        if constexpr (Problem::paged_v) {
+          return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+        }
         return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();

@@ -66,6 +66,13 @@ DLATTN_DEVICE T load_constant(const T* global) {
   return T{__ldg(&global->bits)};
 }
 
+// The same, on its way from where it stands: else it is moved to where it is needed, and waited for.
+DLATTN_DEVICE uint32 start_load(const uint32* global) {
+  uint32 value;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(global));
+  return value;
+}
+
 // 9.7.9.8 (ld.relaxed), 9.7.13.4 (fence): what blocks of one launch tell each other.
 DLATTN_DEVICE float4 load_relaxed(const float4* global) {
   float4 v;

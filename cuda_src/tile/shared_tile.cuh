@@ -60,25 +60,51 @@ struct Units {
       : first_row(thread / threads_per_row), first_column(thread % threads_per_row * 8) {}
 };
 
-// Starts loading rows [0, valid_rows) of g_rows into a tile; the other rows and the columns from
+// Where the rows of a tile are in global memory: at equal distances. Other kinds of rows (some lie in
+// pages) have the same functions, and give no address where nothing is.
+template <class T>
+struct StridedRows {
+  static constexpr bool has_gaps = false;
+  T* first;
+  int64 stride;  // in elements
+
+  DLATTN_DEVICE T* at(int row, int column) const { return first + row * stride + column; }
+
+  // What a thread walks down.
+  struct Unit {
+    const T* address;
+    int64 stride;
+
+    DLATTN_DEVICE const T* at(bool) const { return address; }
+    DLATTN_DEVICE void advance(int rows) { address += rows * stride; }
+  };
+  DLATTN_DEVICE Unit unit(int row, int column) const { return {at(row, column), stride}; }
+};
+template <class T>
+DLATTN_DEVICE StridedRows<T> strided(T* first, int64 stride) {
+  return {first, stride};
+}
+
+// Starts loading rows [0, valid_rows) into a tile; the other rows and the columns from
 // valid_columns on become zeros, and memory outside the valid part is never read.
 // Wait with cp_async_wait_all() and a barrier. access_bytes 16 needs 16-byte aligned rows.
-template <int threads, int valid_columns, int access_bytes, class Tile>
-DLATTN_DEVICE void load_tile(Tile& s_tile, const typename Tile::Element* g_rows, int64 row_stride,
-                             int valid_rows) {
+template <int threads, int valid_columns, int access_bytes, class Tile, class Rows>
+DLATTN_DEVICE void load_tile(Tile& s_tile, const Rows& rows, int valid_rows) {
   using U = Units<threads, Tile::rows, Tile::columns>;
   const U units;
   const int column = units.first_column;
-  const auto* g_unit = g_rows + units.first_row * row_stride + column;
+  auto g_at = rows.unit(units.first_row, column);
   const uint32 s_unit = s_tile.address(units.first_row, column);
 #pragma unroll
-  for (int pass = 0; pass < U::passes; ++pass, g_unit += U::rows_per_pass * row_stride) {
+  for (int pass = 0; pass < U::passes; ++pass, g_at.advance(U::rows_per_pass)) {
     const int row = units.first_row + pass * U::rows_per_pass;
     if (Tile::rows % U::rows_per_pass != 0 && row >= Tile::rows) return;
+    const auto* g_unit = g_at.at(row < valid_rows);
+    const bool exists = Rows::has_gaps ? g_unit != nullptr : row < valid_rows;
 #pragma unroll
     for (int step = 0; step < Tile::columns; step += U::column_step) {
       const bool valid =
-          row < valid_rows && (valid_columns == Tile::columns || column + step < valid_columns);
+          exists && (valid_columns == Tile::columns || column + step < valid_columns);
       if constexpr (access_bytes == 16) {
         cp_async_16(s_unit + (pass * U::rows_per_pass * Tile::pitch + step) * 2, g_unit + step,
                     valid);
@@ -93,12 +119,12 @@ DLATTN_DEVICE void load_tile(Tile& s_tile, const typename Tile::Element* g_rows,
 }
 
 // Stores the first valid_rows rows and valid_columns columns of a tile.
-template <int threads, int valid_columns, int access_bytes, class Tile>
-DLATTN_DEVICE void store_tile(typename Tile::Element* g_rows, int64 row_stride, Tile& s_tile,
-                              int valid_rows) {
+template <int threads, int valid_columns, int access_bytes, class Tile, class Rows>
+DLATTN_DEVICE void store_tile(const Rows& rows, Tile& s_tile, int valid_rows) {
   Units<threads, Tile::rows, Tile::columns>().for_each([&](int row, int column) {
     if (row >= valid_rows || column >= valid_columns) return;
-    auto* g_unit = g_rows + row * row_stride + column;
+    auto* g_unit = rows.at(row, column);
+    if (Rows::has_gaps && g_unit == nullptr) return;
     if constexpr (access_bytes == 16) {
       *reinterpret_cast<uint4*>(g_unit) = *reinterpret_cast<const uint4*>(s_tile.at(row, column));
     } else {

@@ -28,13 +28,30 @@ struct SlabTile {
     return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
   }
 
-  // Starts loading rows from `row` on of one head; arrives on the barrier with `bytes` bytes.
+  // Starts loading rows from `row` and columns from first_column on of one head; arrives on the barrier
+  // with `bytes` bytes.
   DLATTN_DEVICE void load(const TensorMap& map, uint64& barrier, int row, int head, int batch,
                           int first_column = 0) {
+    load_rows(0, map, barrier, row, head, batch, first_column);
+  }
+
+  // The same, to tile_row and below, of as many rows as the map's boxes have.
+  DLATTN_DEVICE void load_rows(int tile_row, const TensorMap& map, uint64& barrier, int row,
+                               int head, int batch, int first_column = 0) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
-      tma_load_4d(address() + slab * slab_bytes, map, barrier, first_column + slab * 64, row, head,
-                  batch);
+      tma_load_4d(address() + slab * slab_bytes + tile_row * 128, map, barrier,
+                  first_column + slab * 64, row, head, batch);
+    }
+  }
+
+  // Starts storing rows from tile_row on, as many as the map's boxes have.
+  DLATTN_DEVICE void store_rows(int tile_row, const TensorMap& map, int row, int head,
+                                int batch) const {
+#pragma unroll
+    for (int slab = 0; slab < slabs; ++slab) {
+      tma_store_4d(map, address() + slab * slab_bytes + tile_row * 128, slab * 64, row, head,
+                   batch);
     }
   }
 

@@ -9,6 +9,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.cuda import CudaPlan, KernelLaunch
 from dlattn.plans.select import select
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -30,6 +31,7 @@ from dlattn.runtime.jit import CompiledKernel, compile_kernels
 from dlattn.runtime.target import KNOWN, Target
 
 _DTYPES = {"fp16": data_type.HALF, "bf16": data_type.BFLOAT16}
+_PAGES = tuple(2**n for n in range(13))
 _BIASES = {**_DTYPES, "fp32": data_type.FLOAT, "bool": data_type.BOOLEAN}
 
 _DROPOUTS: dict[str | None, Dropout] = {
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")
     add("--alibi", choices=("cudnn", "slopes"), help="ALiBi, with slopes of cuDNN or of the user")
     add("--dropout", choices=("philox", "mask"), help="dropout, at random or by a boolean mask")
+    add("--page", type=int, choices=_PAGES, metavar="ROWS", help="k and v lie in pages of 2^n rows")
     add("--no-stats", action="store_true", help="a forward for inference alone")
     add("--batch", type=int, default=4, help="(default: 4)")
     add("--heads", type=int, default=16, help="heads of q (default: 16)")
@@ -113,7 +116,20 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
     }
     if not forward:
         dims |= {"dO": dims["o"], "dQ": dims["q"], "dK": dims["k"], "dV": dims["v"]}
+    page = arguments.page
+    if page is not None:
+        pages = -(-seq // page)
+        dims |= {
+            role: (batch * pages, dim[1], page, dim[3])
+            for role, dim in dims.items()
+            if role in ("k", "v", "dK", "dV")
+        }
     tensors = {role: _spec(role, dim, dtype) for role, dim in dims.items()}
+    if page is not None:
+        for table in PAGE_TABLES.values():
+            tensors[table] = _spec(table, (batch, 1, pages, 1), data_type.INT32)
+        for length in ("seq_len_q", "seq_len_kv"):
+            tensors[length] = _spec(length, (batch, 1, 1, 1), data_type.INT32)
     stats = not forward or not arguments.no_stats
     if stats:
         tensors["stats"] = _spec("stats", (batch, heads, seq, 1), data_type.FLOAT)
@@ -127,8 +143,16 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
         masks=_masks(arguments.left is not None, right is not None, arguments.block_mask),
         stats=data_type.FLOAT if stats else None,
         dropout=_DROPOUTS.get(arguments.dropout),
+        paged_k=page is not None,
+        paged_v=page is not None,
     )
-    geometry = Geometry(tensors, attn_scale=width**-0.5, band_left=arguments.left, band_right=right)
+    geometry = Geometry(
+        tensors,
+        attn_scale=width**-0.5,
+        band_left=arguments.left,
+        band_right=right,
+        max_seq_kv=None if page is None else seq,
+    )
     return problem, geometry
 
 

@@ -21,6 +21,7 @@ def describe(node: AttentionNode) -> dict[str, Any]:
         "softcap": node.softcap,
         "use_alibi_mask": node.alibi,
         "use_padding_mask": node.padding,
+        "paged_attention_max_seq_len_kv": node.max_seq_kv,
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,
         "max_total": dict(node.max_total),

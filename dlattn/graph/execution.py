@@ -140,8 +140,11 @@ class RaggedSlot(Slot):
     def admit(self, value: Any) -> int:
         pointer = super().admit(value)
         _, shape, stride, *_ = view(value)
-        self.end = _extent(shape, stride) + stride[0]
+        self.end = self._end(shape, stride)
         return pointer
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return _extent(shape, stride) + stride[0]
 
     def checked_address(self, ptr: int) -> int:
         self.end, self.match = None, lambda value: 0
@@ -192,6 +195,22 @@ class RaggedSlot(Slot):
         )
 
 
+class TableSlot(RaggedSlot):
+    """A packed page table's: memory of any shape, without gaps."""
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return math.prod(shape)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        if canonical_stride(shape, stride) == canonical_stride(shape, compact_strides(shape)):
+            return None
+        return f"expected entries one after the other, got shape {shape} and strides {stride}."
+
+
+def _slot_type(spec: TensorSpec) -> type[Slot]:
+    return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
+
+
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements from the first to the last."""
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -211,9 +230,7 @@ class Execution:
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
         slots = [
-            (RaggedSlot if specs[role].ragged else Slot)(
-                role, t, specs[role], lowered.target, role in lowered.outputs
-            )
+            _slot_type(specs[role])(role, t, specs[role], lowered.target, role in lowered.outputs)
             for role, t in lowered.tensors.items()
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.

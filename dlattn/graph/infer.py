@@ -5,10 +5,11 @@ from __future__ import annotations
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
-from dlattn.problem import BLOCK
+from dlattn.problem import BLOCK, PAGE_TABLES
 from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
 _DEFAULT_TYPES = {
@@ -27,15 +28,19 @@ _DEFAULT_TYPES = {
     "dropout_scale": data_type.FLOAT,
     "dropout_scale_inv": data_type.FLOAT,
     "rng_dump": data_type.FLOAT,
+    "paged_attention_k_table": data_type.INT32,
+    "paged_attention_v_table": data_type.INT32,
 }
-_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v"}
+_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v", "dBias": "bias"}
 #: Roles whose last stride need not be 1.
-_ANY_STRIDE = (*BROADCAST_ROLES, "alibi_slopes", "block_mask")
+_ANY_STRIDE = (*BROADCAST_ROLES, "dBias", "alibi_slopes", "block_mask")
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
     "seq_len_kv": "(batch, 1, 1, 1)",
     "sink_token": "(1, heads, 1, 1)",
+    "paged_attention_k_table": "(batch, 1, pages, 1)",
+    "paged_attention_v_table": "(batch, 1, pages, 1)",
 }
 
 
@@ -59,6 +64,7 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         _check_declared(node, role)
     for role in node.offsets:
         check_offset(node, role)
+    check_pages(node)
     _check_heads(node)
     for role, dim in _expected_dims(node).items():
         _settle_dim(node, role, dim)
@@ -163,13 +169,12 @@ def _check_broadcasts(node: AttentionNode, role: str, dim: tuple[int, ...]) -> N
 
 
 def _scores_dim(node: AttentionNode) -> tuple[int, ...]:
-    q, k = (node.inputs[role].attributes.dim for role in ("q", "k"))
-    return (*q[:3], k[2])
+    return (*node.inputs["q"].attributes.dim[:3], max_seq_kv(node))
 
 
 def _check_block_mask(node: AttentionNode, dim: tuple[int, ...]) -> None:
     batch, heads, seq_q, _ = node.inputs["q"].attributes.dim
-    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, node.inputs["k"].attributes.dim[2]))
+    queries, keys = (-(-seq // BLOCK) for seq in (seq_q, max_seq_kv(node)))
     full = (batch, heads, queries, -(-keys // 8))
     if len(dim) != 4 or dim[0] not in (1, batch) or dim[1] not in (1, heads) or dim[2:] != full[2:]:
         raise InvalidGraphError(
@@ -192,10 +197,11 @@ def _check_heads(node: AttentionNode) -> None:
 def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
     q, k, v = (node.inputs[role].attributes.dim for role in ("q", "k", "v"))
     batch, heads, seq_q, head_dim_qk = q
-    seq_kv, head_dim_v = k[2], v[3]
+    seq_kv, head_dim_v = max_seq_kv(node), v[3]
+    paged_k, paged_v = (PAGE_TABLES[role] in node.inputs for role in "kv")
     dims = {
-        "k": (batch, k[1], seq_kv, head_dim_qk),
-        "v": (batch, v[1], seq_kv, head_dim_v),
+        "k": (*k[:3], head_dim_qk) if paged_k else (batch, k[1], seq_kv, head_dim_qk),
+        "v": v if paged_v else (batch, v[1], seq_kv, head_dim_v),
         "o": (batch, heads, seq_q, head_dim_v),
         "dO": (batch, heads, seq_q, head_dim_v),
         "stats": (batch, heads, seq_q, 1),
@@ -210,6 +216,8 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
+    if "dBias" in node.outputs:
+        dims["dBias"] = node.inputs["bias"].attributes.dim
     return {role: dim for role, dim in dims.items() if role in node.tensors}
 
 
@@ -218,9 +226,11 @@ def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
     if not it.dim:
         it.infer("dim", dim)
     if it.dim != dim:
-        q, k, v = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in ("q", "k", "v"))
+        sources = ("bias",) if role == "dBias" else ("q", "k", "v")
+        *most, last = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in sources)
+        stated = f"{', '.join(most)} and {last}" if most else last
         raise InvalidGraphError(
-            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {q}, {k} and {v}."
+            f"{node.label(role)} has dim {it.dim}; expected {dim}, from {stated}."
         )
 
 

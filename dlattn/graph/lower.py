@@ -10,8 +10,11 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.dropout import dropout_numbers
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.pages import is_paged, max_seq_kv
+from dlattn.graph.ragged import has_ragged
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.problem import (
+    PAGE_TABLES,
     Alibi,
     Band,
     Bias,
@@ -48,12 +51,15 @@ _WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
-_FLOATS_AND_BOOLEANS = (*_FLOATS, data_type.BOOLEAN, data_type.UINT8)
+_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
+_FLOATS_AND_BOOLEANS = (*_FLOATS, *_BOOLEANS)
 _TYPES = {
     "stats": _FLOATS,
     "bias": _FLOATS_AND_BOOLEANS,
     "dropout_mask": _FLOATS_AND_BOOLEANS,
+    "dBias": _FLOATS,
     "block_mask": (data_type.UINT8,),
+    **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
 }
 
 
@@ -99,10 +105,13 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         score_sum_exp="score_sum_exp" in tensors,
         sink=_SINK_ROLE[node.direction] in tensors,
         dropout=_dropout(node, tensors),
+        paged_k=PAGE_TABLES["k"] in tensors,
+        paged_v=PAGE_TABLES["v"] in tensors,
+        d_bias=tensors["dBias"].get_data_type() if "dBias" in tensors else None,
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,
-        ragged=bool(node.offsets),
+        ragged=has_ragged(node),
     )
     diagonal = node.diagonal
     geometry = Geometry(
@@ -120,6 +129,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         band_right=_near(diagonal.right),
         bottom_right=diagonal.bottom_right,
         softcap=node.softcap,
+        max_seq_kv=max_seq_kv(node) if is_paged(node) else None,
         most_tokens_q=node.max_total.get("max_total_seq_len_q"),
         most_tokens_kv=node.max_total.get("max_total_seq_len_kv"),
         **dropout_numbers(node.dropout),
@@ -140,10 +150,10 @@ def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int
 def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
-    stride = canonical_stride(it.dim, it.stride)
+    stride, packed = canonical_stride(it.dim, it.stride), it.ragged_offset is not None
     if ragged:
         stride = (0, *stride[1:])
-    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged)
+    return TensorSpec(label, it.dim, stride, it.dtype, by_value, ragged, packed and not ragged)
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
@@ -231,6 +241,11 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
         elif dtype not in _TYPES.get(role, _INTEGERS):
             wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))
             raise InvalidGraphError(f"{node.label(role)} is {dtype}; expected {wanted}.")
+    if "dBias" in tensors and tensors["bias"].get_data_type() in _BOOLEANS:
+        raise cudnnGraphNotSupportedError(
+            f"{node.label('bias')} is {tensors['bias'].get_data_type()}, a mask, which has no "
+            f"gradient; leave out {node.label('dBias')}, or give a bias of numbers."
+        )
 
 
 def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Target) -> None:

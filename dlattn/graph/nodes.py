@@ -20,7 +20,7 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
-from dlattn.problem import Direction, offset_role
+from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {
@@ -33,24 +33,23 @@ TENSOR_ARGUMENTS = {
     "sdpa_backward": (
         *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes", "block_mask"),
         *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
+        *("paged_attention_k_table", "paged_attention_v_table"),
     ),
 }
 
 _NOT_SUPPORTED = {
-    "sdpa": (
-        *("paged_attention_k_table", "paged_attention_v_table", "paged_attention_max_seq_len_kv"),
-        "score_mod",
-    ),
-    "sdpa_backward": ("dBias", "score_mod", "score_mod_bprop"),
+    "sdpa": ("score_mod",),
+    "sdpa_backward": ("score_mod", "score_mod_bprop"),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
 _OPTIONAL_INPUTS = (
-    *("seq_len_q", "seq_len_kv", "bias", "alibi_slopes", "block_mask", "sink_token"),
+    *("seq_len_q", "seq_len_kv", *PAGE_TABLES.values()),
+    *("bias", "alibi_slopes", "block_mask", "sink_token"),
 )
 _GIVEN_OUTPUTS = {
     "sdpa": ("score_max", "score_sum_exp", "rng_dump"),
-    "sdpa_backward": ("dSink_token", "rng_dump"),
+    "sdpa_backward": ("dBias", "dSink_token", "rng_dump"),
 }
 
 #: What an operation returns; ``None`` in place of what was not asked for.
@@ -83,6 +82,7 @@ class AttentionNode:
         softcap: the bound of soft-capped scores, or None.
         alibi: ``use_alibi_mask``: ALiBi with cuDNN's slopes.
         padding: ``use_padding_mask``.
+        max_seq_kv: ``paged_attention_max_seq_len_kv``.
         diagonal: the band.
         dropout: what is dropped, or None.
         compute_data_type: as given, or ``NOT_SET``.
@@ -100,6 +100,7 @@ class AttentionNode:
     softcap: float | None
     alibi: bool
     padding: bool
+    max_seq_kv: int | None
     diagonal: Diagonal
     dropout: DropoutArgument | None
     compute_data_type: data_type
@@ -118,7 +119,7 @@ class AttentionNode:
 
     @property
     def offsets(self) -> dict[str, tensor]:
-        """Role -> ragged offset, of the tensors that have memory and one."""
+        """Role -> ragged offset, of the tensors and tables that have memory and one."""
         return {
             offset_role(role): t.attributes.ragged_offset
             for role, t in {**self.inputs, **self.outputs}.items()
@@ -127,12 +128,12 @@ class AttentionNode:
 
     @property
     def tensors(self) -> dict[str, tensor]:
-        """Role -> tensor: inputs, outputs, then ragged offsets."""
+        """Role -> tensor: inputs, outputs, then the offsets of ragged tensors and packed tables."""
         return {**self.inputs, **self.outputs, **self.offsets}
 
     def is_ragged(self, role: str) -> bool:
         """Whether the node has the tensor, and it is ragged."""
-        return offset_role(role) in self.offsets
+        return role in RAGGED_ROLES and offset_role(role) in self.offsets
 
     def label(self, role: str) -> str:
         """The user's name for a tensor, or its role."""
@@ -161,10 +162,11 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
 
 def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
     """The backward node; it makes ``dQ``, ``dK`` and ``dV``. Raises as the forward does."""
-    if given["dSink_token"] is not None and given["sink_token"] is None:
-        raise InvalidArgumentError(
-            "sdpa_backward was given dSink_token without sink_token; give the forward's sink_token."
-        )
+    for gradient, of in (("dSink_token", "sink_token"), ("dBias", "bias")):
+        if given[gradient] is not None and given[of] is None:
+            raise InvalidArgumentError(
+                f"sdpa_backward was given {gradient} without {of}; give the forward's {of}."
+            )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)
@@ -211,6 +213,9 @@ def _node(
         softcap=_softcap(given["softcap"]),
         alibi=alibi,
         padding=_flag("use_padding_mask", given["use_padding_mask"]),
+        max_seq_kv=_bound(
+            "paged_attention_max_seq_len_kv", given["paged_attention_max_seq_len_kv"], least=1
+        ),
         diagonal=_diagonal(given),
         dropout=dropout,
         compute_data_type=from_any(given["compute_data_type"]),
@@ -316,7 +321,7 @@ def _bound(name: str, value: Any, least: int) -> int | None:
         raise InvalidArgumentError(f"{name} must be an int or None; got {value!r}.")
     if bound < least:
         raise InvalidArgumentError(
-            f"{name} must be at least {least}, or None for no bound; got {bound}."
+            f"{name} must be at least {least}, or None to leave it out; got {bound}."
         )
     return bound
 

@@ -105,6 +105,18 @@ class Operations(ABC):
                 nothing, and the tensors are not read.
             rng_dump: a tensor to write, (B, Hq, Sq, Skv), fp32: 1 where dropout keeps, 0 where it
                 drops, at every position.
+            paged_attention_k_table: k lies in pages: it is a container (pages, Hk, page, Dqk) of
+                any strides, the page a power of two, and row t of sequence b is row ``t % page`` of
+                page ``table[b, 0, t // page, 0]``. The table is int32, (B, 1, ceil(Skv / page), 1)
+                or wider; it needs use_padding_mask and both lengths. Entries beyond an actual
+                length are not looked at; on GPUs, pages that the container does not have read as 0
+                (the reference engine refuses them). With ``set_ragged_offset`` of a (B + 1, 1, 1,
+                1) tensor the table is packed: entries of sequence b begin at number ``offset[b]``.
+            paged_attention_v_table: the same of v, (pages, Hv, page, Dv), with pages of its own.
+                Either of k and v may be paged alone.
+            paged_attention_max_seq_len_kv: Skv where k and v are paged. Unless given, it is the
+                size of the one of k and v that is not paged, else the bias' last, else as many
+                rows as the table has pages for.
             compute_data_type: FLOAT; the reference engine also takes DOUBLE.
             name: the node's name; outputs are called ``<name>::O`` and ``<name>::Stats``.
             generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.
@@ -180,6 +192,9 @@ class Operations(ABC):
         softcap: float | None = None,
         alibi_slopes: Any = None,
         block_mask: Any = None,
+        paged_attention_k_table: Any = None,
+        paged_attention_v_table: Any = None,
+        paged_attention_max_seq_len_kv: int | None = None,
     ) -> list[Any]:
         """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
 
@@ -191,8 +206,18 @@ class Operations(ABC):
                 lengths. The first makes the workspace smaller; on GPUs, entries that would exceed
                 it count as having no queries.
             use_deterministic_algorithm: the same bits in every run, in no more workspace.
+            dBias: a tensor to write, of the shape of bias, HALF, BFLOAT16 or FLOAT (on the CPU
+                DOUBLE, too), any strides: the gradient of bias, summed where bias broadcasts,
+                always in the same order; 0 where masked or beyond actual lengths.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
+            paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
+                dlattn's own here: as in the forward call. dK, or dV, is then a container with as
+                many pages as k, or v, and strides of its own. Every row of a page that holds
+                tokens of a sequence is written, with 0 beyond its length. Other pages are left
+                alone, so that a container which a call of ``Graph`` allocates may hold anything
+                there. No two sequences may share a page of tokens: its gradient would be that of
+                one of them (the reference engine refuses it).
 
         The other arguments are those of the forward call, and must be given alike; block_mask is
         dlattn's own here.
@@ -204,7 +229,8 @@ class Operations(ABC):
             own offsets.
 
         Raises:
-            InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
+            InvalidArgumentError: arguments contradict each other, such as dBias without bias (a
+                ``RuntimeError``).
             TypeError: an argument has the wrong Python type.
         """
         return self._add("sdpa_backward", _arguments(locals()))

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
-from dlattn.problem import QUERY_ROLES, RAGGED_ROLES
+from dlattn.problem import PAGE_TABLES, QUERY_ROLES, RAGGED_ROLES
 
 #: Which argument holds the lengths, and else which tensors' offsets tell them.
-_SIDES = (("seq_len_q", ("q",)), ("seq_len_kv", ("k", "v")))
+_SOURCES = {"seq_len_q": ("q",), "seq_len_kv": ("k", "v")}
+
+
+def has_ragged(node: AttentionNode) -> bool:
+    """Whether some tensor of the node is ragged."""
+    return any(map(node.is_ragged, RAGGED_ROLES))
+
+
+def knows_lengths(node: AttentionNode, lengths: str) -> bool:
+    """Whether ``"seq_len_q"`` or ``"seq_len_kv"`` is given, or offsets tell it."""
+    return lengths in node.inputs or any(map(node.is_ragged, _SOURCES[lengths]))
 
 
 def check_ragged(node: AttentionNode) -> None:
@@ -20,13 +30,14 @@ def check_ragged(node: AttentionNode) -> None:
             without ragged tensors.
     """
     for role, t in {**node.inputs, **node.outputs}.items():
-        if t.attributes.ragged_offset is not None and role not in RAGGED_ROLES:
+        may_have_one = role in RAGGED_ROLES or role in PAGE_TABLES.values()
+        if t.attributes.ragged_offset is not None and not may_have_one:
             raise cudnnGraphNotSupportedError(
-                f"{node.label(role)} has a ragged offset; {', '.join(RAGGED_ROLES)} may have one. "
-                "Leave it out."
+                f"{node.label(role)} has a ragged offset; {', '.join(RAGGED_ROLES)} and page "
+                "tables may have one. Leave it out."
             )
     for argument in node.max_total:
-        if not node.offsets:
+        if not has_ragged(node):
             raise cudnnGraphNotSupportedError(
                 f"{node.operation} {node.name!r} was given {argument} without a ragged tensor; "
                 "leave it out, or call set_ragged_offset() on the packed tensors."
@@ -43,12 +54,13 @@ def _check_tokens(node: AttentionNode, role: str) -> None:
             f"{node.label(role)} has a ragged offset and stride {it.stride}; the stride of its "
             "tokens must be at least 1."
         )
-    lengths, sources = _SIDES[role not in QUERY_ROLES]
-    if lengths in node.inputs or any(map(node.is_ragged, sources)):
+    lengths = "seq_len_q" if role in QUERY_ROLES else "seq_len_kv"
+    if knows_lengths(node, lengths):
         return
     raise InvalidGraphError(
         f"{node.label(role)} has a ragged offset, but nothing says how long its sequences are; "
-        f"give use_padding_mask=True and {lengths}, or {' or '.join(sources)} a ragged offset too."
+        f"give use_padding_mask=True and {lengths}, or {' or '.join(_SOURCES[lengths])} a ragged "
+        "offset too."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the backward plans share: three kernels in a row, and the scratch between them."""
+"""What the backward plans share: the kernels in a row, and the scratch between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, Protocol
 
+from dlattn.plans.bwd_dbias import dbias_kernel, dbias_refusal
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
     MOST_HEAD_DIM,
@@ -40,7 +41,8 @@ class BackwardTiling(Tiling, Protocol):
 
 
 class BackwardPlan(CudaPlan):
-    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for a sink's gradient.
+    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for the gradient of a
+    bias, one for a sink's.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
     """
@@ -91,7 +93,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _key_tiles(self) -> int:
-        return -(-self.geometry.seq_kv // self.tiling.tile_k)
+        return -(-self.geometry.rows_kv // self.tiling.tile_k)
 
     @property
     def _pairs(self) -> int:
@@ -173,6 +175,8 @@ class BackwardPlan(CudaPlan):
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
+        if self.problem.d_bias is not None:
+            kernels.append(dbias_kernel(self.problem, self.geometry, self.target, self.tiling))
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels
@@ -181,10 +185,14 @@ class BackwardPlan(CudaPlan):
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0
     ) -> KernelLaunch:
         """A kernel before or after the main one. Of edits, masks and dropout it reads scales alone,
-        so problems share it."""
-        dropout = self.problem.dropout and Philox()
+        of keys and values nothing, so problems share it."""
         plain = replace(
-            self.problem, edits=self.problem.edits[:1], masks=(Padding(),), dropout=dropout
+            self.problem,
+            edits=self.problem.edits[:1],
+            masks=(Padding(),),
+            dropout=self.problem.dropout and Philox(),
+            paged_k=False,
+            paged_v=False,
         )
         source = kernel_source(kernel, plain, self.row_tiling, shared)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
@@ -204,7 +212,7 @@ def backward_refusal(
 ) -> str | None:
     """Why no backward kernel up to a head dimension can run a problem, or ``None``."""
     reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel, most_head_dim)
-    blocks = geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 32)
+    blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."
-    return reason
+    return reason or dbias_refusal(problem, geometry, target)

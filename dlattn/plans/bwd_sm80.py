@@ -128,6 +128,8 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
         measured = False  # the fastest tiling for equal head dimensions spills for others
     if problem.is_edited or problem.dropout:
         measured = False  # and for edits and dropout, too
+    if problem.paged_k or problem.paged_v:
+        measured = False  # and for addresses out of tables
     if problem.ragged and largest > 192:
         measured = False  # and for offsets
     table = HOPPER_TILINGS if measured else TILINGS

@@ -92,7 +92,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
     crowded = problem.keeps_scores or (problem.dropout and problem.has_bias)
-    others = 64 if crowded or problem.has_blocks else 0
+    walks = problem.has_blocks + (problem.has_blocks and problem.ragged)
+    others = 64 * (bool(crowded) + walks)
     others += 64 if problem.keeps_scores and reads_to_drop else 0
     if dim_qk + dim_v + others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
@@ -152,9 +153,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return reason or cls.mapping_refusal(problem, geometry, target)
 
     def box_rows(self) -> Mapping[str, int]:
-        queries, keys = self.tiling.tile_q, self.tiling.tile_k
+        queries = self.tiling.tile_q
+        keys = {role: self.paged_rows(role, self.tiling.tile_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
-        rows = {"q": queries, "k": keys, "v": keys, "dO": queries, "dK": 64, "dV": 64}
+        gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
+        rows = {"q": queries, **keys, "dO": queries, **gradients}
         return rows | {"bias": queries} if self.tiling.stages_bias else rows
 
     @property

@@ -124,7 +124,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
         return (Sm90FwdTiling(2, 96, ping_pong=True),)
-    if problem.adds_to_scores or isinstance(problem.dropout, GivenMask):
+    given_mask = isinstance(problem.dropout, GivenMask)
+    if problem.adds_to_scores or problem.has_blocks or given_mask:
         return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64),)
 
@@ -174,7 +175,8 @@ class FwdSm90(MappedPlan):
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
-        rows = {"q": tiling.tile_q, "k": tiling.tile_k, "v": tiling.tile_k, "o": 64}
+        keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
+        rows = {"q": tiling.tile_q, **keys, "o": 64}
         return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:

@@ -1,14 +1,17 @@
-"""Host memory as the reference engine sees it: one array for each tensor, ragged ones padded."""
+"""Host memory as the reference engine sees it: one array for each tensor, ragged ones padded, paged
+ones gathered."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from dlattn.dtypes import to_numpy
-from dlattn.problem import QUERY_ROLES, Geometry, TensorSpec, offset_role
+from dlattn.plans.pages import Pages, pages_of
+from dlattn.problem import PAGE_TABLES, QUERY_ROLES, Geometry, TensorSpec, offset_role
 from dlattn.problem.score import Array
 
 
@@ -17,8 +20,8 @@ class HostMemory:
 
     Attributes:
         len_q, len_kv: actual lengths, (B, 1, 1, 1), int64.
-        arrays: role -> array in the declared shape. Of a ragged tensor, a copy with zeros past the
-            lengths: :meth:`write` takes results back.
+        arrays: role -> array in the declared shape. Of ragged tensors, and of k and v in pages,
+            copies with zeros past the lengths: :meth:`write` takes results back.
     """
 
     def __init__(self, geometry: Geometry, pointers: Mapping[str, int]) -> None:
@@ -35,9 +38,22 @@ class HostMemory:
                 padded = self.arrays[role] = np.zeros(spec.dim, to_numpy(spec.dtype))
                 for entry, rows in enumerate(self._entries(role)):
                     padded[entry, :, : rows.shape[1]] = rows
+            elif spec.packed:
+                count = max(0, int(self._offsets(role).max()))
+                self.arrays[role] = _view(pointers[role], replace(spec, dim=(count,), stride=(1,)))
+        self._pages: dict[str, Pages] = {}
+        for role in PAGE_TABLES:
+            pages = pages_of(role, geometry, self.arrays, self.len_kv)
+            if pages is not None:
+                self._pages[f"d{role.upper()}"] = pages
+                self.arrays[role] = pages.gather(self.arrays[role], geometry.seq_kv)
 
     def write(self, role: str, result: Array) -> None:
-        """Stores a result of the declared shape; of a ragged tensor only what the lengths hold."""
+        """Stores a result of the declared shape; of a ragged tensor only what the lengths hold, of
+        a paged one (B, H, Skv, D) in its pages."""
+        if role in self._pages:
+            self._pages[role].scatter(result, self.arrays[role])
+            return
         if not self._geometry.is_ragged(role):
             self.arrays[role][...] = result
             return
@@ -47,7 +63,7 @@ class HostMemory:
     def _lengths_of(self, given: str, *sources: str) -> Array:
         """As given, else from the first ragged tensor's offsets, else full."""
         batch = self._geometry.batch
-        longest = self._geometry.tensors[sources[0]].dim[2]
+        longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
         for source in sources:
             if given not in self.arrays and self._geometry.is_ragged(source):
                 distances = np.diff(self._offsets(source))

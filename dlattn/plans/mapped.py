@@ -7,14 +7,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import gcd
 from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import MappedParams, Params, params_for
-from dlattn.problem import Bias, Geometry, Problem, TensorSpec
+from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
+
+#: Rows after which the swizzle of slabs repeats: a box begins at a multiple of them.
+LEAST_PAGE = 8
 
 
 def slab_bytes(rows: int, columns: int) -> int:
@@ -76,6 +80,11 @@ class MappedPlan(CudaPlan):
     def box_rows(self) -> Mapping[str, int]:
         """Rows that one copy moves, by role; it moves 64 columns."""
 
+    def paged_rows(self, role: str, rows: int) -> int:
+        """Rows of a box of k or v, or of a gradient, where a tile has so many."""
+        page = self.geometry.page_size(role)
+        return rows if page is None else gcd(page, rows)
+
     def make_argument(self) -> ctypes.Structure:
         argument = self.argument_type.aligned()
         argument.p = params_for(self.geometry)
@@ -109,6 +118,13 @@ class MappedPlan(CudaPlan):
         if target.capability != (9, 0):
             major, minor = target.capability
             return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
+        for role in PAGE_TABLES:
+            page = geometry.page_size(role)
+            if page is not None and page < LEAST_PAGE:
+                return (
+                    f"the copy engine moves {LEAST_PAGE} rows or more; pages of "
+                    f"{geometry.tensors[role].name} have {page}."
+                )
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in cls.argument_type.required:

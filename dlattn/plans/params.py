@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from dlattn.dtypes import data_type
-from dlattn.problem import Geometry, TensorSpec, offset_role
+from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
 from dlattn.problem.dropout import philox_threshold
 from dlattn.problem.problem import BROADCAST_ROLES
 
@@ -22,6 +22,7 @@ TENSOR_ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+BIAS_ROLES = ("bias", "dBias")
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
 #: its relative error is 2**-23.2.
@@ -98,6 +99,21 @@ class FloatRef(ctypes.Structure):
     ]
 
 
+class PageTableRef(ctypes.Structure):
+    """Address and strides (in elements) of a page table, and what its pages are."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("page", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("log2_rows", ctypes.c_int32),
+        ("pages", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
 class SoftCapSeries(ctypes.Structure):
     """Coefficients of the odd powers of a raw product, and up to where they hold."""
 
@@ -140,12 +156,14 @@ class Params(ctypes.Structure):
         *((role, TensorRef) for role in TENSOR_ROLES),
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
-        ("bias", BiasRef),
+        *((role, BiasRef) for role in BIAS_ROLES),
         ("dropout_mask", BiasRef),
         ("dropout_seed", IntegerRef),
         ("dropout_offset", IntegerRef),
         ("dropout_scale", FloatRef),
         ("dropout_scale_inv", FloatRef),
+        ("k_pages", PageTableRef),
+        ("v_pages", PageTableRef),
         ("ragged", RaggedRef),
         ("block_mask", BlockMaskRef),
         ("attn_scale_device", ctypes.c_uint64),
@@ -169,6 +187,7 @@ class Params(ctypes.Structure):
         ("heads_per_wave", ctypes.c_int32),
         ("heads_per_block", ctypes.c_int32),
         ("dq_places", ctypes.c_int32),
+        ("paged_rows", ctypes.c_int32),
         ("dq_lag", ctypes.c_int32),
         ("attn_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -226,6 +245,7 @@ def params_for(geometry: Geometry) -> Params:
         heads_q=geometry.heads_q,
         seq_q=geometry.seq_q,
         seq_kv=geometry.seq_kv,
+        paged_rows=geometry.rows_kv,
         heads_per_k=geometry.heads_q // geometry.heads_k,
         heads_per_v=geometry.heads_q // geometry.heads_v,
         band_left=geometry.band_left or 0,
@@ -256,28 +276,40 @@ def params_for(geometry: Geometry) -> Params:
             setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    for role in BROADCAST_ROLES:
+    for role in (*BROADCAST_ROLES, "dBias"):
         if role in geometry.tensors:
             setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
     if "block_mask" in geometry.tensors:
         params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
+    params.k_pages, params.v_pages = (_page_table_ref(geometry, role) for role in PAGE_TABLES)
     return params
 
 
 def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    holder: ctypes.Structure = params
-    field = "attn_scale_device" if role == "attn_scale" else role
-    if role in LENGTH_ROLES:
-        holder, field = _length_field(params, geometry, role)
-    elif role.endswith(offset_role("")):
-        holder, field = getattr(params, role.removesuffix(offset_role(""))), "offsets"
+    holder, field = _field(params, geometry, role)
     return ctypes.c_uint64.from_buffer(holder, getattr(type(holder), field).offset)
+
+
+def _field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
+    owner = role.removesuffix(offset_role(""))
+    address = "data" if owner == role else "offsets"
+    if owner in PAGE_TABLES.values():
+        return _page_tables(params)[owner], address
+    if owner != role:
+        return getattr(params, owner), address
+    if role in LENGTH_ROLES:
+        return _length_field(params, geometry, role)
+    return params, "attn_scale_device" if role == "attn_scale" else role
+
+
+def _page_tables(params: Params) -> dict[str, PageTableRef]:
+    return {table: getattr(params, f"{role}_pages") for role, table in PAGE_TABLES.items()}
 
 
 def _length_field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
     """Where lengths that the user gave are: in ragged problems, kernels read copies of them."""
-    if any(spec.ragged for spec in geometry.tensors.values()):
+    if geometry.has_ragged:
         return params.ragged, role.replace("seq_len", "given")
     return params, role
 
@@ -333,6 +365,21 @@ def _slope_ref(spec: TensorSpec) -> SlopeRef:
     if len(spec.dim) == 1:
         return SlopeRef(0, 0, spec.stride[0])
     return SlopeRef(0, spec.stride[0], spec.stride[1])
+
+
+def _page_table_ref(geometry: Geometry, role: str) -> PageTableRef:
+    page, table = geometry.page_size(role), PAGE_TABLES[role]
+    if page is None:
+        return PageTableRef()
+    batch, _, step, _ = geometry.tensors[table].stride
+    offsets = geometry.tensors.get(offset_role(table))
+    return PageTableRef(
+        batch=batch,
+        page=step if offsets is None else 1,
+        has_int64_offsets=offsets is not None and offsets.dtype is data_type.INT64,
+        log2_rows=page.bit_length() - 1,
+        pages=geometry.tensors[role].dim[0],
+    )
 
 
 def _length_ref(spec: TensorSpec) -> LengthRef:

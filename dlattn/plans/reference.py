@@ -18,6 +18,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.base import Plan
 from dlattn.plans.host import HostMemory, lengths
 from dlattn.problem import (
+    Bias,
     Direction,
     Dropout,
     Edit,
@@ -81,8 +82,11 @@ class Reference(Plan):
             results = attention_forward(q, k, v, sink=sink, **scores)._asdict()
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
-            gradients = attention_backward(q, k, v, o, d_o, stats, **scores)
+            d_bias = np.zeros(tensors["dBias"].shape, self.compute) if problem.d_bias else None
+            gradients = attention_backward(q, k, v, o, d_o, stats, d_bias=d_bias, **scores)
             results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+            if d_bias is not None:
+                results["dBias"] = d_bias
             if sink is not None and problem.sink:
                 results["dSink_token"] = sink_gradient(
                     o, d_o, stats, sink, len_q=values.len_q, compute=self.compute
@@ -200,6 +204,7 @@ def attention_backward(
     masks: Sequence[Mask] = (),
     values: Values | None = None,
     dropout: Dropout | None = None,
+    d_bias: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> tuple[Array, Array, Array]:
     """The gradients of ``sum(o * d_o)`` for q, k and v.
@@ -207,6 +212,7 @@ def attention_backward(
     Args:
         o, d_o, stats: (B, Hq, Sq, Dv), the same, and (B, Hq, Sq, 1), from the forward pass.
         q, k, v, edits, masks, values, dropout, compute: as in :func:`attention_forward`.
+        d_bias: the gradient of the bias, in its shape, is added to this.
 
     Returns:
         dQ, dK, dV in the shapes of q, k, v; 0 past the lengths.
@@ -228,6 +234,8 @@ def attention_backward(
                 d_weights = _times(d_o_r, v_b[:, keys].swapaxes(1, 2)) * kept
                 grad = weights * values.dropout_scale * (d_weights - delta)
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):
+                    if d_bias is not None and isinstance(edit, Bias):
+                        edit.add_gradient(d_bias, grad[None], block.where)
                     grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
                 if block.dropped is not None:
                     np.copyto(grad, 0, where=block.dropped)

@@ -33,12 +33,14 @@ def kernel_source(
     *,
     argument: type[ctypes.Structure] = Params,
     constants: Mapping[str, int] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> KernelSource:
     """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
 
     Args:
         shared_memory: bytes of dynamic shared memory that the launch will ask for; the kernel
             asserts that its layout has exactly this size.
+        constants, types: more of them that this kernel takes from ``Problem``.
     """
     edits = ", ".join(edit.cpp for edit in problem.edits)
     masks = ", ".join(mask.cpp for mask in problem.masks)
@@ -46,6 +48,7 @@ def kernel_source(
     extra = "".join(
         f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
     )
+    extra += "".join(f"\n  using {name} = {cpp};" for name, cpp in (types or {}).items())
     text = f"""\
 #include "kernels/{kernel}.cuh"
 
@@ -60,6 +63,7 @@ struct Problem {{
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
 {_flags(problem, "score_max", "score_sum_exp", "sink", "ragged")}
   using Dropout = {problem.dropout.cpp if problem.dropout else "NoDropout"};
+{_flags(problem, "paged_k", "paged_v")}
   static constexpr int access_bytes = {problem.access_bytes};
   static constexpr bool deterministic = {str(problem.deterministic).lower()};
   static constexpr int shared_memory = {shared_memory};{extra}

@@ -3,6 +3,7 @@
 from dlattn.problem.dropout import Dropout, GivenMask, Philox, philox_dropout_mask
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import (
+    PAGE_TABLES,
     QUERY_ROLES,
     RAGGED_ROLES,
     Direction,
@@ -15,6 +16,7 @@ from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Wher
 
 __all__ = [
     "BLOCK",
+    "PAGE_TABLES",
     "QUERY_ROLES",
     "RAGGED_ROLES",
     "Alibi",

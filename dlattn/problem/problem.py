@@ -22,6 +22,8 @@ SCALAR_ROLES = (
 
 #: Roles that broadcast to (B, H, S_q, S_kv), with any strides.
 BROADCAST_ROLES = ("bias", "dropout_mask")
+#: Whose rows may be paged -> the role of the table that says where the pages are.
+PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
 #: Roles of tensors with a row for each query of each head.
 QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
@@ -59,6 +61,8 @@ class Problem:
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
         dropout: how probabilities are dropped after the softmax; ``None`` when none is.
+        paged_k, paged_v: the rows of k, of v, and of their gradients lie in pages.
+        d_bias: element type of the bias's gradient, if the backward writes that.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -77,6 +81,9 @@ class Problem:
     score_sum_exp: bool = False
     sink: bool = False
     dropout: Dropout | None = None
+    paged_k: bool = False
+    paged_v: bool = False
+    d_bias: data_type | None = None
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -125,6 +132,7 @@ class TensorSpec:
         by_value: a host scalar, read at execute time.
         ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
             :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
+        packed: the same of a page table, whose entries are as many as the sequence has pages.
     """
 
     name: str
@@ -133,6 +141,7 @@ class TensorSpec:
     dtype: data_type
     by_value: bool = False
     ragged: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,9 +150,10 @@ class Geometry:
 
     Attributes:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias alibi_slopes block_mask dropout_seed
-            dropout_offset dropout_mask dropout_scale dropout_scale_inv rng_dump``, and the
-            :func:`offset_role` of each ragged one; an absent role is an absent feature.
+            dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes block_mask
+            paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
+            dropout_mask dropout_scale dropout_scale_inv rng_dump``, and the :func:`offset_role` of
+            each ragged tensor and packed table; an absent role is an absent feature.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
@@ -153,6 +163,7 @@ class Geometry:
         dropout_p: the probability to drop, of Philox.
         dropout_seed, dropout_offset, dropout_scale, dropout_scale_inv: what they are when there is
             no tensor of that name; see :class:`dlattn.problem.Values`.
+        max_seq_kv: the longest sequence of keys where k, or v, is paged, and so does not say it.
         most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
     """
 
@@ -167,8 +178,14 @@ class Geometry:
     dropout_offset: int = 0
     dropout_scale: float = 1.0
     dropout_scale_inv: float = 1.0
+    max_seq_kv: int | None = None
     most_tokens_q: int | None = None
     most_tokens_kv: int | None = None
+
+    @property
+    def has_ragged(self) -> bool:
+        """Whether some tensor is ragged."""
+        return any(spec.ragged for spec in self.tensors.values())
 
     def is_ragged(self, role: str) -> bool:
         """Whether the tensor is there, and ragged."""
@@ -196,4 +213,15 @@ class Geometry:
 
     @property
     def seq_kv(self) -> int:
-        return self.tensors["k"].dim[2]
+        return self.tensors["k"].dim[2] if self.max_seq_kv is None else self.max_seq_kv
+
+    def page_size(self, role: str) -> int | None:
+        """Rows of a page of k or of v, whose container is (pages, heads, rows of a page, head
+        dim); ``None`` where it is not paged."""
+        return self.tensors[role].dim[2] if PAGE_TABLES[role] in self.tensors else None
+
+    @property
+    def rows_kv(self) -> int:
+        """Rows of dK and dV that a sequence may have: of whole pages."""
+        pages = (self.page_size(role) or 1 for role in PAGE_TABLES)
+        return max(-(-self.seq_kv // page) * page for page in pages)

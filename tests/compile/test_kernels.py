@@ -5,6 +5,7 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    PAGE_TABLES,
+    RAGGED_ROLES,
     Alibi,
     Band,
     Bias,
@@ -122,10 +125,16 @@ def plan_for(
 ) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
+    paged = {"k": problem.paged_k, "v": problem.paged_v}
+
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        dim = (2, heads, seq, head_dim)
-        stride = (heads * seq * head_dim, seq * head_dim, head_dim, 1)
-        return TensorSpec(role, dim, stride, problem.dtype, ragged=problem.ragged)
+        if paged.get(role):
+            dim = (50, heads, 16, head_dim)
+        else:
+            dim = (2, heads, seq, head_dim)
+        stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
+        ragged = problem.ragged and role in RAGGED_ROLES and not paged.get(role)
+        return TensorSpec(role, dim, stride, problem.dtype, ragged=ragged)
 
     tensors = {
         "q": spec("q", 4, problem.head_dim_qk),
@@ -135,11 +144,17 @@ def plan_for(
     }
     if problem.direction is Direction.BACKWARD:
         tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
+        tensors |= {"dBias": spec("dBias", 4, seq)} if problem.d_bias else {}
         tensors |= {"dQ": tensors["q"]}
     if problem.ragged:
         offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
-        tensors |= {offset_role(role): offsets for role in tuple(tensors)}
-    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right)
+        ragged = [role for role, spec in tensors.items() if spec.ragged]
+        tensors |= {offset_role(role): offsets for role in ragged}
+    for role, table in PAGE_TABLES.items():
+        if paged[role]:
+            tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
+    longest = seq if any(paged.values()) else None
+    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
 
@@ -160,10 +175,19 @@ ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
 }  # fmt: skip
 
 
+#: What is paged.
+PAGED = (
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True, "paged_v": True},
+    {"paged_k": True},
+    {"paged_v": True},
+)
+
+
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class also ragged, and of a forward with all that it can
-    write."""
+    cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
+    both, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -204,14 +228,18 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
             )  # fmt: skip
         )
     each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
+    edited = found[len(masks) * len(HEAD_DIMS) :]
     crowded = [
         p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
     ]
-    found += [replace(p, ragged=True) for p in (*each_mask, *crowded)]
+    ragged = [replace(p, ragged=True) for p in (*each_mask, *crowded)]
+    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
+    if family is not BwdSm90:
+        paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found
+    return found + ragged + paged
 
 
 @pytest.mark.parametrize(
@@ -235,6 +263,55 @@ def test_no_spills_and_no_warnings(family: type[CudaPlan], arch: str) -> None:
     assert not complaints, "\n".join(complaints)
 
 
+#: Head dimensions, what follows the scale, mask, type of the gradient, width of accesses: each
+#: tiling with what takes most registers.
+BIAS_GRADIENTS = [
+    ((8, 8), "bias", "causal", data_type.BFLOAT16, 16),
+    ((40, 200), "rows", "window", data_type.HALF, 2),
+    ((64, 64), "all", "window", data_type.FLOAT, 16),
+    ((64, 64), "bias", "full", data_type.FLOAT, 16),
+    ((72, 72), "all", "causal", data_type.FLOAT, 16),
+    ((96, 96), "rows", "left", data_type.HALF, 16),
+    ((128, 128), "bias", "full", data_type.BFLOAT16, 16),
+    ((128, 128), "all", "window", data_type.FLOAT, 2),
+    ((192, 128), "rows", "causal", data_type.BFLOAT16, 16),
+    ((256, 256), "all", "window", data_type.HALF, 16),
+]
+
+
+def bias_gradient_kernel(
+    arch: str,
+    head_dims: tuple[int, int],
+    edits: str,
+    mask: str,
+    written: data_type,
+    access_bytes: int,
+) -> jit.KernelSource:
+    """The kernel that writes the gradient of a bias."""
+    problem = Problem(
+        Direction.BACKWARD, data_type.HALF, *head_dims, (Scale(positive=False), *EDITS[edits]),
+        MASKS[mask], data_type.FLOAT, d_bias=written, access_bytes=access_bytes,
+    )  # fmt: skip
+    family = BwdSm90 if arch == "sm_90a" and access_bytes == 16 else BwdSm80
+    kernels = plan_for(family, problem, arch).kernels()
+    (source,) = (k.source for k in kernels if k.source.name == "dlattn_bwd_dbias")
+    return source
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_gradient_of_a_bias(arch: str) -> None:
+    """Its kernel neither spills nor draws a warning, with what takes most registers."""
+    sources = {case: bias_gradient_kernel(arch, *case) for case in BIAS_GRADIENTS}
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda source: jit.compile_kernel(source, arch), sources.values())
+        complaints = [
+            f"{kernel.spill_stores} bytes spilled, {kernel.warnings}: {case}"
+            for case, kernel in zip(sources, compiled, strict=True)
+            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
 @pytest.mark.parametrize("family, archs", FAMILIES.items())
 def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> None:
     """Whatever the head dimensions, every kernel fits the smallest device of its family."""
@@ -248,6 +325,9 @@ def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> N
         )  # fmt: skip
         if is_too_wide(problem, smallest):
             continue
+        if problem.direction is Direction.BACKWARD:
+            bias = Bias(data_type.FLOAT, contiguous=True)
+            problem = replace(problem, edits=(Scale(), bias), d_bias=data_type.FLOAT)
         plan = plan_for(family, problem, smallest)
         assert max(kernel.shared for kernel in plan.kernels()) <= KNOWN[smallest].shared_memory
 

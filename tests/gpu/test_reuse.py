@@ -37,6 +37,20 @@ def test_other_sizes_compile_nothing() -> None:
     assert jit.statistics.compiles == before
 
 
+def test_other_pages_compile_nothing() -> None:
+    """Sizes of pages and packed tables are run-time values, too."""
+    first = replace(CASE, len_q=(96, 50), len_kv=(96, 70), page_k=16, page_v=16)
+    check(first, gpu_library(), run_graph)
+    before = jit.statistics.compiles
+    for other in (
+        replace(first, page_k=8, page_v=256),
+        replace(first, page_k=64, page_v=32, packed_tables=True),
+        replace(first, seq_kv=300, len_kv=(300, 0)),
+    ):
+        check(other, gpu_library(), run_graph)
+    assert jit.statistics.compiles == before
+
+
 def test_threads() -> None:
     """Calls from several threads, on the same kernels, do not disturb each other."""
     failures: list[BaseException] = []

@@ -80,6 +80,40 @@ CASES = {
         batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=90, seq_kv=300, head_dim_qk=192,
         head_dim_v=128, scale=0.07, bias="bool", bias_axes="bk", alibi="H",
     ),
+    "gradient of a bias for all batch entries, padding": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 70, 0),
+        len_kv=(330, 0, 90), right=20, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, bias="bfloat16", bias_axes="hqk", d_bias="bfloat16",
+    ),
+    "gradient of a bias for all heads, odd strides": Case(
+        dtype="float16", batch=2, heads_q=6, heads_k=2, heads_v=3, seq_q=130, seq_kv=131,
+        head_dim_qk=72, head_dim_v=40, scale=0.1, bias="float32", bias_axes="bqk",
+        d_bias="float32", layouts=(("dBias", "odd"),),
+    ),
+    "gradient of a bias for all queries": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=300, seq_kv=200, left=40, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, bias="float16", bias_axes="hk",
+        d_bias="float16",
+    ),
+    "gradient of a bias for all keys, soft cap and slopes": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=2, heads_v=2, seq_q=190, seq_kv=300,
+        head_dim_qk=192, head_dim_v=128, scale=0.07, softcap=5.0, alibi="H", bias="bfloat16",
+        bias_axes="bq", d_bias="float32",
+    ),
+    "gradient of one number, element-wise access": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=70, seq_kv=90, len_kv=(90, 5), right=0,
+        head_dim_qk=256, head_dim_v=256, scale=0.06, bias="float32", bias_axes="",
+        d_bias="float32", layouts=(("q", "odd"), ("dO", "odd")),
+    ),
+    "gradient of an aligned bias": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=300, seq_kv=200,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, bias="float16", bias_axes="qk",
+        d_bias="bfloat16",
+    ),
+    "gradient of a bias, transposed in memory": Case(
+        heads_q=2, heads_k=2, heads_v=2, seq_q=129, seq_kv=190, right=5, head_dim_qk=96,
+        head_dim_v=96, scale=0.1, bias="bfloat16", d_bias="bfloat16", bias_layout="queries",
+    ),
     "sinks, every statistic, a window, entries without keys or queries": Case(
         batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, left=50, right=0,
         bottom_right=True, len_q=(200, 70, 0), len_kv=(330, 0, 90), head_dim_qk=64, head_dim_v=64,
@@ -122,6 +156,34 @@ CASES = {
         head_dim_qk=64, head_dim_v=64, scale=0.125, dropout="bfloat16", dropout_layout="queries",
         dropout_as="host", len_kv=(99,),
     ),
+    "pages of keys and values, of two sizes, in turn": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=70, seq_kv=300, right=0, bottom_right=True,
+        len_q=(70, 33, 1), len_kv=(300, 129, 64), head_dim_qk=128, head_dim_v=128, scale=0.09,
+        page_k=16, page_v=64,
+    ),
+    "pages larger than tiles, an empty sequence, packed tables": Case(
+        dtype="float16", batch=3, heads_q=2, heads_k=2, heads_v=2, seq_q=130, seq_kv=290,
+        len_q=(130, 7, 90), len_kv=(290, 0, 200), head_dim_qk=64, head_dim_v=64, scale=0.125,
+        page_k=256, page_v=128, packed_tables=True,
+    ),
+    "pages of values alone, of one row, in a window": Case(
+        batch=2, heads_q=4, heads_k=1, heads_v=2, seq_q=40, seq_kv=130, left=50, right=3,
+        len_q=(40, 33), len_kv=(130, 77), head_dim_qk=72, head_dim_v=40, scale=0.2, page_v=1,
+    ),
+    "one query, pages of keys alone, tiles of 96 keys": Case(
+        batch=2, heads_q=4, heads_k=1, heads_v=1, seq_q=1, seq_kv=500, len_q=(1, 1),
+        len_kv=(500, 333), head_dim_qk=192, head_dim_v=192, scale=0.07, page_k=128, sink=0.5,
+    ),
+    "pages of 8 rows, wide heads, a bias and slopes": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=2, heads_v=1, seq_q=65, seq_kv=190,
+        len_q=(65, 40), len_kv=(190, 100), head_dim_qk=256, head_dim_v=256, scale=0.0625,
+        bias="float16", alibi="H", page_k=8, page_v=8, packed_tables=True,
+    ),
+    "pages, element-wise access": Case(
+        batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=37, seq_kv=70, head_dim_qk=24,
+        head_dim_v=16, scale=0.2, len_q=(37, 3), len_kv=(70, 5), page_k=16, page_v=4,
+        layouts=(("k", "odd"), ("v", "odd"), ("dK", "odd"), ("dV", "odd")),
+    ),
     "ragged: all of them, gaps, an entry without queries, one without keys": Case(
         batch=4, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 0, 130, 7),
         len_kv=(330, 50, 0, 129), right=0, bottom_right=True, head_dim_qk=128, head_dim_v=128,
@@ -139,6 +201,17 @@ CASES = {
         batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=150, seq_kv=200, len_q=(1, 150, 64),
         len_kv=(33, 200, 128), head_dim_qk=192, head_dim_v=128, scale=0.07, bias="bfloat16",
         ragged=("q", "o", "dO", "dQ", "score_max"), row_outputs=("score_max",),
+    ),
+    "ragged queries, pages of keys and values, packed tables": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=2, seq_q=150, seq_kv=300, len_q=(1, 150, 64),
+        len_kv=(33, 300, 128), right=0, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, ragged=("q", "o", "stats", "dO", "dQ"), lengths_as="offsets", page_k=16,
+        page_v=64, packed_tables=True,
+    ),
+    "ragged queries and values, pages of keys": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=70, seq_kv=150,
+        len_q=(70, 0), len_kv=(40, 150), head_dim_qk=64, head_dim_v=64, scale=0.125,
+        ragged=("q", "v", "o", "dV"), gaps=True, page_k=128,
     ),
     "ragged keys, element-wise access": Case(
         batch=2, heads_q=2, heads_k=2, heads_v=2, seq_q=70, seq_kv=150, len_kv=(40, 150),

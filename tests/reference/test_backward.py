@@ -12,6 +12,7 @@ from dlattn.plans.reference import attention_backward, attention_forward, sink_g
 from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
 from tests.drivers import backward, forward, run_plan, values_of
+from tests.pages import by_sequence
 from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import Case, cases
 
@@ -23,13 +24,17 @@ _smooth = cases(
 
 def _arrays(case: Case) -> dict[str, Any]:
     arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = by_sequence(case, arrays)
     return {role: x if role == "block_mask" else x.astype(np.float64) for role, x in arrays.items()}
 
 
 def _directions(case: Case, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     roles = [*"qkv", *(["sink_token"] if case.sink is not None else [])]
-    return {role: rng.standard_normal(case.dims()[role]) for role in roles}
+    directions = {role: rng.standard_normal(case.dims()[role]) for role in roles}
+    if case.d_bias:
+        directions["bias"] = rng.standard_normal(case.bias_dim())
+    return directions
 
 
 @settings(max_examples=60)
@@ -45,7 +50,10 @@ def test_adjoint(case: Case) -> None:
         ((ahead - behind)[b, :, :m] / (2 * step) * arrays["dO"][b, :, :m]).sum()
         for b, m in enumerate(case.lengths_q())
     )
-    gradients = dict(zip("qkv", backward(case, arrays), strict=True))
+    d_bias = np.zeros(case.bias_dim()) if case.d_bias else None
+    gradients = dict(zip("qkv", backward(case, arrays, d_bias=d_bias), strict=True))
+    if d_bias is not None:
+        gradients["bias"] = d_bias
     if case.sink is not None:
         o, stats, *_ = forward(case, arrays)
         gradients["sink_token"] = sink_gradient(
@@ -140,7 +148,7 @@ def test_what_is_not_attended_gets_zero(case: Case) -> None:
     """Gradients past the lengths, and of rows that attend to nothing, are written as 0."""
     tensors = make_tensors(case, Library())
     run_plan(case, tensors)
-    out = {role: t.padded() for role, t in tensors.items()}
+    out = by_sequence(case, {role: t.padded() for role, t in tensors.items()})
     for b, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
         assert (out["dQ"][b, :, m:] == 0).all()
         assert (out["dK"][b, :, n:] == 0).all() and (out["dV"][b, :, n:] == 0).all()

@@ -14,6 +14,7 @@ from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import Library, make_tensors
 from tests.definition import kept_by
+from tests.pages import by_sequence
 from tests.strategies import Case, cases
 
 _HALVES = st.sampled_from(("bfloat16", "float16"))
@@ -30,6 +31,8 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
     out |= {role: np.full(dims[role], -np.inf, np.float32) for role in ("stats", "score_max")}
     out["score_sum_exp"] = np.zeros(dims["stats"], np.float32)
     out["dSink_token"] = np.zeros(dims["dSink_token"], np.float32)
+    if case.d_bias:
+        out["dBias"] = np.zeros(case.bias_dim(), np.float32)
     sinks = np.full(case.heads_q, -np.inf, np.float32)
     if case.sink is not None:
         sinks = given["sink_token"].reshape(-1)
@@ -84,7 +87,14 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
         p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
         delta = (d_o * o).sum(1, keepdims=True)
-        d_s = store(p * slope * (kept * (d_o @ v.T) - delta / drop_scale)) * drop_scale
+        d_edited = p * (kept * (d_o @ v.T) - delta / drop_scale)
+        if case.d_bias:
+            shared = tuple(axis for axis, name in enumerate("qk") if name not in case.bias_axes)
+            at = (b if "b" in case.bias_axes else 0, h if "h" in case.bias_axes else 0)
+            d_bias = out["dBias"][at][: m if "q" in case.bias_axes else 1]
+            d_bias = d_bias[:, : n if "k" in case.bias_axes else 1]
+            d_bias += d_edited.sum(axis=shared, keepdims=True) * drop_scale
+        d_s = store(slope * d_edited) * drop_scale
         out["o"][b, h, :m] = o
         out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
         out["score_max"][b, h, :m] = top / log2e
@@ -97,6 +107,8 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
         out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
         out["dV"][b, hv, :n] += (store(p) * kept).T @ d_o * drop_scale
     out["dQ"] *= np.float32(case.scale_value)
+    if case.d_bias:
+        out["dBias"] = out["dBias"].astype(Library().dtype(case.d_bias))
     return out | {role: given["q"].dtype.type(out[role]) for role in ("dQ", "dK", "dV")}
 
 
@@ -128,7 +140,8 @@ def _blocks(case: Case, given: dict[str, Any], b: int, h: int) -> Any:
 
 
 def _given(case: Case) -> dict[str, Any]:
-    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    return by_sequence(case, arrays)
 
 
 @settings(max_examples=100)
@@ -227,6 +240,20 @@ def test_refuses_another_dropout(wrong: dict[str, Any]) -> None:
     for role in ("o", "dQ", "dK", "dV"):
         with pytest.raises(AssertionError, match=f"{role}: error"):
             oracle.assert_close(case, given, {role: other[role]})
+
+
+@pytest.mark.parametrize("axes", ["bhqk", "hqk", "qk", "bk", "bq"])
+def test_refuses_another_gradient_of_a_bias(axes: str) -> None:
+    """One that the scale multiplies, or that lacks a batch entry, or a head, fails."""
+    case = replace(_TYPICAL, bias="float32", bias_axes=axes, d_bias="float32", right=None, sink=5.0)
+    given = _given(case)
+    good = _tiled(case, given, 16)
+    oracle.assert_close(case, given, {"dBias": good["dBias"]})
+    lacking = {**given, "dO": given["dO"].copy()}
+    lacking["dO"][0, 1] = 0
+    for wrong in (good["dBias"] * np.float32(0.125), _tiled(case, lacking, 16)["dBias"]):
+        with pytest.raises(AssertionError, match="dBias"):
+            oracle.assert_close(case, given, {"dBias": wrong})
 
 
 @pytest.mark.parametrize("role", ["o", "dQ", "dK", "dV"])

@@ -13,6 +13,7 @@ from dlattn.plans.reference import attention_forward
 from dlattn.problem import Edit, Values, Where
 from tests.builders import Library, make_tensors
 from tests.drivers import backward, dropout_of, edits_of, forward, masks_of, values_of
+from tests.pages import by_sequence
 from tests.strategies import Case, cases
 
 _doubles = cases(dtype="float64", stats="float64")
@@ -27,7 +28,8 @@ _few = settings(max_examples=60)
 
 
 def _arrays(case: Case) -> dict[str, Any]:
-    return {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    arrays = {role: t.padded() for role, t in make_tensors(case, Library()).items()}
+    return by_sequence(case, arrays)
 
 
 def _close(x: Any, y: Any, size: float = 1.0) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 import dlattn as cudnn
 from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
+from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.problem import (
     Alibi,
+    Bias,
     Direction,
     Geometry,
     Padding,
@@ -71,6 +74,38 @@ def test_dropout_that_hopper_leaves_to_the_portable_kernel() -> None:
     assert BwdSm80.supports(wanted, geometry(head_dim=256), HOPPER) is None
     for other in (replace(wanted, edits=edits[:2]), replace(wanted, dropout=None)):
         assert BwdSm90.supports(other, geometry(head_dim=256), HOPPER) is None
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_tiles_of_a_bias_gradient_fit(arch: str) -> None:
+    """Whatever the head dimensions, there is a tiling, and two blocks fit where two are meant."""
+    target = KNOWN[arch]
+    for head_dims in product(range(8, 257, 8), repeat=2):
+        wanted = replace(problem(), head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
+        for aligned in (True, False):
+            bias = Bias(data_type.HALF, contiguous=True, aligned=aligned)
+            edited = replace(wanted, edits=(*wanted.edits, bias), d_bias=data_type.FLOAT)
+            tiling = bwd_dbias.choose_tiling(edited, target)
+            block = tiling.shared_memory(edited) + 1024
+            assert tiling.min_blocks * block <= target.shared_memory + 1024
+
+
+def test_a_bias_gradient_adds_one_kernel() -> None:
+    """All other kernels of a backward are the same with it as without."""
+    bias = Bias(data_type.HALF, contiguous=True, aligned=True)
+    tensors = geometry().tensors
+    scores = TensorSpec("dBias", (2, 4, 300, 300), (360000, 90000, 300, 1), data_type.FLOAT)
+    for family in (BwdSm80, BwdSm90):
+        plain = replace(problem(), edits=(*problem().edits, bias))
+        sources = [
+            [kernel.source for kernel in family(wanted, Geometry(given, 1.0), HOPPER).kernels()]
+            for wanted, given in (
+                (plain, tensors),
+                (replace(plain, d_bias=data_type.FLOAT), {**tensors, "dBias": scores}),
+            )
+        ]
+        assert [s for s in sources[1] if s.name != "dlattn_bwd_dbias"] == sources[0]
+        assert len(sources[1]) == len(sources[0]) + 1
 
 
 @given(

@@ -20,6 +20,7 @@ SMALL = [
     case(1, (2, 1), 48, (8, 16), "window", window=7),
     case(3, (2, 2), 48, (16, 16), "causal", lengths=(48, 1, 30)),
     case(3, (4, 1), 48, (16, 16), lengths=(5, 48, 17), dtype="fp16"),
+    case(3, (4, 2), 48, (16, 8), "causal", lengths=(5, 48, 17), page=8),
     Case("longer keys", 1, 2, 2, 20, 48, 16, 16, "causal"),
     Case("window, longer keys", 1, 2, 2, 20, 48, 16, 16, "window", window=30),
 ]
@@ -89,6 +90,8 @@ def test_cases_that_contradict_themselves() -> None:
         case(1, (1, 1), 8, (8, 8), "causal", window=4)
     with pytest.raises(ValueError, match="2 lengths"):
         case(1, (1, 1), 8, (8, 8), lengths=(8, 8))
+    with pytest.raises(ValueError, match="whole pages"):
+        case(1, (1, 1), 24, (8, 8), lengths=(8,), page=16)
 
 
 @pytest.mark.parametrize("c", SMALL, ids=NAMES)
@@ -151,7 +154,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa2", padded, "lengths"),
         ("fa2", mla, "equal head dimensions"),
         ("fa2", fixed, "order of additions"),
-        ("fa2", SMALL[5], "top left"),
+        ("fa2", SMALL[6], "top left"),
+        ("fa3", SMALL[5], "no pages"),
         ("dlattn:bwd_sm80", dense, "forward pass"),
     ]
     for name, c, words in refused:

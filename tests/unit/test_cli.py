@@ -157,6 +157,20 @@ def test_show_takes_every_edit_and_dropout(cache: Path, capsys: pytest.CaptureFi
     assert "using Dropout = PhiloxDropout;" in printed
 
 
+@pytest.mark.parametrize(("page", "plan"), [("4", "fwd_sm80"), ("16", "fwd_sm90")])
+def test_show_takes_pages(
+    page: str, plan: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hopper's kernel is the one of pages that its copy engine can move."""
+    try:
+        nvrtc.load(cache)
+    except CompileError:
+        pytest.skip("NVRTC is not installed")
+    assert main(["show", "--head-dim", "64", "--arch", "sm_90a", "--page", page]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(plan) and "paged_k = true, paged_v = true" in printed
+
+
 def test_show_explains_what_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
     """A problem that no plan takes gives every plan's reason on stderr, and exit status 1."""
     assert main(["show", "--head-dim", "12", "--arch", "sm_90a"]) == 1

@@ -58,7 +58,7 @@ def test_random_cases(case: Case):
         unused = () if case.drops else ("dropout_seed", "dropout_offset")
         unused = unused if "dO" in inputs else (*unused, "dropout_scale_inv")
         roles = [role for role in roles if role not in unused]
-        roles += [offset_role(role) for role in roles if role in case.ragged]
+        roles += [name for role in roles if (name := offset_role(role)) in tensors]
         expected = geometry_of(case, {role: tensors[role] for role in roles})
         assert lowered.problem == replace(
             problem_of(case, direction, ragged=bool(set(roles) & set(case.ragged))),
@@ -71,26 +71,29 @@ def test_random_cases(case: Case):
             assert (got.name, got.dim, got.dtype) == (f"my {role}", want.dim, want.dtype)
             stride = canonical_stride(want.dim, want.stride)
             assert got.stride == ((0, *stride[1:]) if role in case.ragged else stride)
+            assert (got.ragged, got.packed) == (want.ragged, want.packed)
         if "attn_scale" not in tensors:
             assert lowered.geometry.attn_scale == expected.attn_scale
         if "dropout_scale" not in tensors:
             assert lowered.geometry.dropout_scale == expected.dropout_scale
-        for bound in ("softcap", "band_left", "band_right", "bottom_right"):
+        for bound in ("max_seq_kv", "softcap", "band_left", "band_right", "bottom_right"):
             assert getattr(lowered.geometry, bound) == getattr(expected, bound)
 
 
 def given_outputs(case, inputs):
-    of_pass = ("dSink_token",) if "dO" in inputs else case.row_outputs
+    of_pass = ("dSink_token", "dBias") if "dO" in inputs else case.row_outputs
     return (*of_pass, "rng_dump")
 
 
 def declare(case, tensors, inputs, outputs):
     graph = cudnn.pygraph(io_data_type=from_any(Library().dtype(case.dtype)))
     given = {
-        role: declare_input(graph, case, role, tensors, "my ")
+        role: declare_input(graph, role, tensors, "my ")
         for role in (*inputs, *OPTIONS, *given_outputs(case, inputs))
         if role in tensors
     }
+    if case.page_k or case.page_v:
+        given["paged_attention_max_seq_len_kv"] = case.seq_kv
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
     edits = edit_arguments(case)
     edits["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
@@ -111,7 +114,7 @@ def declare(case, tensors, inputs, outputs):
             spec = tensors[role].spec
             t.set_output(True).set_dim(spec.dim).set_stride(spec.stride)
             t.set_data_type(spec.dtype).set_name(f"my {role}")
-            set_offset(graph, case, role, t, tensors, "my ")
+            set_offset(graph, role, t, tensors, "my ")
     return graph
 
 

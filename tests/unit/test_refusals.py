@@ -12,7 +12,7 @@ import pytest
 import dlattn as cudnn
 from tests.builders import Library
 from tests.drivers import check, run_graph
-from tests.strategies import Case
+from tests.strategies import RAGGED_KV, RAGGED_Q, Case
 from tests.unit.valid_graphs import FLOAT, Backward, Forward, lengths, plans
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
@@ -65,12 +65,11 @@ def refuses_change(
     change: Callable[[Any], Any],
     said: str,
     error: type[Exception] = NotSupported,
-    graph: type[Forward] = Forward,
 ) -> Check:
     """``validate`` raises once a tensor has been changed."""
 
     def run() -> None:
-        made = graph().sdpa()
+        made = Forward().sdpa()
         change(made)
         with pytest.raises(error, match=said):
             made.validate()
@@ -118,11 +117,10 @@ def integer_scale() -> None:
     assert Forward().sdpa(attn_scale=2).graph.lowered.geometry.attn_scale == 2.0
 
 
-_no_score_mod, _no_dbias = "was given score_mod,", "was given dBias,"
-_no_k_table = "was given paged_attention_k_table,"
+_no_score_mod = "was given score_mod,"
 _score_mod = {"score_mod": lambda graph, score: score, "use_causal_mask": True}
-_packed = {"ragged": ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"), "lengths_as": "offsets"}
-_packed |= {"len_q": (20, 3), "len_kv": (7, 33)}
+_ragged: dict[str, Any] = {"ragged": (*RAGGED_Q, *RAGGED_KV), "len_q": (20, 3), "len_kv": (33, 7)}
+_paged: dict[str, Any] = {"page_k": 8, "page_v": 16, "len_q": (20, 3), "len_kv": (33, 7)}
 _wide = {"seq_q": 5, "seq_kv": 7, "scale": 0.06}
 
 REFUSED["F1"] = refuses_change(
@@ -147,7 +145,7 @@ REFUSED["F9"] = refuses(
     "seq_len_kv without use_padding_mask",
     ValueError,
 )
-LIFTED["F10"] = right(**_packed)
+LIFTED["F10"] = right(**_ragged, lengths_as="offsets")
 REFUSED["F11"] = refuses(
     Forward,
     dropout(0.1, 0, 0, None, 1.0),
@@ -176,9 +174,14 @@ LIFTED["F21"] = all_of(right(alibi="H"), right(alibi="BH", bottom_right=True, ri
 REFUSED["F22"] = refuses(Forward, _score_mod, _no_score_mod)
 LIFTED["F23"] = right(seq_q=1, sink=0.5)
 LIFTED["F24"] = right(seq_q=1, dropout=0.1)
-REFUSED["F25"] = refuses(Forward, a_tensor("paged_attention_k_table"), _no_k_table)
+REFUSED["F25"] = refuses(
+    Forward, a_tensor("paged_attention_k_table"), "needs use_padding_mask=True with", ValueError
+)
 REFUSED["F26"] = refuses(
-    Forward, {"paged_attention_max_seq_len_kv": 64}, "was given paged_attention_max_seq_len_kv,"
+    Forward,
+    {"paged_attention_max_seq_len_kv": 64},
+    "max_seq_len_kv=64 without paged_attention_k_table",
+    ValueError,
 )
 REFUSED["F27"] = all_of(
     refuses(
@@ -197,7 +200,7 @@ REFUSED["F27"] = all_of(
         ValueError,
     ),
 )
-REFUSED["F28"] = refuses(Forward, a_tensor("paged_attention_k_table"), _no_k_table)
+LIFTED["F28"] = right(**_paged, packed_tables=True, ragged=RAGGED_Q)
 LIFTED["F29"] = all_of(
     right(blocks=0.5, seq_q=140, seq_kv=300),
     same_as_plain(
@@ -248,16 +251,16 @@ REFUSED["B7"] = refuses(
     Backward, {"diagonal_band_left_bound": 0}, "left_bound must be at least 1", RuntimeError
 )
 LIFTED["B8"] = right(seq_q=40, left=9, right=2)
-LIFTED["B9"] = right(**_packed, left=9, right=2)
+LIFTED["B9"] = right(**_ragged, lengths_as="offsets", left=9, right=2)
 REFUSED["B10"] = refuses(Backward, _score_mod, _no_score_mod)
-LIFTED["B11"] = right(blocks=0.5, blocks_axes="h", seq_q=300, seq_kv=140)
+LIFTED["B11"] = all_of(right(blocks=0.5, blocks_axes="h", seq_q=300, seq_kv=140), right(**_paged))
 LIFTED["B12"] = right(deterministic=True)
-REFUSED["B13"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
-REFUSED["B14"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B13"] = right(bias="float16", d_bias="float16")
+LIFTED["B14"] = right(**_ragged, lengths_as="offsets", bias="float16", d_bias="float32")
 LIFTED["B15"] = right(deterministic=True, alibi="cudnn")
-LIFTED["B16"] = right(**_packed, deterministic=True)
+LIFTED["B16"] = right(**_ragged, deterministic=True)
 REFUSED["B17"] = refuses(
-    Backward, {"max_total_seq_len_q": 64}, "given max_total_seq_len_q without a ragged tensor"
+    Backward, {"max_total_seq_len_q": 64}, "max_total_seq_len_q without a ragged tensor"
 )
 REFUSED["B18"] = refuses(
     Backward, a_tensor("dSink_token"), "dSink_token without sink_token", RuntimeError
@@ -266,7 +269,12 @@ REFUSED["B19"] = refuses(
     Backward, dropout(None, None), r"or \(mask, scale, scale_inv\)", RuntimeError
 )
 LIFTED["B20"] = right(seq_q=1, sink=0.5)
-REFUSED["B21"] = refuses(Backward, a_tensor("dBias"), _no_dbias)
+LIFTED["B21"] = all_of(
+    *(
+        right(bias="float16", bias_axes=axes, d_bias="float16")
+        for axes in ("bhqk", "qk", "hk", "b", "")
+    )
+)
 LIFTED["B22"] = right(seq_q=3, seq_kv=129)
 
 

@@ -1,0 +1,107 @@
+// Tiles of keys or values that the copy engine gathers from pages, or scatters into them: a box of as
+// many rows at a time as pages and tile have in common, a power of two, at least 8.
+#pragma once
+
+#include "attn/seqlen.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/tma.cuh"
+
+namespace dlattn {
+
+template <int tile_rows>
+struct PagedBoxes {
+  const PageTableRef& table;
+  const int* const entries;
+
+  DLATTN_DEVICE PagedBoxes(const PageTableRef& page_table, int batch)
+      : table(page_table), entries(table.entries(batch)) {}
+
+  // A page that the container does not have: loads give zeros, and stores write nothing. Not before the
+  // first one, where a store is an illegal instruction (seen on an H200).
+  DLATTN_DEVICE int nowhere() const { return table.pages; }
+
+  DLATTN_DEVICE int rows() const { return least(1 << table.log2_rows, tile_rows & -tile_rows); }
+
+  // The number of the page of a row; entries for rows from `end` on are not read.
+  DLATTN_DEVICE int number(int row, int end) const {
+    const int number = row < end ? table.number(entries, row) : nowhere();
+    return table.has(number) ? number : nowhere();
+  }
+
+  // Of the box of this lane in the tile that begins with this row.
+  DLATTN_DEVICE int number_of_lane(int first, int end) const {
+    const int offset = threadIdx.x % 32 * rows();
+    return offset < tile_rows ? number(first + offset, end) : nowhere();
+  }
+
+  // By a warp, of which each lane has the number for its box: so they are there without waiting.
+  template <class Tile>
+  DLATTN_DEVICE void load_by_warp(Tile& tile, const TensorMap& map, uint64& landed, int first,
+                                  int head, int number_of_lane) const {
+#pragma unroll 1
+    for (int row = 0, box = 0; row < tile_rows; row += rows(), ++box) {
+      const int number = __shfl_sync(0xffffffffu, number_of_lane, box);
+      if (threadIdx.x % 32 == 0) {
+        tile.load_rows(row, map, landed, table.slot(first + row), head, number);
+      }
+    }
+    __syncwarp();
+  }
+
+  // By one thread, which reads the table as it goes.
+  template <class Tile>
+  DLATTN_DEVICE void load(Tile& tile, const TensorMap& map, uint64& landed, int first, int head,
+                          int end) const {
+#pragma unroll 1
+    for (int row = 0; row < tile_rows; row += rows()) {
+      tile.load_rows(row, map, landed, table.slot(first + row), head, number(first + row, end));
+    }
+  }
+
+  // Rows of a tile from tile_row on, that belong at `first`; by one thread.
+  template <class Tile>
+  DLATTN_DEVICE void store(const Tile& tile, const TensorMap& map, int first, int head, int end,
+                           int tile_row) const {
+#pragma unroll 1
+    for (int row = 0; row < tile_rows; row += rows()) {
+      tile.store_rows(tile_row + row, map, table.slot(first + row), head, number(first + row, end));
+    }
+  }
+};
+
+// Where the copy engine finds keys, values, or their gradients.
+struct MappedKeys {
+  const TensorMap& map;
+  Mapped tensor;
+  const PageTableRef& table;  // if they are paged
+};
+
+// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread.
+template <class Problem, bool paged, class Tile>
+DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& landed, int first,
+                                 int head, int batch, const Lengths& length, const Params& p) {
+  if constexpr (paged) {
+    const PagedBoxes<Tile::rows> boxes(keys.table, batch);
+    boxes.load(tile, keys.map, landed, first, head, length.kv);
+  } else {
+    const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
+    tile.load(keys.map, landed, entry.row + first, head, entry.batch);
+  }
+}
+
+// Starts storing some rows of such a tile, from tile_row on, that belong at `first`; by one thread.
+template <class Problem, bool paged, int rows, class Tile>
+DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const MappedKeys& keys, int first,
+                                  int head, int batch, const Params& p) {
+  if constexpr (paged) {
+    batch = opaque(batch);  // or what follows is read early, and held
+    const PagedBoxes<rows> boxes(keys.table, batch);
+    const int end = keys.table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
+    boxes.store(tile, keys.map, first, head, end, tile_row);
+  } else {
+    const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
+    tile.store_rows(tile_row, keys.map, entry.row + first, head, entry.batch);
+  }
+}
+
+}  // namespace dlattn

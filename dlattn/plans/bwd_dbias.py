@@ -1,0 +1,124 @@
+"""The gradient of a bias: ``cuda_src/kernels/bwd_dbias.cuh``, after a backward's main kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dlattn.dtypes import to_cpp
+from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
+from dlattn.plans.mapped import staged
+from dlattn.plans.source import Tiling, kernel_source
+from dlattn.problem import Geometry, Problem
+from dlattn.runtime.target import Target
+
+#: What head dimensions are rounded up to.
+_COLUMNS = 32
+#: ``walks`` in the kernel.
+_WALKS_BYTES = 96
+#: Shared memory that the driver takes for each block.
+_RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class DBiasTiling:
+    """How a block divides a tile of dBias (``DBiasTiling`` in the kernel).
+
+    Attributes:
+        tile_q, tile_k: queries and keys.
+        warps: warps per block.
+        warps_q: of those, along queries.
+        min_blocks: resident blocks per multiprocessor that registers and shared memory must allow.
+        main: the main kernel's tiling, in C++, by which row statistics are laid out.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    warps_q: int
+    min_blocks: int = 1
+    main: str = ""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def cpp(self) -> str:
+        return (
+            f"DBiasTiling<{self.tile_q}, {self.tile_k}, {self.warps}, {self.warps_q}, {self.main}>"
+        )
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the kernel's ``SharedMemory``."""
+        return (
+            2 * 4 * self.tile_q
+            + _WALKS_BYTES
+            + sum(
+                tile_bytes(rows, round_up(dim, _COLUMNS))
+                for rows in (self.tile_q, self.tile_k)
+                for dim in (problem.head_dim_qk, problem.head_dim_v)
+            )
+        )
+
+
+#: The first that fits is taken: two blocks that hide each other's waits, else as many products for
+#: each element that is loaded as there is room for.
+TILINGS = (
+    DBiasTiling(64, 64, 8, 2, min_blocks=2),
+    DBiasTiling(128, 64, 8, 4),
+    DBiasTiling(64, 64, 8, 2),
+    DBiasTiling(64, 32, 8, 4),
+    DBiasTiling(32, 32, 4, 2),
+)
+#: Registers of two such blocks are enough for no more than an aligned bias.
+PLAIN_TILINGS = (DBiasTiling(128, 64, 8, 4, min_blocks=2), *TILINGS)
+
+
+def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
+    """The first tiling that leaves room for the blocks that are to be side by side, if any does."""
+    plain = problem.has_aligned_bias and len(problem.edits) == 2 and problem.access_bytes == 16
+    plain = plain and problem.dropout is None
+
+    def fits(tiling: DBiasTiling) -> bool:
+        blocks = tiling.min_blocks * (tiling.shared_memory(problem) + _RESERVED)
+        return blocks <= target.shared_memory + _RESERVED
+
+    return next(filter(fits, PLAIN_TILINGS if plain else TILINGS), None)
+
+
+def dbias_kernel(
+    problem: Problem, geometry: Geometry, target: Target, main: Tiling
+) -> KernelLaunch:
+    """The kernel; each block has a tile of dBias, whatever is added to it."""
+    assert problem.d_bias is not None
+    chosen = choose_tiling(problem, target)
+    assert chosen is not None
+    tiling = replace(chosen, main=main.cpp)
+    shared = tiling.shared_memory(problem)
+    source = kernel_source(
+        "bwd_dbias",
+        replace(staged(problem), sink=False, deterministic=False),
+        tiling,
+        shared,
+        constants={"bias_pairs": int(problem.has_aligned_bias)},
+        types={"DBias": to_cpp(problem.d_bias)},
+    )
+    blocks = _blocks(geometry, tiling)
+    return KernelLaunch(source, (blocks, 1, 1), tiling.threads, shared, plain=True)
+
+
+def dbias_refusal(problem: Problem, geometry: Geometry, target: Target) -> str | None:
+    """Why the kernel cannot run a problem, or ``None``."""
+    if problem.d_bias is None:
+        return None
+    tiling = choose_tiling(problem, target)
+    if tiling is None:
+        return f"dBias: rows of so large head dimensions do not fit the shared memory of {target}."
+    if _blocks(geometry, tiling) > MOST_BLOCKS:
+        return "the gradient of a bias must have fewer than 2**31 tiles; split the batch."
+    return None
+
+
+def _blocks(geometry: Geometry, tiling: DBiasTiling) -> int:
+    batch, heads, seq_q, seq_kv = geometry.tensors["dBias"].dim
+    return batch * heads * -(-seq_q // tiling.tile_q) * -(-seq_kv // tiling.tile_k)
