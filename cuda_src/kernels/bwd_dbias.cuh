@@ -216,8 +216,8 @@ struct BwdDBias {
   }
   DLATTN_DEVICE void load_q_and_k(const Walk& walk) {
     const DBiasStep& at = walk.at;
-    load_tile<threads, Problem::head_dim_qk, access_bytes>(
-        shared.q, query_rows(p.q, at), walk.length.q - at.query);
+    load_tile<threads, Problem::head_dim_qk, access_bytes>(shared.q, query_rows(p.q, at),
+                                                           walk.length.q - at.query);
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
         shared.k,
         key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, at.batch,
@@ -227,8 +227,8 @@ struct BwdDBias {
   }
   DLATTN_DEVICE void load_do_and_v(const Walk& walk) {
     const DBiasStep& at = walk.at;
-    load_tile<threads, Problem::head_dim_v, access_bytes>(
-        shared.dO, query_rows(p.dO, at), walk.length.q - at.query);
+    load_tile<threads, Problem::head_dim_v, access_bytes>(shared.dO, query_rows(p.dO, at),
+                                                          walk.length.q - at.query);
     load_tile<threads, Problem::head_dim_v, access_bytes>(
         shared.v,
         key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, at.batch,

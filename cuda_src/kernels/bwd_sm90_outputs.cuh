@@ -87,9 +87,9 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   }
 
   // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
-  template <int n_tiles, class Tile>
+  template <bool paged, int n_tiles, class Tile>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const TensorMap& map, Mapped tensor, int head, float factor) {
+                           const MappedKeys& mapped, int head, float factor) {
     const int lane = opaque(threadIdx.x % 32);
     const int row = first + Base::first_row_of_warp() + lane % 16;
     gradient.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -98,12 +98,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     fence_proxy_async();
     named_barrier_sync(Base::rows_staged + key_worker(), 128);
     if (threadIdx.x % 128 == 0) {
-      const MappedEntry entry = this->entry(tensor);
-#pragma unroll
-      for (int slab = 0; slab < Tile::slabs; ++slab) {
-        tma_store_4d(map, tile.address() + slab * Tile::slab_bytes + first * 128, slab * 64,
-                     entry.row + this->first_stored_key() + first, head, entry.batch);
-      }
+      store_key_rows<Problem, paged, 64>(tile, first, mapped, this->first_stored_key() + first,
+                                         head, this->work.batch, this->p);
       tma_commit();
       tma_wait_read<0>();
     }
