@@ -1,0 +1,211 @@
+// The producer warpgroup of a Hopper forward block: a scheduler, and loaders for q, k and v.
+#pragma once
+
+#include "attn/epilogue.cuh"
+#include "kernels/fwd_sm90_block.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
+  using Base = FwdSm90Block<Problem, Tiling>;
+  using Base::await_item;
+  using Base::Base;
+  using Base::consumers;
+  using Base::item_stages;
+  using Base::m;
+  using Base::p;
+  using Base::q_stages;
+  using Base::shared;
+  using Base::stages;
+  using Base::stages_bias;
+  using Base::tile_before;
+  using Base::tile_k;
+  using Base::tile_q;
+  using typename Base::BiasTile;
+  using typename Base::QTile;
+  using typename Base::Work;
+
+  // ---- Scheduler: one warp, which hands out query tiles ----
+
+  DLATTN_DEVICE void schedule() {
+    Place<item_stages> place;
+    if constexpr (Problem::ragged) {
+      offer_numbered(place);
+    } else if (p.items_taken == nullptr) {
+      const int end = p.schedule[blockIdx.x + 1];
+      for (int i = p.schedule[blockIdx.x]; i < end; ++i) {
+        const int4 row = reinterpret_cast<const int4*>(p.schedule)[i];
+        offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+      }
+    } else {
+      offer_attending(place);
+    }
+    hand_out(place, {-1, 0, 0});
+  }
+
+  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item) {
+    mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      shared.items[place.stage] = int4{item.tile, item.head, item.batch, 0};
+      mbarrier_arrive(shared.item_ring.full[place.stage]);
+    }
+    place.advance();
+  }
+
+  DLATTN_DEVICE void offer(Place<item_stages>& place, WorkItem item) {
+    const Work work(p, item);
+    if (work.empty()) {
+      store_nothing(item, work.length.q, threadIdx.x % 32, 32);
+    } else {
+      hand_out(place, item);
+    }
+  }
+
+  // The kernel before has numbered the tiles with queries, the longest sequences' first.
+  DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
+    const int count = uniform(p.ragged.items[0].x);
+    int taken = ask();
+    while (taken < count) {
+      const int4 row = p.ragged.items[1 + taken];
+      taken = ask();
+      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+    }
+  }
+
+  // Lengths are known on the device only: a tile with queries goes to the block that first asks for
+  // it, the last tile of an entry first.
+  DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
+    BatchWalk walk;
+    const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
+    int taken = ask();
+    while (walk.find(taken, p.batch, count)) {
+      taken = ask();  // early: the answer takes as long as some key tiles
+      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
+      offer(place, {tile, walk.rest % p.heads_q, walk.batch});
+    }
+  }
+
+  DLATTN_DEVICE int ask() const {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
+    return uniform(taken);
+  }
+
+  DLATTN_DEVICE int tiles_with_queries(int batch) const {
+    return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
+  }
+
+  // By some threads side by side.
+  DLATTN_DEVICE void store_nothing(WorkItem at, int length_q, int thread, int threads) {
+    const int first = at.tile * tile_q;
+    store_empty_rows<Problem>(p, at.batch, at.head, first, least(tile_q, p.seq_q - first), length_q,
+                              thread, threads);
+  }
+
+  // ---- Loaders: a warp each for q, k and v, of which one lane gives the orders ----
+
+  template <class Visit>
+  DLATTN_DEVICE void for_each_work(Visit visit) {
+    for (Place<item_stages> place;; place.advance()) {
+      const WorkItem item = await_item(place);
+      release(shared.item_ring.empty[place.stage]);
+      if (item.tile < 0) return;
+      visit(Work(p, item));
+    }
+  }
+
+  // With each tile, a bias that is staged.
+  DLATTN_DEVICE void load_queries() {
+    Place<q_stages> place;
+    Place<1> bias_place;
+    for_each_work([&](const Work& work) {
+      const WorkItem at = work.item;
+      const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::q, at.batch);
+      fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
+        shared.q[stage].load(m.q, full, entry.row + at.tile * tile_q, at.head, entry.batch);
+      });
+      if constexpr (stages_bias) load_bias(work, bias_place);
+    });
+  }
+
+  DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
+    const WorkItem at = work.item;
+    const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
+    const auto item = [&] { return at; };
+    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(item, work, tile)) {
+#pragma unroll
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
+              BiasTile::bytes, [&](int, uint64& full) {
+                shared.bias[consumer].load(m.bias, full, at.tile * tile_q + 64 * consumer, head,
+                                           batch, tile * tile_k);
+              });
+      }
+      place.advance();
+    }
+  }
+
+  template <class Tile>
+  DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+                               Mapped tensor, int heads_per_key) {
+    Place<stages> place;
+    for_each_work([&](const Work& work) {
+      const int head = work.item.head / heads_per_key;
+      const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
+      const auto item = [&] { return work.item; };
+      for (int tile = work.last_tile; tile >= work.first_tile;
+           tile = tile_before(item, work, tile)) {
+        fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
+          tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
+        });
+      }
+    });
+  }
+
+  // The same through a page table, of which the entries for a tile are read a tile early.
+  template <class Tile>
+  DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
+                                 const PageTableRef& table, int heads_per_key) {
+    Place<stages> place;
+    for_each_work([&](const Work& work) {
+      const PagedBoxes<tile_k> boxes(table, work.item.batch);
+      const int head = work.item.head / heads_per_key;
+      const auto item = [&] { return work.item; };
+      int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
+#pragma unroll 1
+      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
+        const int number = next;
+        before = tile_before(item, work, tile);
+        if (before >= work.first_tile) {
+          next = boxes.number_of_lane(before * tile_k, work.length.kv);
+        }
+        uint64& full = ring.full[place.stage];
+        order(ring, place, full, Tile::bytes, [](int, uint64&) {});
+        boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
+        place.advance();
+      }
+    });
+  }
+
+  DLATTN_DEVICE void produce() {
+    switch (warp_index()) {
+      case 0:
+        return load_queries();
+      case 1:
+        if constexpr (Problem::paged_k) {
+          return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+        }
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
+      case 2:
+        if constexpr (Problem::paged_v) {
+          return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+        }
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
+      case 3:
+        return schedule();
+    }
+  }
+};
+
+}  // namespace dlattn
