@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from dlattn.runtime.target import cuda_device_count
-from tests.strategies import Case
+from tests.cases import Case
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tests import philox
-from tests.strategies import Case
+from tests.cases import Case
 
 Tensors = Mapping[str, Any]
 

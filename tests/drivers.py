@@ -35,9 +35,10 @@ from dlattn.problem import (
 )
 from dlattn.runtime.target import CPU
 from tests import oracle
-from tests.builders import Guarded, Library, check_poison_intact, make_tensors
+from tests.builders import Guarded, check_poison_intact, make_tensors
+from tests.cases import Case
+from tests.libraries import Library
 from tests.pages import by_sequence, check_page_ends
-from tests.strategies import Case
 
 Tensors = Mapping[str, Guarded]
 

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.cases import Case
 from tests.definition import (
     Entry,
     Tensors,
@@ -19,7 +20,6 @@ from tests.definition import (
     sum_of_shared,
     transposed,
 )
-from tests.strategies import Case
 
 #: Results whose type is not that of q, besides stats.
 RESULT_TYPES = {"score_max": "float32", "score_sum_exp": "float32", "dSink_token": "float32"}

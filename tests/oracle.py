@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.cases import Case
 from tests.definition import (
     Entry,
     Tensors,
@@ -27,7 +28,6 @@ from tests.definition import (
     transposed,
 )
 from tests.noise import RESULT_TYPES, compute_type, noise
-from tests.strategies import Case
 
 #: How many times the larger yardstick the largest error may be.
 FACTORS = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from tests.strategies import Case
+from tests.cases import Case
 
 #: Pages of a container that no sequence has.
 _SPARE = 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from tests.strategies import RAGGED_KV, RAGGED_Q, Case
+from tests.cases import RAGGED_KV, RAGGED_Q, Case
 
 Level = Callable[[Case], Case]
 

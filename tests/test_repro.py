@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Library
+from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
-from tests.strategies import Case
+from tests.libraries import Library
 
 
 def test_on_cpu(repro: Case) -> None:

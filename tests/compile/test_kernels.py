@@ -5,7 +5,6 @@ NVRTC needs no GPU, so this runs everywhere; it is skipped where NVRTC is not in
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,76 +22,28 @@ from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan
-from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
-    PAGE_TABLES,
-    RAGGED_ROLES,
-    Alibi,
-    Band,
     Bias,
-    BlockMask,
     Direction,
-    Dropout,
-    Edit,
     Geometry,
-    GivenMask,
-    Mask,
     Padding,
-    Philox,
     Problem,
     Scale,
-    SoftCap,
-    TensorSpec,
-    offset_role,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
-
-#: Kernel families, each with the architectures it is compiled for.
-FAMILIES: dict[type[CudaPlan], tuple[str, ...]] = {
-    FwdSm80: tuple(KNOWN),
-    BwdSm80: tuple(KNOWN),
-    FwdSm90: ("sm_90a",),
-    BwdSm90: ("sm_90a",),
-}
-#: One pair of head dimensions (q and k, v) for each row of the tiling tables, the ends of each
-#: row's range, and unequal pairs.
-HEAD_DIMS = [
-    (8, 8), (40, 40), (64, 64), (72, 72), (96, 96), (104, 104), (128, 128), (136, 136),
-    (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
-    (64, 32), (32, 64), (64, 96),
-]  # fmt: skip
-#: Of the portable kernels alone.
-WIDE_HEAD_DIMS = [(264, 264), (384, 384), (512, 64), (64, 512), (480, 512), (512, 512)]
-#: Of these, one for each row, and unequal ones: for every edit.
-EDITED_HEAD_DIMS = [
-    (8, 8), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64),
-    (64, 128),
-]  # fmt: skip
-#: What follows the scale.
-EDITS: dict[str, tuple[Edit, ...]] = {
-    "softcap": (SoftCap(),),
-    "alibi": (Alibi(symmetric=False),),
-    "slopes": (Alibi(symmetric=True),),
-    "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
-    "rows": (Bias(data_type.HALF, contiguous=True),),
-    "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
-    "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
-}
-#: Forms of dropout.
-DROPOUTS: tuple[Dropout, ...] = (
-    Philox(),
-    GivenMask(data_type.BFLOAT16, contiguous=True),
-    GivenMask(data_type.BOOLEAN, contiguous=False),
+from tests.compile.problems import (
+    EDITS,
+    FAMILIES,
+    MASKS,
+    WIDE_HEAD_DIMS,
+    direction_of,
+    every_source,
+    is_too_wide,
+    plan_for,
+    problems,
 )
-MASKS: dict[str, tuple[Mask, ...]] = {
-    "full": (Padding(),),
-    "causal": (Padding(), Band(left=False, right=True)),
-    "left": (Padding(), Band(left=True, right=False)),
-    "window": (Padding(), Band(left=True, right=True)),
-    "blocks": (Padding(), Band(left=False, right=True), BlockMask()),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,144 +52,6 @@ def compiler() -> None:
         nvrtc.load(settings().cache_dir)
     except CompileError as missing:
         pytest.skip(str(missing))
-
-
-def direction_of(family: type[CudaPlan]) -> Direction:
-    return Direction.BACKWARD if family.name.startswith("bwd") else Direction.FORWARD
-
-
-def is_too_wide(problem: Problem, arch: str) -> bool:
-    """Whether a backward's tiles do not fit shared memory, which it says."""
-    wide = min(problem.head_dim_qk, problem.head_dim_v) > 480
-    return wide and problem.direction is Direction.BACKWARD and arch == "sm_120"
-
-
-def plan_for(
-    family: type[CudaPlan],
-    problem: Problem,
-    arch: str,
-    *,
-    seq: int = 300,
-    left: int | None = 64,
-    right: int | None = 0,
-) -> CudaPlan:
-    """A plan on an arbitrary geometry: the code must not depend on it."""
-
-    paged = {"k": problem.paged_k, "v": problem.paged_v}
-
-    def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
-        if paged.get(role):
-            dim = (50, heads, 16, head_dim)
-        else:
-            dim = (2, heads, seq, head_dim)
-        stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
-        ragged = problem.ragged and role in RAGGED_ROLES and not paged.get(role)
-        return TensorSpec(role, dim, stride, problem.dtype, ragged=ragged)
-
-    tensors = {
-        "q": spec("q", 4, problem.head_dim_qk),
-        "k": spec("k", 2, problem.head_dim_qk),
-        "v": spec("v", 2, problem.head_dim_v),
-        "o": spec("o", 4, problem.head_dim_v),
-    }
-    if problem.direction is Direction.BACKWARD:
-        tensors |= {"dO": tensors["o"], "dK": tensors["k"], "dV": tensors["v"]}
-        tensors |= {"dBias": spec("dBias", 4, seq)} if problem.d_bias else {}
-        tensors |= {"dQ": tensors["q"]}
-    if problem.ragged:
-        offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
-        ragged = [role for role, spec in tensors.items() if spec.ragged]
-        tensors |= {offset_role(role): offsets for role in ragged}
-    for role, table in PAGE_TABLES.items():
-        if paged[role]:
-            tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
-    longest = seq if any(paged.values()) else None
-    geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
-    assert family.supports(problem, geometry, KNOWN[arch]) is None
-    return family(problem, geometry, KNOWN[arch])
-
-
-def every_source(plan: CudaPlan) -> list[jit.KernelSource]:
-    """The kernels of a plan, and those that other sizes take."""
-    kernels = [*plan.first_kernels(), *plan.kernels()]
-    return [kernel.source for kernel in kernels] + plan.companions()
-
-
-#: What a problem does with its rows beside o and stats, by direction.
-ROWS: dict[Direction, tuple[dict[str, bool], ...]] = {
-    Direction.FORWARD: (
-        {}, {"sink": True}, {}, {"score_max": True}, {}, {"score_sum_exp": True}, {},
-        {"score_max": True, "score_sum_exp": True}, {}, {"score_sum_exp": True, "sink": True}, {},
-    ),
-    Direction.BACKWARD: ({}, {}, {"sink": True}),
-}  # fmt: skip
-
-
-#: What is paged.
-PAGED = (
-    {"paged_k": True, "paged_v": True},
-    {"paged_k": True, "paged_v": True},
-    {"paged_k": True},
-    {"paged_v": True},
-)
-
-
-def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
-    both, and of a forward with all that it can write."""
-    direction = direction_of(family)
-    hopper = family in (FwdSm90, BwdSm90)
-    widths = (16,) if hopper else (16, 16, 16, 16, 2)
-    stats: list[data_type | None] = [data_type.FLOAT, None]
-    if direction is Direction.BACKWARD:
-        stats = [data_type.FLOAT]
-    found = []
-    wide = [] if hopper else WIDE_HEAD_DIMS
-    masks = tuple(MASKS.values())
-    some_edits = ((), *EDITS.values())
-    wanted: list[tuple[Any, ...]] = [
-        *((dims, (), mask, None) for dims, mask in product(HEAD_DIMS, masks)),
-        *((dims, (), masks[i % len(masks)], None) for i, dims in enumerate(wide)),
-        *(
-            (dims, edits, masks[i % len(masks)], None)
-            for i, (edits, dims) in enumerate(
-                product(EDITS.values(), (*EDITED_HEAD_DIMS, *wide[-1:]))
-            )
-        ),
-        *(
-            (dims, some_edits[i % len(some_edits)], masks[i % len(masks)], dropout)
-            for i, (dropout, dims) in enumerate(product(DROPOUTS, (*EDITED_HEAD_DIMS, *wide[-1:])))
-        ),
-    ]
-    for i, (head_dims, edits, mask, dropout) in enumerate(wanted):
-        dtype = (data_type.BFLOAT16, data_type.HALF)[(i + i // 4) % 2]
-        found.append(
-            Problem(
-                direction,
-                dtype,
-                *head_dims,
-                (Scale(positive=i % 3 != 0), *edits),
-                mask,
-                stats[i % len(stats)],
-                dropout=dropout,
-                access_bytes=widths[i % len(widths)],
-                **ROWS[direction][i % len(ROWS[direction])],
-            )  # fmt: skip
-        )
-    each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
-    edited = found[len(masks) * len(HEAD_DIMS) :]
-    crowded = [
-        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
-    ]
-    ragged = [replace(p, ragged=True) for p in (*each_mask, *crowded)]
-    paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
-    if family is not BwdSm90:
-        paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
-    if direction is Direction.FORWARD:
-        everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found + ragged + paged
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests import pairs
+from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
-from tests.strategies import Case
 
 pytestmark = pytest.mark.gpu
 

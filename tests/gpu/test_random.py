@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
-from tests.strategies import Case, families
+from tests.strategies import families
 
 pytestmark = pytest.mark.gpu
 

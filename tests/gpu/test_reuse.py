@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dlattn.runtime import jit
+from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
-from tests.strategies import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.builders import Library
+from tests.cases import Case
 from tests.drivers import check, run_graph
-from tests.strategies import Case
+from tests.libraries import Library
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlattn.problem import Edit, Mask, Values, Where
-from tests.strategies import Case
+from tests.cases import Case
 
 CASE = Case(
     dtype="float64",

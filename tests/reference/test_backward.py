@@ -10,11 +10,13 @@ from hypothesis import given, settings
 
 from dlattn.plans.reference import attention_backward, attention_forward, sink_gradient
 from dlattn.problem import Edit, Values, Where
-from tests.builders import Library, make_tensors
+from tests.builders import make_tensors
+from tests.cases import Case
 from tests.drivers import backward, forward, run_plan, values_of
+from tests.libraries import Library
 from tests.pages import by_sequence
 from tests.reference.examples import CASE, Cube, Weave
-from tests.strategies import Case, cases
+from tests.strategies import cases
 
 #: Doubles throughout, and logits that central differences can follow.
 _smooth = cases(

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 import dlattn
 from dlattn.problem.dropout import philox
 from tests import philox as definition
-from tests.builders import Library, make_tensors
+from tests.builders import make_tensors
+from tests.cases import Case
 from tests.drivers import backward, forward, run_graph
-from tests.strategies import Case
+from tests.libraries import Library
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)
 

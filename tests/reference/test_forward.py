@@ -14,10 +14,12 @@ from dlattn.dtypes import data_type
 from dlattn.plans.reference import Reference, attention_forward
 from dlattn.problem import BlockMask, Direction, Values, Where, alibi_slopes
 from dlattn.runtime.target import CPU, KNOWN
-from tests.builders import Guarded, Library, make_tensors
+from tests.builders import Guarded, make_tensors
+from tests.cases import Case
 from tests.drivers import check, forward, geometry_of, problem_of, run_plan
+from tests.libraries import Library
 from tests.reference.examples import CASE, Cube, Weave
-from tests.strategies import Case, cases
+from tests.strategies import cases
 
 
 def _run(case: Case) -> dict[str, Any]:

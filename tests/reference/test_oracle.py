@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from dlattn.problem import alibi_slopes
 from tests import oracle
-from tests.builders import Library, make_tensors
+from tests.builders import make_tensors
+from tests.cases import Case
 from tests.definition import kept_by
+from tests.libraries import Library
 from tests.pages import by_sequence
-from tests.strategies import Case, cases
+from tests.strategies import cases
 
 _HALVES = st.sampled_from(("bfloat16", "float16"))
 

@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 
 from tests import pairs
-from tests.builders import Library
+from tests.cases import Case
 from tests.drivers import check, run_graph
-from tests.strategies import Case
+from tests.libraries import Library
 
 
 def test_every_pair_is_there() -> None:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from dlattn.plans.reference import attention_forward
 from dlattn.problem import Edit, Values, Where
-from tests.builders import Library, make_tensors
+from tests.builders import make_tensors
+from tests.cases import Case
 from tests.drivers import backward, dropout_of, edits_of, forward, masks_of, values_of
+from tests.libraries import Library
 from tests.pages import by_sequence
-from tests.strategies import Case, cases
+from tests.strategies import cases
 
 _doubles = cases(dtype="float64", stats="float64")
 _undropped = cases(dtype="float64", stats="float64", dropout=None, rng_dump=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from tests.builders import Library
+from tests.cases import Case
 from tests.drivers import check, run_graph, run_plan
-from tests.strategies import Case, cases
+from tests.libraries import Library
+from tests.strategies import cases
 
 
 @settings(max_examples=300)

@@ -12,7 +12,8 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap, offset_role
-from tests.builders import Library, make_tensors
+from tests.builders import make_tensors
+from tests.cases import Case
 from tests.drivers import (
     OPTIONS,
     dropout_argument,
@@ -22,7 +23,8 @@ from tests.drivers import (
     set_offset,
 )
 from tests.drivers import declare as declare_input
-from tests.strategies import Case, cases
+from tests.libraries import Library
+from tests.strategies import cases
 
 HALF = cudnn.data_type.HALF
 DIM = (2, 4, 8, 16)

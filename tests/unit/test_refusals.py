@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import dlattn as cudnn
-from tests.builders import Library
+from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.drivers import check, run_graph
-from tests.strategies import RAGGED_KV, RAGGED_Q, Case
+from tests.libraries import Library
 from tests.unit.valid_graphs import FLOAT, Backward, Forward, lengths, plans
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
