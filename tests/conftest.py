@@ -17,6 +17,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=50,
         help="kernels that the random GPU test compiles, with up to six calls of each (50)",
     )
+    group.addoption(
+        "--kernels",
+        type=int,
+        default=16,
+        help="of how many problems the compile tests take one, others for each architecture; of "
+        "those for Hopper's kernels, four times as many; 1 takes all, which takes hours (16)",
+    )
     group.addoption("--repro", help='the case of tests/test_repro.py: --repro "Case(...)"')
 
 

@@ -93,6 +93,17 @@ def is_too_wide(problem: Problem, arch: str) -> bool:
     return wide and problem.direction is Direction.BACKWARD and arch == "sm_120"
 
 
+def is_left_to_portable(problem: Problem) -> bool:
+    """Whether a backward has no registers on Hopper, and says so."""
+    widest = problem.head_dim_qk + problem.head_dim_v > 384
+    crowded = problem.keeps_scores and problem.adds_to_scores
+    given_mask = isinstance(problem.dropout, GivenMask)
+    if given_mask and problem.has_blocks:
+        return True
+    drops = problem.dropout is not None and (crowded or (given_mask and problem.keeps_scores))
+    return widest and (drops or (problem.has_blocks and crowded))
+
+
 def plan_for(
     family: type[CudaPlan],
     problem: Problem,
@@ -218,4 +229,5 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
-    return found + ragged + paged
+    every = found + ragged + paged
+    return [p for p in every if not (family is BwdSm90 and is_left_to_portable(p))]
