@@ -11,7 +11,7 @@ import numpy as np
 from dlattn.dtypes import data_type
 from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
 from dlattn.problem.dropout import philox_threshold
-from dlattn.problem.problem import BROADCAST_ROLES
+from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
 if TYPE_CHECKING:
     from typing import Self
@@ -292,7 +292,8 @@ def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint
 
 
 def _field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Structure, str]:
-    owner = role.removesuffix(offset_role(""))
+    # Dropout's offset is a number, and no tensor's.
+    owner = role if role in SCALAR_ROLES else role.removesuffix(offset_role(""))
     address = "data" if owner == role else "offsets"
     if owner in PAGE_TABLES.values():
         return _page_tables(params)[owner], address
