@@ -59,9 +59,9 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   static constexpr bool drops = Problem::Dropout::drops;
   using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
 
-  using LogSumExp =
-      Either<constant_derivative && (!Score::reads_positions || (Score::is_quick && part_q <= 64)),
-             RowStats, RowStatsInPlace>;
+  using LogSumExp = Either<constant_derivative && (!Score::reads_positions ||
+                                                   (Score::is_quick && part_q <= 64 && !drops)),
+                           RowStats, RowStatsInPlace>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,

@@ -91,7 +91,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
-    crowded = problem.keeps_scores or (problem.dropout and problem.has_bias)
+    adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
+    crowded = problem.keeps_scores or (problem.dropout and adds)
     walks = problem.has_blocks + (problem.has_blocks and problem.ragged)
     others = 64 * (bool(crowded) + walks)
     others += 64 if problem.keeps_scores and reads_to_drop else 0
@@ -136,13 +137,18 @@ class BwdSm90(MappedPlan, BackwardPlan):
         widest = problem.head_dim_qk + problem.head_dim_v > 384
         crowded = problem.keeps_scores and problem.adds_to_scores
         reads_to_drop = isinstance(problem.dropout, GivenMask)
-        if widest and problem.dropout and (crowded or (reads_to_drop and problem.keeps_scores)):
+        if problem.dropout and problem.has_blocks:
+            return "dropout and block_mask together take more registers than its loaders have."
+        if widest and problem.dropout and crowded:
             return (
-                "dropout beside both a soft cap and a bias or slopes, or by a mask beside a soft "
-                "cap, takes more registers than head dimensions above 384 in sum leave."
+                "dropout beside both a soft cap and a bias or slopes takes more registers than "
+                "head dimensions above 384 in sum leave."
             )
-        if reads_to_drop and problem.has_blocks:
-            return "dropout by a mask and block_mask together take more registers than there are."
+        if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
+            return (
+                "dropout by a mask beside a soft cap takes more registers than head dimensions "
+                "above 384 in sum, or of v above 192, leave."
+            )
         if widest and problem.has_blocks and (problem.deterministic or crowded):
             return (
                 "head dimensions above 384 in sum leave no registers for block_mask together with "

@@ -97,11 +97,11 @@ def is_left_to_portable(problem: Problem) -> bool:
     """Whether a backward has no registers on Hopper, and says so."""
     widest = problem.head_dim_qk + problem.head_dim_v > 384
     crowded = problem.keeps_scores and problem.adds_to_scores
-    given_mask = isinstance(problem.dropout, GivenMask)
-    if given_mask and problem.has_blocks:
-        return True
-    drops = problem.dropout is not None and (crowded or (given_mask and problem.keeps_scores))
-    return widest and (drops or (problem.has_blocks and crowded))
+    if problem.dropout is not None:
+        given_mask = isinstance(problem.dropout, GivenMask) and problem.keeps_scores
+        if problem.has_blocks or (given_mask and (widest or problem.head_dim_v > 192)):
+            return True
+    return widest and crowded and (problem.dropout is not None or problem.has_blocks)
 
 
 def plan_for(
