@@ -81,22 +81,23 @@ class Sm90BwdTiling:
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    reads_to_drop = isinstance(problem.dropout, GivenMask)
-    crowded = problem.dropout and (reads_to_drop or problem.adds_to_scores)
     if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
         return Sm90BwdTiling(stages_bias=True)
-    if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or crowded):
+    reads_to_drop = isinstance(problem.dropout, GivenMask)
+    looks = problem.dropout and (reads_to_drop or problem.adds_to_scores)
+    walks = problem.has_blocks and not problem.adds_to_scores
+    if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or walks or looks):
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
         return Sm90BwdTiling(
             tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
+    # What else takes as many registers as 64 columns of a head do.
     adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
-    crowded = problem.keeps_scores or (problem.dropout and adds)
-    walks = problem.has_blocks + (problem.has_blocks and problem.ragged)
-    others = 64 * (bool(crowded) + walks)
-    others += 64 if problem.keeps_scores and reads_to_drop else 0
-    if dim_qk + dim_v + others > 320 or max(dim_qk, dim_v) > 192:
+    others = int(problem.keeps_scores or bool(problem.dropout and adds))
+    others += problem.has_blocks * (3 if problem.ragged else 1)
+    others += problem.keeps_scores and reads_to_drop
+    if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
@@ -149,11 +150,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
                 "dropout by a mask beside a soft cap takes more registers than head dimensions "
                 "above 384 in sum, or of v above 192, leave."
             )
-        if widest and problem.has_blocks and (problem.deterministic or crowded):
+        if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores):
             return (
                 "head dimensions above 384 in sum leave no registers for block_mask together with "
-                "use_deterministic_algorithm, or with softcap and what is added to scores."
+                "use_deterministic_algorithm, or with a bias or slopes."
             )
+        if problem.has_blocks and problem.head_dim_v > 192 and not widest:
+            return "head dimensions of v far above those of q leave no registers for block_mask."
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         return reason or cls.mapping_refusal(problem, geometry, target)

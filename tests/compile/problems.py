@@ -101,7 +101,9 @@ def is_left_to_portable(problem: Problem) -> bool:
         given_mask = isinstance(problem.dropout, GivenMask) and problem.keeps_scores
         if problem.has_blocks or (given_mask and (widest or problem.head_dim_v > 192)):
             return True
-    return widest and crowded and (problem.dropout is not None or problem.has_blocks)
+    if problem.has_blocks:
+        return problem.adds_to_scores if widest else problem.head_dim_v > 192
+    return widest and crowded and problem.dropout is not None
 
 
 def plan_for(
