@@ -82,11 +82,20 @@ struct Edits<> {
   }
 };
 
-// A leading scale: its derivative is a factor, applied once. dS, which is rounded, stays large.
-template <class Scale, class... Rest>
-struct Scaled : Edits<> {
+// What a pack takes from its edits after the scale, and a soft cap.
+template <class... Rest>
+struct Before : Edits<> {
   static constexpr bool constant_derivative = Edits<Rest...>::constant_derivative;
   static constexpr bool reads_positions = Edits<Rest...>::reads_positions;
+  static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
+  static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
+  using BiasElement = typename Edits<Rest...>::BiasElement;
+  static constexpr bool is_quick = (true && ... && Rest::is_quick);
+};
+
+// A leading scale: its derivative is a factor, applied once. dS, which is rounded, stays large.
+template <class Scale, class... Rest>
+struct Scaled : Before<Rest...> {
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {
     return Edits<Rest...>::apply(score * Scale::of(values), at, values);
@@ -100,10 +109,6 @@ struct Scaled : Edits<> {
     return Scale::of(values);
   }
 
-  static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
-  static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
-  using BiasElement = typename Edits<Rest...>::BiasElement;
-  static constexpr bool is_quick = (true && ... && Rest::is_quick);
   static DLATTN_DEVICE float inner(Edits<>::AnyForm, float raw, const ScoreValues&) { return raw; }
   template <class At>
   static DLATTN_DEVICE float outer(float raw, const At& at, const ScoreValues& values, float base) {
@@ -113,9 +118,8 @@ struct Scaled : Edits<> {
 };
 
 template <class Scale, class... Rest>
-struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
+struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...> {
   static constexpr bool constant_derivative = false;
-  static constexpr bool reads_positions = Edits<Rest...>::reads_positions;
   template <bool rarely = false, class Tile>
   static DLATTN_DEVICE void prepare(Tile& raw, const ScoreValues& values) {
     const float factor = Scale::of(values) * values.p.softcap_inverse;
@@ -145,10 +149,6 @@ struct Scaled<Scale, SoftCap, Rest...> : Edits<> {
   }
 
   // By a series, unless a product is too large for it.
-  static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
-  static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
-  using BiasElement = typename Edits<Rest...>::BiasElement;
-  static constexpr bool is_quick = (true && ... && Rest::is_quick);
   struct Series {
     float highest;
     uint32 zero;

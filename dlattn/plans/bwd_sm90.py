@@ -104,6 +104,33 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     return Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2)
 
 
+def register_refusal(problem: Problem) -> str | None:
+    """What no tiling has registers for, or ``None``."""
+    widest = problem.head_dim_qk + problem.head_dim_v > 384
+    crowded = problem.keeps_scores and problem.adds_to_scores
+    reads_to_drop = isinstance(problem.dropout, GivenMask)
+    if problem.dropout and problem.has_blocks:
+        return "dropout and block_mask together take more registers than its loaders have."
+    if widest and problem.dropout and crowded:
+        return (
+            "dropout beside both a soft cap and a bias or slopes takes more registers than "
+            "head dimensions above 384 in sum leave."
+        )
+    if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
+        return (
+            "dropout by a mask beside a soft cap takes more registers than head dimensions "
+            "above 384 in sum, or of v above 192, leave."
+        )
+    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores):
+        return (
+            "head dimensions above 384 in sum leave no registers for block_mask together with "
+            "use_deterministic_algorithm, or with a bias or slopes."
+        )
+    if problem.has_blocks and problem.head_dim_v > 192 and not widest:
+        return "head dimensions of v far above those of q leave no registers for block_mask."
+    return None
+
+
 @dataclass(frozen=True)
 class RowTiling:
     """The same tiling for the kernel before, whose blocks have no producer."""
@@ -135,31 +162,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = backward_refusal(problem, geometry, target, cls.name, MOST_HOPPER_HEAD_DIM)
-        widest = problem.head_dim_qk + problem.head_dim_v > 384
-        crowded = problem.keeps_scores and problem.adds_to_scores
-        reads_to_drop = isinstance(problem.dropout, GivenMask)
-        if problem.dropout and problem.has_blocks:
-            return "dropout and block_mask together take more registers than its loaders have."
-        if widest and problem.dropout and crowded:
-            return (
-                "dropout beside both a soft cap and a bias or slopes takes more registers than "
-                "head dimensions above 384 in sum leave."
-            )
-        if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
-            return (
-                "dropout by a mask beside a soft cap takes more registers than head dimensions "
-                "above 384 in sum, or of v above 192, leave."
-            )
-        if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores):
-            return (
-                "head dimensions above 384 in sum leave no registers for block_mask together with "
-                "use_deterministic_algorithm, or with a bias or slopes."
-            )
-        if problem.has_blocks and problem.head_dim_v > 192 and not widest:
-            return "head dimensions of v far above those of q leave no registers for block_mask."
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
-        return reason or cls.mapping_refusal(problem, geometry, target)
+        reason = reason or cls.mapping_refusal(problem, geometry, target)
+        return reason or register_refusal(problem)
 
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q

@@ -11,7 +11,7 @@ import numpy as np
 from dlattn.dtypes import data_type
 from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
 from dlattn.problem.dropout import philox_threshold
-from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
+from dlattn.problem.problem import SCALAR_ROLES
 
 if TYPE_CHECKING:
     from typing import Self
@@ -22,7 +22,8 @@ TENSOR_ROLES = (
     *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
-BIAS_ROLES = ("bias", "dBias")
+#: Roles that are a ``BiasRef``, in the order of the struct.
+BIAS_ROLES = ("bias", "dBias", "dropout_mask")
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
 #: its relative error is 2**-23.2.
@@ -157,7 +158,6 @@ class Params(ctypes.Structure):
         *((role, LengthRef) for role in LENGTH_ROLES),
         ("alibi_slopes", SlopeRef),
         *((role, BiasRef) for role in BIAS_ROLES),
-        ("dropout_mask", BiasRef),
         ("dropout_seed", IntegerRef),
         ("dropout_offset", IntegerRef),
         ("dropout_scale", FloatRef),
@@ -276,7 +276,7 @@ def params_for(geometry: Geometry) -> Params:
             setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    for role in (*BROADCAST_ROLES, "dBias"):
+    for role in BIAS_ROLES:
         if role in geometry.tensors:
             setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
     if "block_mask" in geometry.tensors:
