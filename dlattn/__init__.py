@@ -37,6 +37,7 @@ from dlattn.graph.vocabulary import scalar_type as scalar_type
 from dlattn.graph.vocabulary import tensor_reordering as tensor_reordering
 from dlattn.graph.wrapper import Graph as Graph
 from dlattn.problem import philox_dropout_mask as philox_dropout_mask
+from dlattn.states import merge_states as merge_states
 
 # cuDNN has a function of the subpackage's name: ``dlattn.graph(handle)`` is the context manager,
 # and modules of the subpackage are imported by their full names, ``from dlattn.graph.x import y``.

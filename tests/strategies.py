@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
+from tests.states import States
 
 #: Mostly those that every kernel has.
 HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
@@ -217,3 +218,29 @@ def _ragged(kind: Case) -> st.SearchStrategy[tuple[str, ...]]:
 def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:
     length = st.sampled_from((longest, 0, longest)) | st.integers(1, longest)
     return st.tuples(*[length] * batch)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> States:
+    """Calls of ``merge_states``."""
+    layout = draw(st.sampled_from(("bshd", "bhsd", "thd")))
+    lead = () if layout == "thd" else draw(st.lists(st.integers(1, 3), max_size=3).map(tuple))
+    types = st.sampled_from(("bfloat16", "float16", "float32"))
+    first = draw(types)
+    padding = draw(st.sampled_from((0, 0, 8, 1)))
+    return States(
+        dtypes=(first, draw(types)),
+        layout=layout,
+        lead=lead,
+        heads=draw(st.integers(1, 5)),
+        tokens=draw(st.integers(1, 40)),
+        head_dim=draw(st.sampled_from((1, 7, 8, 24, 40, 64, 72, 128, 256, 300))),
+        count=draw(st.sampled_from((2, 2, 1, 3, 8))),
+        stacked=draw(st.booleans()),
+        column=draw(st.booleans()),
+        # Dimensions that lead are then not evenly spaced unless there is but one.
+        padding=padding if len(lead) < 2 else 0,
+        into=draw(st.sampled_from(("new", "given", "first"))) if len(lead) < 2 else "new",
+        empty=draw(st.sampled_from((0.0, 0.2, 1.0))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )

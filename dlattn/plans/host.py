@@ -29,7 +29,9 @@ class HostMemory:
         self._pointers = pointers
         specs = geometry.tensors
         self.arrays = {
-            role: _view(pointers[role], spec) for role, spec in specs.items() if not spec.ragged
+            role: host_array(pointers[role], spec)
+            for role, spec in specs.items()
+            if not spec.ragged
         }
         self.len_q = self._lengths_of("seq_len_q", "q")
         self.len_kv = self._lengths_of("seq_len_kv", "k", "v")
@@ -40,7 +42,9 @@ class HostMemory:
                     padded[entry, :, : rows.shape[1]] = rows
             elif spec.packed:
                 count = max(0, int(self._offsets(role).max()))
-                self.arrays[role] = _view(pointers[role], replace(spec, dim=(count,), stride=(1,)))
+                self.arrays[role] = host_array(
+                    pointers[role], replace(spec, dim=(count,), stride=(1,))
+                )
         self._pages: dict[str, Pages] = {}
         for role in PAGE_TABLES:
             pages = pages_of(role, geometry, self.arrays, self.len_kv)
@@ -81,7 +85,7 @@ class HostMemory:
         _, head, _, column = spec.stride
         itemsize = to_numpy(spec.dtype).itemsize
         return [
-            _view(
+            host_array(
                 self._pointers[role] + int(offset) * itemsize,
                 TensorSpec(
                     spec.name, (heads, int(size), columns), (head, _row(spec), column), spec.dtype
@@ -103,7 +107,7 @@ def _row(spec: TensorSpec) -> int:
     return max(1, spec.stride[2])
 
 
-def _view(address: int, spec: TensorSpec) -> Array:
+def host_array(address: int, spec: TensorSpec) -> Array:
     """Host memory as the array that a spec describes."""
     dtype = to_numpy(spec.dtype)
     if 0 in spec.dim:
