@@ -149,6 +149,9 @@ inline constexpr int mapped_tensors = 7;
 
 struct RaggedRef {
   LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
+  // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
+  // have memory for them, int64, which the first kernel writes.
+  const int *cu_seqlens_q, *cu_seqlens_kv;
   RaggedEntry* entries;         // (batch)
   int* order;                   // (batch): entries by rank
   int4* items;                  // their number, then of each tile, head, batch, pair; or null
@@ -157,6 +160,7 @@ struct RaggedRef {
   int row_tiles;                // that the workspace has room for, of one head
   int item_rows;                // queries or keys that an item has
   int items_of_keys, last_first;
+  int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
   int unused;
 };
 
@@ -184,6 +188,7 @@ struct Params {
   TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   TensorRef rng_dump;  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
+  TensorRef delta;     // (batch, heads_q, seq_q, 1), fp32: rowsum(dO * O)
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias, dBias;

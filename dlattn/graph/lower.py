@@ -32,14 +32,9 @@ from dlattn.problem import (
     SoftCap,
     TensorSpec,
 )
+from dlattn.problem.layout import FARTHEST, IO_ROLES, WIDEST_ACCESS, canonical_stride, is_wide
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.target import Target
-
-#: Roles whose element type is the problem's, and which kernels move in wide accesses.
-IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
-
-#: A bound beyond every sequence, small enough to add to any position in 32 bits.
-FARTHEST = 2**30
 
 #: Roles whose element type is fp32, whatever the problem's is.
 _FP32_ROLES = (
@@ -47,7 +42,6 @@ _FP32_ROLES = (
     *("dropout_scale", "dropout_scale_inv", "rng_dump"),
 )
 
-_WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
@@ -138,15 +132,6 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
     return Lowered(problem, geometry, tensors, outputs, target)
 
 
-def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides with those that mean nothing made equal: where the size is 1, 0, or 1 if last."""
-    last = len(dim) - 1
-    return tuple(
-        step if size > 1 else int(axis == last)
-        for axis, (size, step) in enumerate(zip(dim, stride, strict=True))
-    )
-
-
 def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
@@ -172,7 +157,7 @@ def _bias(it: Attributes, seq_q: int) -> Bias:
     contiguous = _is_contiguous(it)
     is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
     has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
-    aligned = is_short and contiguous and has_rows and _is_wide(it, dtypes.itemsize(it.dtype))
+    aligned = is_short and contiguous and has_rows and _is_wide(it)
     return Bias(it.dtype, contiguous, aligned)
 
 
@@ -211,15 +196,11 @@ def _near(bound: int | None) -> int | None:
 
 def _access_bytes(tensors: Mapping[str, tensor]) -> int:
     io = [tensors[role].attributes for role in IO_ROLES if role in tensors]
-    element = dtypes.itemsize(io[0].dtype)
-    return _WIDEST_ACCESS if all(_is_wide(it, element) for it in io) else element
+    return WIDEST_ACCESS if all(map(_is_wide, io)) else dtypes.itemsize(io[0].dtype)
 
 
-def _is_wide(it: Attributes, element: int) -> bool:
-    first = int(it.ragged_offset is not None)  # offsets keep the tensor's alignment
-    sizes, steps = it.dim[first:-1], it.stride[first:-1]
-    used = [s * element for d, s in zip(sizes, steps, strict=True) if d > 1]
-    return all(offset % _WIDEST_ACCESS == 0 for offset in (*used, it.alignment))
+def _is_wide(it: Attributes) -> bool:
+    return is_wide(it.dim, it.stride, it.dtype, it.alignment, it.ragged_offset is not None)
 
 
 def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:

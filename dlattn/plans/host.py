@@ -11,7 +11,15 @@ import numpy as np
 
 from dlattn.dtypes import to_numpy
 from dlattn.plans.pages import Pages, pages_of
-from dlattn.problem import PAGE_TABLES, QUERY_ROLES, Geometry, TensorSpec, offset_role
+from dlattn.problem import (
+    PAGE_TABLES,
+    QUERY_ROLES,
+    Geometry,
+    TensorSpec,
+    cu_seqlens_role,
+    offset_role,
+)
+from dlattn.problem.problem import DELTA_GAP
 from dlattn.problem.score import Array
 
 
@@ -68,6 +76,9 @@ class HostMemory:
         """As given, else from the first ragged tensor's offsets, else full."""
         batch = self._geometry.batch
         longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
+        cu_seqlens = self.arrays.get(cu_seqlens_role(sources[0]))
+        if given not in self.arrays and cu_seqlens is not None:
+            return lengths(np.diff(cu_seqlens), batch, longest)
         for source in sources:
             if given not in self.arrays and self._geometry.is_ragged(source):
                 distances = np.diff(self._offsets(source))
@@ -75,7 +86,12 @@ class HostMemory:
         return lengths(self.arrays.get(given), batch, longest)
 
     def _offsets(self, role: str) -> Array:
-        return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
+        if not self._geometry.by_tokens(role):
+            return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
+        rows = self.arrays[cu_seqlens_role(role)].astype(np.int64)
+        if role == "delta":
+            rows = rows + DELTA_GAP * np.arange(len(rows))
+        return rows * _row(self._geometry.tensors[role])
 
     def _entries(self, role: str) -> list[Array]:
         """Of each batch entry, the (H, length, D) elements in memory."""

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 #: Roles that are (batch, head, row, column) tensors, in the order of the struct.
 TENSOR_ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump", "delta"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+CU_SEQLENS_ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 #: Roles that are a ``BiasRef``, in the order of the struct.
 BIAS_ROLES = ("bias", "dBias", "dropout_mask")
 
@@ -133,6 +134,7 @@ class RaggedRef(ctypes.Structure):
     _fields_ = [
         ("given_q", LengthRef),
         ("given_kv", LengthRef),
+        *((role, ctypes.c_uint64) for role in CU_SEQLENS_ROLES),
         ("entries", ctypes.c_uint64),
         ("order", ctypes.c_uint64),
         ("items", ctypes.c_uint64),
@@ -142,6 +144,8 @@ class RaggedRef(ctypes.Structure):
         ("item_rows", ctypes.c_int32),
         ("items_of_keys", ctypes.c_int32),
         ("last_first", ctypes.c_int32),
+        ("tokens_q", ctypes.c_int32),
+        ("tokens_kv", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     ]
 
@@ -268,8 +272,12 @@ def params_for(geometry: Geometry) -> Params:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))
         if geometry.is_ragged(role):
-            offsets = geometry.tensors[offset_role(role)]
-            getattr(params, role).has_int64_offsets = offsets.dtype is data_type.INT64
+            offsets = geometry.tensors.get(offset_role(role))
+            # The first kernel writes those that nobody gave.
+            is_int64 = offsets is None or offsets.dtype is data_type.INT64
+            getattr(params, role).has_int64_offsets = is_int64
+    params.ragged.tokens_q = geometry.most_tokens_q or 0
+    params.ragged.tokens_kv = geometry.most_tokens_kv or 0
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
             holder, field = _length_field(params, geometry, role)
@@ -301,6 +309,8 @@ def _field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Struct
         return getattr(params, owner), address
     if role in LENGTH_ROLES:
         return _length_field(params, geometry, role)
+    if role in CU_SEQLENS_ROLES:
+        return params.ragged, role
     return params, "attn_scale_device" if role == "attn_scale" else role
 
 

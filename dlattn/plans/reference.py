@@ -80,6 +80,8 @@ class Reference(Plan):
         }  # fmt: skip
         if problem.direction is Direction.FORWARD:
             results = attention_forward(q, k, v, sink=sink, **scores)._asdict()
+            if problem.flash_stats:
+                results["stats"][np.isneginf(results["stats"])] = np.inf
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
             d_bias = np.zeros(tensors["dBias"].shape, self.compute) if problem.d_bias else None
@@ -87,6 +89,8 @@ class Reference(Plan):
             results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
             if d_bias is not None:
                 results["dBias"] = d_bias
+            if problem.delta:
+                results["delta"] = row_deltas(o, d_o, values, self.compute)
             if sink is not None and problem.sink:
                 results["dSink_token"] = sink_gradient(
                     o, d_o, stats, sink, len_q=values.len_q, compute=self.compute
@@ -244,6 +248,16 @@ def attention_backward(
                 weights *= kept * values.dropout_scale
                 dv[entry, :, keys] += _transpose_times(weights, d_o_r, len(v_b))
     return dq, dk, dv
+
+
+def row_deltas(o: Array, d_o: Array, values: Values, compute: type[np.floating[Any]]) -> Array:
+    """``rowsum(dO * O)``, (B, Hq, Sq, 1), over what kept probabilities are multiplied by; 0 past
+    the lengths."""
+    row = np.arange(o.shape[2]).reshape(1, 1, -1, 1)
+    with np.errstate(all="ignore"):
+        products = np.where(row < values.len_q, o.astype(compute) * d_o.astype(compute), 0)
+        deltas: Array = products.sum(axis=-1, keepdims=True) * values.dropout_scale_inv
+    return deltas
 
 
 def sink_gradient(

@@ -10,6 +10,7 @@ from dlattn.problem.problem import (
     Geometry,
     Problem,
     TensorSpec,
+    cu_seqlens_role,
     offset_role,
 )
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
@@ -38,6 +39,7 @@ __all__ = [
     "Values",
     "Where",
     "alibi_slopes",
+    "cu_seqlens_role",
     "offset_role",
     "philox_dropout_mask",
 ]

@@ -21,6 +21,8 @@ __all__ = ["TensorView", "allocate", "allocate_bytes", "order_before", "to_calle
 _frameworks: dict[type, Framework] = {}
 #: ``view`` of each framework above, bound: one attribute look-up less per tensor.
 _views: dict[type, Callable[[Any], TensorView]] = {}
+#: The same of ``signature``.
+_signatures: dict[type, Callable[[Any], tuple[int, Any]]] = {}
 #: Types for which :func:`order_before` has nothing to do, as far as seen.
 ORDERED_TYPES: set[type] = set()
 
@@ -35,6 +37,7 @@ def _recognise(kind: type) -> Framework:
         made = Dlpack
     known = _frameworks[kind] = made()
     _views[kind] = known.view
+    _signatures[kind] = known.signature
     if type(known).order_before is Framework.order_before:
         ORDERED_TYPES.add(kind)
     return known
@@ -62,6 +65,37 @@ def matcher(like: Any) -> Callable[[Any], int]:
         writability of ``like``, else 0.
     """
     return framework(like).matcher(like)
+
+
+def address(obj: Any) -> int:
+    """Where a tensor lies; without elements, anywhere."""
+    return (_signatures.get(type(obj)) or framework(obj).signature)(obj)[0]
+
+
+def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """What tells tensors apart that calls treat differently, hashable, and their addresses.
+
+    Of each: its type, shape, strides, element type, device, writability, and whether its address
+    is a multiple of 16 bytes; ``None`` stays ``None``, at address 0.
+
+    Raises:
+        InvalidVariantPackError: an object is no tensor, or one that cannot be used in place.
+    """
+    key: list[Any] = []
+    addresses = []
+    for obj in objs:
+        if obj is None:
+            key.append(None)
+            addresses.append(0)
+            continue
+        kind = type(obj)
+        pointer, looks = (_signatures.get(kind) or framework(obj).signature)(obj)
+        key.append(kind)
+        key.append(looks)
+        if not pointer or pointer % 16:
+            key.append((pointer % 16, not pointer))
+        addresses.append(pointer)
+    return tuple(key), addresses
 
 
 def order_before(objs: Iterable[Any], stream: int) -> None:
@@ -102,6 +136,27 @@ def allocate(like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
             "strides as dimensions, and no negative number"
         )
     return framework(like).empty(like, shape, stride, dtype)
+
+
+def allocator(like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Callable[[], Any]:
+    """What makes such tensors, again and again, without keeping ``like``; see :func:`allocate`."""
+    return framework(like).allocator(like, shape, stride, dtype)
+
+
+def assign(obj: Any, value: Any) -> None:
+    """Sets every element to a number, or to those of a tensor of the same framework and shape, in
+    the order of the framework's current stream."""
+    framework(obj).assign(obj, value)
+
+
+def padded(obj: Any, columns: int) -> Any:
+    """A copy with so many columns, those behind the given ones 0.
+
+    Raises:
+        InvalidArgumentError: the framework is unknown.
+    """
+    missing = columns - obj.shape[-1]
+    return framework(obj).pad(obj, [(0, 0)] * (len(obj.shape) - 1) + [(0, missing)])
 
 
 def allocate_bytes(like: Any, nbytes: int) -> Any:

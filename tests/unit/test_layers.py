@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "problem": set(),
     "plans": {"problem", "runtime"},
     "graph": {"problem", "plans", "runtime"},
+    "calls": {"problem", "plans", "runtime"},
 }
 
 #: The commands use dlattn as any user does.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 import dlattn as cudnn
 from dlattn.dtypes import from_any
-from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap, offset_role
+from dlattn.problem.layout import canonical_stride
 from tests.builders import make_tensors
 from tests.cases import Case
 from tests.drivers import (

@@ -1,0 +1,186 @@
+"""A built plan and the memory of its results: what a function runs.
+
+This is the hot path: no shape is looked at, and nothing is checked that the key of the cache says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlattn.calls.arguments import Argument
+from dlattn.calls.request import Request
+from dlattn.config import settings
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
+from dlattn.plans.base import Plan
+from dlattn.plans.select import select
+from dlattn.problem import Geometry
+from dlattn.runtime.log import log
+from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.streams import current_stream
+from dlattn.runtime.target import CPU, Target, cuda_target
+from dlattn.runtime.tensors import (
+    ORDERED_TYPES,
+    address,
+    allocator,
+    assign,
+    order_before,
+    to_caller,
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a call.
+
+    Attributes:
+        role: of the plan's tensors; ``None`` for a result that no kernel writes.
+        shape, dtype: of memory that the call makes, without gaps.
+        given: the caller's memory, in place of that.
+        fill: what it holds before the plan runs; ``None`` is anything.
+    """
+
+    role: str | None
+    shape: tuple[int, ...]
+    dtype: data_type
+    given: Argument | None = None
+    fill: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.role or "" if self.given is None else self.given.name
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return compact_strides(self.shape) if self.given is None else self.given.stride
+
+
+class Call:
+    """What a function does for all calls that look alike.
+
+    Args:
+        values: the tensors of the first such call, which nothing keeps; the first one's framework
+            gets the results.
+        device: where they are.
+        inputs: role -> position among the tensors.
+        outputs: in the order of the results.
+        request: what is wanted; ``None`` if filling the outputs is all there is to do.
+        byte_offsets: role -> bytes from the address of its tensor.
+
+    Raises:
+        cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
+        CompileError: NVRTC refused a kernel.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        device: tuple[str, int],
+        inputs: Mapping[str, int],
+        outputs: Iterable[Output],
+        request: Request | None,
+        byte_offsets: Mapping[str, int] | None = None,
+    ) -> None:
+        kind, self._index = device
+        self._on_cpu = kind == "cpu"
+        like = values[0]
+        offsets = byte_offsets or {}
+        self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
+        self._outputs = [_output(like, output) for output in outputs]
+        self._unordered = [
+            at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
+        ]
+        self.plan: Plan | None = None
+        self._workspace: Callable[[], Any] | None = None
+        self._geometry: Geometry | None = None
+        if request is not None:
+            self.plan = _built(request, CPU if self._on_cpu else cuda_target(self._index))
+            self._geometry = self.plan.geometry
+            size = self.plan.workspace_size
+            if size:
+                self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
+
+    def __call__(self, values: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
+        """Runs the plan on tensors that look like the first call's.
+
+        Args:
+            addresses: of ``values``.
+
+        Returns:
+            The outputs, those that were made in the framework of the first tensor.
+        """
+        like = values[0]
+        pointers = {role: addresses[at] + offset for role, at, offset in self._inputs}
+        buffers = []
+        for role, given, allocate, filling in self._outputs:
+            if allocate is None:
+                buffer = values[given]
+                if role is not None:
+                    pointers[role] = addresses[given]
+            else:
+                buffer = allocate()
+                if role is not None:
+                    pointers[role] = address(buffer)
+            if filling is not None:
+                assign(buffer, filling)
+            buffers.append(buffer)
+        if self.plan is not None:
+            stream = 0 if self._on_cpu else current_stream((like,), self._index)
+            if self._unordered:
+                order_before([values[at] for at in self._unordered], stream)
+            if self._on_cpu:
+                self._check_lengths(pointers)
+            if self._workspace is None:
+                self.plan.execute(pointers, 0, stream)
+            else:
+                # Freed as it was made, in the order of the stream.
+                scratch = self._workspace()
+                self.plan.execute(pointers, address(scratch), stream)
+        return [
+            buffer if made is None else to_caller(buffer, like)
+            for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
+        ]
+
+    def _check_lengths(self, pointers: Mapping[str, int]) -> None:
+        """Refuses cumulative lengths, in host memory, that leave the tensors."""
+        geometry = self._geometry
+        assert geometry is not None
+        bounds = {
+            "cu_seqlens_q": geometry.most_tokens_q,
+            "cu_seqlens_kv": geometry.most_tokens_kv,
+        }
+        for role, bound in bounds.items():
+            if role not in pointers:
+                continue
+            spec = geometry.tensors[role]
+            numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
+            memory = np.ctypeslib.as_array(numbers)
+            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > (bound or 0):
+                raise InvalidArgumentError(
+                    f"{spec.name}: expected numbers that never fall, from 0 to at most {bound}, "
+                    f"the tokens there are, got {memory.tolist()}."
+                )
+
+
+def _output(
+    like: Any, output: Output
+) -> tuple[str | None, int, Callable[[], Any] | None, float | None]:
+    """Role, position of the caller's memory, what makes memory, and what fills it."""
+    if output.given is not None:
+        return output.role, output.given.position, None, output.fill
+    make = allocator(like, output.shape, compact_strides(output.shape), output.dtype)
+    return output.role, -1, make, output.fill
+
+
+def _built(request: Request, target: Target) -> Plan:
+    problem, geometry = request.problem, request.geometry
+    kind = select(problem, geometry, target, settings().engine)[0]
+    plan = kind(problem, geometry, target)
+    plan.build()
+    log(2, f"{problem.direction.value} call on {target}: {plan.name}")
+    return plan
