@@ -12,7 +12,7 @@ import numpy as np
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.errors import InvalidVariantPackError
 from dlattn.plans.cuda import MOST_BLOCKS_YZ, KernelLaunch
-from dlattn.plans.direct import DirectPlan, direct_source, is_wide, lanes_of, unit_size
+from dlattn.plans.direct import DirectPlan, direct_source, has_wide_rows, lanes_of, unit_size
 from dlattn.plans.params import LengthRef, TensorRef
 from dlattn.problem import TensorSpec
 from dlattn.problem.score import Array
@@ -209,7 +209,9 @@ class Append(DirectPlan):
         turned = rotary_dim if interleaved else rotary_dim // 2
         columns = [spec.dim[3] for spec in rows]
         wide = (
-            self.wide and all(map(is_wide, rows)) and not any(n % unit for n in (*columns, turned))
+            self.wide
+            and all(map(has_wide_rows, rows))
+            and not any(n % unit for n in (*columns, turned))
         )
         lanes = lanes_of(max(columns), unit_size(wide, element))
         source = direct_source(

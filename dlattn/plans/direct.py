@@ -15,6 +15,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.cuda import KernelLaunch
 from dlattn.plans.host import host_array
 from dlattn.problem import TensorSpec
+from dlattn.problem.layout import WIDEST_ACCESS, is_wide
 from dlattn.problem.score import Array
 from dlattn.runtime import jit
 from dlattn.runtime.launch import Launch, device_guard
@@ -24,14 +25,11 @@ from dlattn.runtime.target import Target, cuda_device_count
 #: ptxas has barriers for.
 _WARP, _FEWEST = 32, 4
 
-#: What the widest access moves, in bytes.
-_WIDEST = 16
-
 
 class DirectPlan(ABC):
     """One function for tensors of certain shapes, strides and types on one device.
 
-    Life as of :class:`dlattn.plans.base.Plan`, without a workspace.
+    Life as of :class:`dlattn.plans.base.Plan`.
 
     Attributes:
         tensors: role -> spec; each role is a field of the argument, whose first member is the
@@ -87,7 +85,11 @@ class DirectPlan(ABC):
             name=kernel.source.name,
         )
 
-    def execute(self, pointers: Mapping[str, int], stream: int) -> None:
+    @property
+    def workspace_size(self) -> int:
+        return 0
+
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
         """Enqueue the work; see :meth:`dlattn.plans.base.Plan.execute`."""
         if self.target.kind == "cpu":
             tensors = self.tensors.items()
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__({threads})
 
 def unit_size(wide: bool, *types: data_type) -> int:
     """Elements that a thread moves at once: 16 bytes of each type (``cuda_src/tile/unit.cuh``)."""
-    return _WIDEST // min(map(dtypes.itemsize, types)) if wide else 1
+    return WIDEST_ACCESS // min(map(dtypes.itemsize, types)) if wide else 1
 
 
 def lanes_of(columns: int, unit: int) -> int:
@@ -132,8 +134,6 @@ def lanes_of(columns: int, unit: int) -> int:
     return min(_WARP, 1 << (units - 1).bit_length())
 
 
-def is_wide(spec: TensorSpec) -> bool:
+def has_wide_rows(spec: TensorSpec) -> bool:
     """Whether every row of a tensor is aligned for the widest access if its first one is."""
-    item = dtypes.itemsize(spec.dtype)
-    steps = [s for n, s in zip(spec.dim[:-1], spec.stride[:-1], strict=True) if n > 1]
-    return all(step * item % _WIDEST == 0 for step in steps)
+    return is_wide(spec.dim, spec.stride, spec.dtype, WIDEST_ACCESS, ragged=False)

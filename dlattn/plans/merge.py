@@ -9,7 +9,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.plans.cuda import MOST_BLOCKS_YZ, KernelLaunch
-from dlattn.plans.direct import DirectPlan, direct_source, is_wide, lanes_of, unit_size
+from dlattn.plans.direct import DirectPlan, direct_source, has_wide_rows, lanes_of, unit_size
 from dlattn.problem import TensorSpec
 from dlattn.problem.score import Array
 from dlattn.runtime.target import Target
@@ -94,7 +94,9 @@ class MergeStates(DirectPlan):
         batch, outer, inner, head_dim = o.dim
         types = (o.dtype, others.dtype)
         rows = (self.tensors[role] for role in ("o_first", "o_other", "o"))
-        wide = self.wide and head_dim % unit_size(True, *types) == 0 and all(map(is_wide, rows))
+        wide = (
+            self.wide and head_dim % unit_size(True, *types) == 0 and all(map(has_wide_rows, rows))
+        )
         lanes = lanes_of(head_dim, unit_size(wide, *types))
         source = direct_source(
             "merge_states",

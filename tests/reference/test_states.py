@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn
-from dlattn.errors import InvalidVariantPackError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from tests.libraries import Library
 from tests.states import States, check_states
 from tests.strategies import states as random_states
@@ -78,11 +78,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one of two": ({"lse2": None}, "o2 and lse2 are given together"),
     "layout": ({"layout": "sbhd"}, "layout: expected one of"),
     "another layout's": ({"layout": "bhsd"}, r"lse1: expected shape \(2, 5, 3\)"),
-    "shape": ({"o2": O[:, :4]}, r"o2: expected shape \(2, 5, 3, 8\), got \(2, 4, 3, 8\)"),
-    "type": ({"o1": O.astype(np.int32)}, "o1: expected HALF or BFLOAT16 or FLOAT"),
-    "type of sums": ({"lse2": LSE.astype(np.float16)}, "lse2: expected FLOAT"),
-    "columns": ({"o1": O.repeat(2, axis=3)[..., ::2]}, "o1: expected 1 as the stride"),
-    "backwards": ({"o1": O[::-1]}, "o1: expected no negative strides"),
+    "shape": ({"o2": O[:, :4]}, r"o2: expected shape \(2, 5, 3, 8\), .* got \(2, 4, 3, 8\)"),
+    "type": ({"o1": O.astype(np.int32)}, "o1: expected elements of HALF or"),
+    "type of sums": ({"lse2": LSE.astype(np.float16)}, "lse2: expected elements of FLOAT"),
+    "columns": ({"o1": O.repeat(2, axis=3)[..., ::2]}, "o1: expected a stride of 1"),
+    "backwards": ({"o1": O[::-1]}, "o1: expected no negative stride"),
     "no tensor": ({"o2": "o"}, "o2: Expected a tensor"),
     "dimensions": ({"o1": O[0, 0]}, "o1: expected the dimensions of layout 'bshd'"),
     "too many": ({"layout": "thd"}, "o1: expected the dimensions of layout 'thd'"),
@@ -99,7 +99,7 @@ def test_refusals(name: str) -> None:
     """What cannot be merged is refused by the argument's name."""
     changes, message = REFUSED[name]
     given = {"o1": O, "lse1": LSE, "o2": O, "lse2": LSE, **changes}
-    with pytest.raises(InvalidVariantPackError, match=message):
+    with pytest.raises(InvalidArgumentError, match=message):
         dlattn.merge_states(**given)
 
 
