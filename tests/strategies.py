@@ -221,6 +221,27 @@ def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
+def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
+    """Cases that ``dlattn.attention`` has arguments for."""
+    case = draw(cases(profile))
+    return replace(
+        case,
+        scale_as="value",
+        alibi=draw(st.sampled_from((None, "H", "BH"))) if case.alibi else None,
+        blocks=None,
+        d_bias=None,
+        page_k=None,
+        page_v=None,
+        ragged=(),
+        stats=case.stats and ("float64" if case.dtype == "float64" else "float32"),
+        row_outputs=(),
+        deterministic=False,
+        dropout=case.dropout if case.is_random else None,
+        rng_dump=False,
+    )
+
+
+@st.composite
 def states(draw: st.DrawFn) -> States:
     """Calls of ``merge_states``."""
     layout = draw(st.sampled_from(("bshd", "bhsd", "thd")))

@@ -80,7 +80,8 @@ class Argument:
         Raises:
             InvalidArgumentError: its stride is not 1.
         """
-        if self.shape and self.shape[-1] > 1 and self.stride[-1] != 1:
+        # Without elements, NumPy's strides are 0.
+        if self.shape and 0 not in self.shape and self.shape[-1] > 1 and self.stride[-1] != 1:
             raise InvalidArgumentError(
                 f"{self.name}: expected a stride of 1 for the last dimension, got strides "
                 f"{self.stride}; pass a contiguous copy."
@@ -108,7 +109,7 @@ class Argument:
                 f"{self.name}: it is written to, but its framework made it read-only; pass a "
                 "writable tensor, or leave it out."
             )
-        if overlaps(self.shape, self.stride):
+        if 0 not in self.shape and overlaps(self.shape, self.stride):
             raise InvalidArgumentError(
                 f"{self.name}: it is written to, but with shape {self.shape} and strides "
                 f"{self.stride} elements may share an address; pass a tensor without overlap."

@@ -11,6 +11,7 @@ from dlattn.problem import (
     PAGE_TABLES,
     Alibi,
     Band,
+    Bias,
     Direction,
     Dropout,
     Edit,
@@ -37,6 +38,7 @@ class Request:
             distance.
         bottom_right: the diagonal ends in the bottom right corner.
         softcap: bound of the scores; ``None`` is none.
+        bias: how the bias lies in memory, if there is one.
         dropout: how probabilities are dropped; ``None`` when none is.
         numbers: what else a geometry has of dropout, such as ``dropout_p``.
         flash_stats, deterministic: as of a :class:`dlattn.problem.Problem`.
@@ -50,6 +52,7 @@ class Request:
     window: tuple[int | None, int | None] = (None, None)
     bottom_right: bool = True
     softcap: float | None = None
+    bias: Bias | None = None
     dropout: Dropout | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
     flash_stats: bool = False
@@ -112,6 +115,8 @@ class Request:
         edits: list[Edit] = [Scale(positive=self.attn_scale > 0)]
         if self.softcap is not None:
             edits.append(SoftCap())
+        if self.bias is not None:
+            edits.append(self.bias)
         if "alibi_slopes" in self.tensors:
             edits.append(Alibi(symmetric=True))
         return tuple(edits)

@@ -17,7 +17,6 @@ from dlattn.problem import (
     PAGE_TABLES,
     Alibi,
     Band,
-    Bias,
     BlockMask,
     Direction,
     Dropout,
@@ -32,7 +31,14 @@ from dlattn.problem import (
     SoftCap,
     TensorSpec,
 )
-from dlattn.problem.layout import FARTHEST, IO_ROLES, WIDEST_ACCESS, canonical_stride, is_wide
+from dlattn.problem.layout import (
+    FARTHEST,
+    IO_ROLES,
+    WIDEST_ACCESS,
+    bias_edit,
+    canonical_stride,
+    is_wide,
+)
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.target import Target
 
@@ -147,18 +153,11 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     if node.softcap is not None:
         edits.append(SoftCap())
     if "bias" in tensors:
-        edits.append(_bias(tensors["bias"].attributes, seq_q=tensors["q"].attributes.dim[2]))
+        it, seq_q = tensors["bias"].attributes, tensors["q"].attributes.dim[2]
+        edits.append(bias_edit(it.dim, it.stride, it.dtype, it.alignment, seq_q))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
-
-
-def _bias(it: Attributes, seq_q: int) -> Bias:
-    contiguous = _is_contiguous(it)
-    is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
-    has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
-    aligned = is_short and contiguous and has_rows and _is_wide(it)
-    return Bias(it.dtype, contiguous, aligned)
 
 
 def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dlattn.dtypes import data_type, itemsize
+from dlattn.problem.score import Bias
 
 #: Roles whose element type is the problem's, and which kernels move in wide accesses.
 IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
@@ -46,3 +47,19 @@ def is_wide(
     sizes, steps = dim[first:-1], stride[first:-1]
     used = [s * itemsize(dtype) for d, s in zip(sizes, steps, strict=True) if d > 1]
     return all(offset % WIDEST_ACCESS == 0 for offset in (*used, alignment))
+
+
+def bias_edit(
+    dim: tuple[int, ...], stride: tuple[int, ...], dtype: data_type, alignment: int, seq_q: int
+) -> Bias:
+    """How a bias of (B, H, S_q, S_kv), any of them 1, lies in memory.
+
+    Args:
+        alignment: of its address, in bytes.
+        seq_q: queries of the call.
+    """
+    contiguous = dim[3] > 1 and stride[3] == 1
+    is_short = dtype in (data_type.HALF, data_type.BFLOAT16)
+    has_rows = dim[2] == seq_q and (seq_q == 1 or stride[2] != 0)
+    aligned = is_short and contiguous and has_rows and is_wide(dim, stride, dtype, alignment, False)
+    return Bias(dtype, contiguous, aligned)
