@@ -67,8 +67,8 @@ struct Append {
   DLATTN_DEVICE static int lane() { return threadIdx.x % lanes; }
 
   DLATTN_DEVICE int cached(int b) const {
-    return p.cache_seqlens.data == nullptr ? p.cached_tokens
-                                           : p.cache_seqlens.at(b, p.pages.capacity());
+    if (p.cache_seqlens.data != nullptr) return p.cache_seqlens.at(b, p.pages.capacity());
+    return least(most(p.cached_tokens, 0), p.pages.capacity());
   }
 
   DLATTN_DEVICE void copy(Element* g_to, const Element* g_from, int first, int columns) const {

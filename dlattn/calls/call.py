@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.plans.base import Plan
-from dlattn.plans.direct import DirectPlan
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
@@ -61,6 +60,15 @@ class Output:
         return compact_strides(self.shape) if self.given is None else self.given.stride
 
 
+class Runnable(Protocol):
+    """A plan, or what else can be built and run as one."""
+
+    @property
+    def workspace_size(self) -> int: ...
+    def build(self) -> None: ...
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None: ...
+
+
 class Call:
     """What a function does for all calls that look alike.
 
@@ -85,7 +93,7 @@ class Call:
         device: tuple[str, int],
         inputs: Mapping[str, int],
         outputs: Iterable[Output],
-        request: Request | DirectPlan | None,
+        request: Request | Runnable | None,
         byte_offsets: Mapping[str, int] | None = None,
     ) -> None:
         kind, self._index = device
@@ -97,18 +105,17 @@ class Call:
         self._unordered = [
             at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
         ]
-        self.plan: Plan | DirectPlan | None = None
+        self.plan: Runnable | None = None
         self._workspace: Callable[[], Any] | None = None
         self._geometry: Geometry | None = None
-        if isinstance(request, DirectPlan):
+        if isinstance(request, Request):
+            plan = built(request, CPU if self._on_cpu else cuda_target(self._index))
+            self.plan, self._geometry = plan, plan.geometry
+        elif request is not None:
             self.plan = request
             self.plan.build()
-        elif request is not None:
-            self.plan = _built(request, CPU if self._on_cpu else cuda_target(self._index))
-            self._geometry = self.plan.geometry
-            size = self.plan.workspace_size
-            if size:
-                self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
+        if self.plan is not None and (size := self.plan.workspace_size):
+            self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
 
     def __call__(self, values: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
         """Runs the plan on tensors that look like the first call's.
@@ -183,7 +190,8 @@ def _output(
     return output.role, -1, make, output.fill
 
 
-def _built(request: Request, target: Target) -> Plan:
+def built(request: Request, target: Target) -> Plan:
+    """The best plan for a request, ready to run."""
     problem, geometry = request.problem, request.geometry
     kind = select(problem, geometry, target, settings().engine)[0]
     plan = kind(problem, geometry, target)

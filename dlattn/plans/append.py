@@ -123,8 +123,9 @@ class Append(DirectPlan):
         table: (B, pages_per_sequence * split), int32, written: ``pages``, of smaller pages.
         k_offsets, v_offsets: (B + 1), int64, written: where the first token of each sequence is.
 
-    Args:
-        cached_tokens: where ``cache_seqlens`` is absent, rows before the new tokens.
+        cached_tokens: int32, by value: in the place of ``cache_seqlens``, the same of all.
+
+    Without ``cache_seqlens`` and ``cached_tokens``, and without new tokens, all rows are cached.
     """
 
     name = "append"
@@ -137,12 +138,10 @@ class Append(DirectPlan):
         *,
         batch: int,
         cache: Cache,
-        cached_tokens: int = 0,
         rotation: Rotation | None = None,
     ) -> None:
         self.batch = batch
         self.cache = cache
-        self.cached_tokens = cached_tokens
         self.rotation = rotation
         super().__init__(tensors, target, wide)
 
@@ -176,7 +175,7 @@ class Append(DirectPlan):
             split=cache.split,
             page_step=cache.page_step,
             batch=self.batch,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=cache.capacity,
             new_tokens=self._new_tokens,
             seq_q=self._dim("q", 2),
             heads_k=self._dim("k_cache", 1),
@@ -232,9 +231,11 @@ class Append(DirectPlan):
     # In NumPy ---------------------------------------------------------------------------------
 
     def on_host(self, arrays: Mapping[str, Array]) -> None:
-        cached = self._lengths(arrays.get("cache_seqlens"), self.cached_tokens)
+        cached = self._lengths(
+            arrays.get("cache_seqlens", arrays.get("cached_tokens")), self.cache.capacity
+        )
         padding = self._lengths(arrays.get("leftpad"), 0)
-        numbers = self._numbers(arrays.get("pages"))
+        numbers = self._page_numbers(arrays.get("pages"))
         new = self._new_tokens
         if (cached + new > self.cache.capacity).any():
             raise InvalidVariantPackError(
@@ -252,9 +253,10 @@ class Append(DirectPlan):
     def _lengths(self, given: Array | None, otherwise: int) -> Array:
         if given is None:
             return np.full(self.batch, otherwise, np.int64)
-        return np.clip(given.astype(np.int64), 0, self.cache.capacity)
+        numbers = np.broadcast_to(given.reshape(-1).astype(np.int64), self.batch)
+        return np.clip(numbers, 0, self.cache.capacity)
 
-    def _numbers(self, table: Array | None) -> Array:
+    def _page_numbers(self, table: Array | None) -> Array:
         """(B, pages_per_sequence), -1 where there is no page."""
         if table is None:
             table = np.arange(self.batch).reshape(-1, 1)

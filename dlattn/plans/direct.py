@@ -33,7 +33,7 @@ class DirectPlan(ABC):
 
     Attributes:
         tensors: role -> spec; each role is a field of the argument, whose first member is the
-            address.
+            address, or of what is by value an int32 number.
         wide: every address is a multiple of 16 bytes.
     """
 
@@ -47,7 +47,13 @@ class DirectPlan(ABC):
         kind = type(self._argument)
         self._slots = [
             (role, ctypes.c_uint64.from_buffer(self._argument, getattr(kind, role).offset))
-            for role in tensors
+            for role, spec in tensors.items()
+            if not spec.by_value
+        ]
+        self._numbers = [
+            (role, ctypes.c_int32.from_buffer(self._argument, getattr(kind, role).offset))
+            for role, spec in tensors.items()
+            if spec.by_value
         ]
         self._lock = Lock()
         self._launch: Launch | None = None
@@ -99,6 +105,8 @@ class DirectPlan(ABC):
         with self._lock, self._guard:
             for role, slot in self._slots:
                 slot.value = pointers[role]
+            for role, number in self._numbers:
+                number.value = ctypes.c_int32.from_address(pointers[role]).value
             self._launch(stream)
 
 
