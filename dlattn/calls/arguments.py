@@ -80,7 +80,7 @@ class Argument:
         Raises:
             InvalidArgumentError: its stride is not 1.
         """
-        if self.shape and self.shape[-1] > 1 and self.stride[-1] != 1:
+        if 0 not in self.shape and self.shape[-1:] != (1,) and self.stride[-1:] != (1,):
             raise InvalidArgumentError(
                 f"{self.name}: expected a stride of 1 for the last dimension, got strides "
                 f"{self.stride}; pass a contiguous copy."
@@ -108,7 +108,7 @@ class Argument:
                 f"{self.name}: it is written to, but its framework made it read-only; pass a "
                 "writable tensor, or leave it out."
             )
-        if overlaps(self.shape, self.stride):
+        if 0 not in self.shape and overlaps(self.shape, self.stride):
             raise InvalidArgumentError(
                 f"{self.name}: it is written to, but with shape {self.shape} and strides "
                 f"{self.stride} elements may share an address; pass a tensor without overlap."
@@ -153,7 +153,7 @@ def packed_spec(it: Laid, letters: str, batch: int, longest: int) -> TensorSpec:
     plain = plain_spec(it, letters)
     (_, heads, _, columns), (_, head, _, column) = plain.dim, plain.stride
     # Which matters even where no sequence has two tokens.
-    row = it.stride[letters.index("s")]
+    row = it.stride[letters.index("s")] if plain.dim[2] > 1 else columns
     dim, stride = (batch, heads, longest, columns), (0, head, row, column)
     return TensorSpec(it.name, dim, stride, it.dtype, ragged=True)
 
