@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
+from tests.flash import FlashCase
 from tests.states import States
 
 #: Mostly those that every kernel has.
@@ -265,3 +266,53 @@ def states(draw: st.DrawFn) -> States:
         empty=draw(st.sampled_from((0.0, 0.2, 1.0))),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
+
+
+@st.composite
+def flash_cases(
+    draw: st.DrawFn, profile: str = "cpu", packed: bool = False, **fixed: Any
+) -> FlashCase:
+    """Any call of FlashAttention's functions; ``fixed`` pins fields."""
+    sizes = PROFILES[profile]
+    batch = draw(st.integers(1, 3))
+    heads = draw(st.sampled_from(sizes.heads))
+    used, page = draw(st.booleans()), None
+    length = st.sampled_from((*sizes.edges, 0, 1)) | st.integers(0, sizes.longest)
+    if packed or used:
+        lens_q, lens_k = (draw(st.tuples(*[length] * batch)) for _ in range(2))
+    else:
+        lens_q, lens_k = ((draw(length),) * batch for _ in range(2))
+    if packed:
+        page = draw(st.sampled_from((None, None, None, *_PAGE_SIZES)))
+    head_size = draw(st.sampled_from((*HEAD_DIMS[::8], 64, 128)) | st.integers(1, 256))
+    layout = draw(st.sampled_from(("plain", "plain", "of more heads", "heads first", "odd")))
+    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
+    causal, alibi = draw(st.booleans()), draw(st.sampled_from((None, None, "H", "BH")))
+    case = FlashCase(
+        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
+        heads=heads,
+        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
+        head_size=head_size,
+        head_size_v=draw(st.just(head_size) | st.just(head_size) | st.integers(1, 256)),
+        lens_q=lens_q,
+        lens_k=lens_k,
+        packed=packed,
+        used=used,
+        page=page,
+        slack=draw(st.integers(0, 3)) if packed else 0,
+        more=draw(st.sampled_from((0, 0, 5))),
+        causal=causal,
+        left=draw(bound),
+        right=draw(bound),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
+        alibi=alibi,
+        scale=draw(st.sampled_from((None, None, 0.5, -0.2, 0.0))),
+        sinks=draw(st.sampled_from((False, False, True))),
+        given=draw(st.booleans()),
+        zero_tensors=draw(st.booleans()),
+        deterministic=layout != "odd" and draw(st.booleans()),
+        layout=layout,
+        logits=draw(st.sampled_from((1.0, 1.0, 0.01, 10.0))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    return replace(case, **fixed)

@@ -80,8 +80,7 @@ class Argument:
         Raises:
             InvalidArgumentError: its stride is not 1.
         """
-        # Without elements, NumPy's strides are 0.
-        if self.shape and 0 not in self.shape and self.shape[-1] > 1 and self.stride[-1] != 1:
+        if 0 not in self.shape and self.shape[-1:] != (1,) and self.stride[-1:] != (1,):
             raise InvalidArgumentError(
                 f"{self.name}: expected a stride of 1 for the last dimension, got strides "
                 f"{self.stride}; pass a contiguous copy."
@@ -154,7 +153,7 @@ def packed_spec(it: Laid, letters: str, batch: int, longest: int) -> TensorSpec:
     plain = plain_spec(it, letters)
     (_, heads, _, columns), (_, head, _, column) = plain.dim, plain.stride
     # Which matters even where no sequence has two tokens.
-    row = it.stride[letters.index("s")]
+    row = it.stride[letters.index("s")] if plain.dim[2] > 1 else columns
     dim, stride = (batch, heads, longest, columns), (0, head, row, column)
     return TensorSpec(it.name, dim, stride, it.dtype, ragged=True)
 

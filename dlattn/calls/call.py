@@ -42,14 +42,15 @@ class Output:
         role: of the plan's tensors; ``None`` for a result that no kernel writes.
         shape, dtype: of memory that the call makes, without gaps.
         given: the caller's memory, in place of that.
-        fill: what it holds before the plan runs; ``None`` is anything.
+        fill: what it holds before the plan runs: a number, or that of each head, (H,), in results of
+            shape (..., H, S); ``None`` is anything.
     """
 
     role: str | None
     shape: tuple[int, ...]
     dtype: data_type
     given: Argument | None = None
-    fill: float | None = None
+    fill: float | Argument | None = None
 
     @property
     def name(self) -> str:
@@ -139,6 +140,8 @@ class Call:
                 if role is not None:
                     pointers[role] = address(buffer)
             if filling is not None:
+                if isinstance(filling, Argument):
+                    filling = values[filling.position].reshape(-1, 1)
                 assign(buffer, filling)
             buffers.append(buffer)
         if self.plan is not None:
@@ -182,7 +185,7 @@ class Call:
 
 def _output(
     like: Any, output: Output
-) -> tuple[str | None, int, Callable[[], Any] | None, float | None]:
+) -> tuple[str | None, int, Callable[[], Any] | None, float | Argument | None]:
     """Role, position of the caller's memory, what makes memory, and what fills it."""
     if output.given is not None:
         return output.role, output.given.position, None, output.fill

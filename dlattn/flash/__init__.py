@@ -5,13 +5,16 @@
 graphs run: CUDA kernels, or for tensors in host memory the NumPy reference engine.
 
 Tensors are ``(batch, seqlen, heads, head_size)``, or packed, ``(total, heads, head_size)``. Heads
-of k and v divide those of q: query head h reads head ``h // (heads / heads_k)``. Masks are aligned to
-the bottom right corner: query i of a sequence of sq queries and sk keys attends to the keys from
+of k and v divide those of q: query head h reads head ``h // (heads / heads_k)``. Masks are aligned
+to the bottom right corner: query i of a sequence of sq queries and sk keys attends to the keys from
 ``i + sk - sq - window_size_left`` to ``i + sk - sq + window_size_right``, both included; negative
 sizes are no bound. A query that attends to nothing has an output of 0 and, as in FlashAttention-2,
 a ``softmax_lse`` of **+inf** (FlashAttention-3's and cuDNN's is -inf; backwards here read both).
 """
 
+from dlattn.flash.backward import mha_bwd as mha_bwd
+from dlattn.flash.backward import mha_varlen_bwd as mha_varlen_bwd
 from dlattn.flash.forward import mha_fwd as mha_fwd
+from dlattn.flash.forward import mha_varlen_fwd as mha_varlen_fwd
 
-__all__ = ["mha_fwd"]
+__all__ = ["mha_bwd", "mha_fwd", "mha_varlen_bwd", "mha_varlen_fwd"]

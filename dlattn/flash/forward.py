@@ -1,30 +1,41 @@
-"""``mha_fwd``: FlashAttention's forward over sequences of one length."""
+"""``mha_fwd`` and ``mha_varlen_fwd``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import admit
+from dlattn.calls.arguments import Argument, Laid, are_aligned
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
-from dlattn.flash.dropout import dropout_of
+from dlattn.flash.dropout import drawn_state, dropout_of, no_state, state_roles, unused
+from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
-    ROW_OPTIONS,
-    check_chunk,
+    Options,
     check_output,
     dense_layout,
     element_type,
-    row_options,
+    named,
+    packed_layout,
+    padded_size,
+    role_options,
     scale_of,
     softcap_of,
     window_of,
 )
 from dlattn.problem import Direction
+from dlattn.runtime.tensors import assign, padded
 
 Results = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+
+#: The tensors of each function, in the order of its calls.
+_DENSE = ("q", "k", "v", "out_", "alibi_slopes_", "seqused_q", "seqused_k", "sinks", "philox_seed")
+_STATE = _DENSE.index("philox_seed")
+_PACKED = (*_DENSE, "cu_seqlens_q", "cu_seqlens_k", "block_table_")
 
 
 @dataclass(frozen=True)
@@ -32,14 +43,14 @@ class Forward:
     """What a forward does for all calls that look alike.
 
     Attributes:
-        call: gives out and softmax_lse.
-        pads: the head size that q, k and v must be padded to first; else 0.
-        rest: the philox state, the unused offset, and debug_softmax, of a call without dropout.
+        call: gives out and softmax_lse; ``None`` if q, k and v must be padded first.
+        state: the philox state, if nothing is dropped.
+        rest: what follows that.
     """
 
     call: Call | None
-    pads: int
-    rest: tuple[Any, Any, Any]
+    state: Any = None
+    rest: tuple[Any, ...] = ()
 
 
 def mha_fwd(
@@ -64,91 +75,219 @@ def mha_fwd(
     pack_gqa: bool | None = None,
     attention_chunk: int = 0,
 ) -> Results:
-    """Attention of sequences of one length.
+    """Attention of sequences of one length (PyTorch's ``flash_api.h``).
 
     Args:
-        q: (batch_size, seqlen_q, num_heads, head_size).
-        k, v: (batch_size, seqlen_k, num_heads_k, head_size).
+        q: (batch_size, seqlen_q, num_heads, head_size), fp16 or bf16, in host memory fp32 and fp64
+            too; as all tensors with a stride of 1 in the last dimension, and any other strides.
+        k: (batch_size, seqlen_k, num_heads_k, head_size).
+        v: (batch_size, seqlen_k, num_heads_k, head_size), or with a head_size of its own.
+        out_: memory for the output; ``None`` makes it.
+        alibi_slopes_: fp32, (num_heads,) or (batch_size, num_heads): scores get
+            ``-slope * |i + seqlen_k - seqlen_q - j|``. With a causal mask FlashAttention-2 adds
+            ``slope * j``: the same output, and a softmax_lse that differs by a number of the row.
+        p_dropout: 0; there is no dropout yet.
+        softmax_scale: of the scores; ``None`` is ``1 / sqrt(head_size)``.
+        is_causal: a ``window_size_right`` of 0.
+        window_size_left, window_size_right: how many keys before and after the diagonal, which ends
+            in the bottom right corner, a query attends to; -1 is no bound. As in FlashAttention-2,
+            a size from seqlen_k on is none either, and with a left bound alone the right one is
+            seqlen_k.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before slopes; 0 is none.
+        return_softmax: only with dropout.
+        gen_: of dropout: a ``torch.Generator``, a seed, (seed, offset), or ``None``.
+        seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
+            of the output are 0, of softmax_lse +inf.
+        sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
+        num_splits, pack_gqa: hints, which change no result; dlattn decides itself.
+        attention_chunk: 0; others are refused.
+
+    Returns:
+        out, like q; q, k and v, padded where the head size is no multiple of 8; softmax_lse, fp32,
+        (batch_size, num_heads, seqlen_q), +inf where nothing is attended; the philox state, two
+        64-bit integers; an unused tensor; and debug_softmax, empty. The last three are shared by
+        calls.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or contradicts another.
+        cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
-    tensors = (q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks)
-    forward, addresses = _DENSE.find(
-        tensors,
-        (
-            *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
-            *(return_softmax, attention_chunk),
-        ),
+    state = _state(gen_, q, q) if p_dropout else None
+    tensors = (q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks, state)
+    options = (
+        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
+        *(return_softmax, attention_chunk),
     )
-    assert forward.call is not None
-    out, lse = forward.call(tensors, addresses)
-    return (out, q, k, v, lse, *forward.rest)
+    return _run(_dense_calls, tensors, options)
 
 
-def _prepare_dense(
+def mha_varlen_fwd(
     q: Any,
     k: Any,
     v: Any,
     out_: Any,
-    alibi_slopes_: Any,
-    seqused_q: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
     seqused_k: Any,
-    sinks: Any,
-    p_dropout: Any,
-    softmax_scale: Any,
-    is_causal: Any,
-    window_size_left: Any,
-    window_size_right: Any,
-    softcap: Any,
-    return_softmax: Any,
-    attention_chunk: Any,
+    block_table_: Any,
+    alibi_slopes_: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    p_dropout: float = 0.0,
+    softmax_scale: float | None = None,
+    zero_tensors: bool = False,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    return_softmax: bool = False,
+    gen_: Any = None,
+    *,
+    seqused_q: Any = None,
+    sinks: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    attention_chunk: int = 0,
+) -> Results:
+    """Attention of packed sequences, or of packed queries on keys in pages.
+
+    Arguments that are not listed are those of :func:`mha_fwd`.
+
+    Args:
+        q: (total_q, num_heads, head_size).
+        k, v: (total_k, num_heads_k, head_size); in pages, (num_blocks, page_size, num_heads_k,
+            head_size), with a page_size of any power of two.
+        out_: like q.
+        cu_seqlens_q: int32, (batch_size + 1,), contiguous: where sequences begin in q, and where
+            the last one ends.
+        cu_seqlens_k: the same of k and v; of keys in pages only the differences count, and with
+            seqused_k nothing.
+        seqused_k, seqused_q: int32, (batch_size,): how many rows of each sequence count.
+        block_table_: int32, (batch_size, max_num_blocks_per_seq): the pages of each sequence.
+        max_seqlen_q, max_seqlen_k: no sequence counts as longer. Windows are compared with
+            max_seqlen_k.
+        zero_tensors: rows of out and softmax_lse that belong to no sequence are 0 and -inf, and not
+            whatever was there.
+
+    Returns:
+        As :func:`mha_fwd`, softmax_lse as (num_heads, total_q).
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or contradicts another; in host memory,
+            cu_seqlens fall, or leave the tensors. (On a device, no sequence leaves the tensors.)
+        InvalidVariantPackError: in host memory, a page that there is not.
+        cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
+    """
+    state = _state(gen_, q, cu_seqlens_q) if p_dropout else None
+    tensors = (
+        *(q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks, state),
+        *(cu_seqlens_q, cu_seqlens_k, block_table_),
+    )
+    options = (
+        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
+        *(return_softmax, attention_chunk, max_seqlen_q, max_seqlen_k, zero_tensors),
+    )
+    return _run(_packed_calls, tensors, options)
+
+
+def _state(generator: Any, q: Any, entries: Any) -> Any:
+    """The philox state of a call; ``None`` of what are no tensors."""
+    try:
+        batch = entries.shape[0] - (entries is not q)
+        return drawn_state(generator, q, batch * q.shape[-2])
+    except (AttributeError, IndexError):
+        return None
+
+
+def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
+    forward, addresses = calls.find(tensors, options)
+    if forward.call is None:
+        return _run_padded(calls, tensors, options)
+    out, lse = forward.call(tensors, addresses)
+    q, k, v = tensors[:3]
+    state = tensors[_STATE] if forward.state is None else forward.state
+    return out, q, k, v, lse, state, *forward.rest
+
+
+def _run_padded(
+    calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]
+) -> Results:
+    """The same of head sizes that are multiples of 8; the output is cut."""
+    q, k, v, out_, *more = tensors
+    p_dropout, softmax_scale, *others = options
+    wide = [padded(x, padded_size(x.shape[-1])) for x in (q, k, v)]
+    scale = scale_of(softmax_scale, q.shape[-1])
+    out, *rest = _run(calls, (*wide, None, *more), (p_dropout, scale, *others))
+    out = out[..., : v.shape[-1]]
+    if out_ is not None:
+        assign(out_, out)
+        out = out_
+    return (out, *rest)
+
+
+def _prepare_dense(*given: Any) -> Forward:
+    tensors, options = given[: len(_DENSE)], Options(*given[len(_DENSE) :])
+    arguments = named(_DENSE, tensors)
+    return _prepare(dense_layout(arguments), tensors, arguments, options)
+
+
+def _prepare_packed(*given: Any) -> Forward:
+    tensors, options = given[: len(_PACKED)], Options(*given[len(_PACKED) :])
+    arguments = named(_PACKED, tensors)
+    return _prepare(packed_layout(arguments, options), tensors, arguments, options)
+
+
+def _prepare(
+    layout: Layout, tensors: Sequence[Any], given: Mapping[str, Argument], options: Options
 ) -> Forward:
-    check_chunk(attention_chunk)
-    values = (q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks)
-    given = admit(
-        q=q,
-        k=k,
-        v=v,
-        out_=out_,
-        alibi_slopes_=alibi_slopes_,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        sinks=sinks,
-    )
-    layout = dense_layout(given["q"], given["k"])
+    q, k, v, out_ = given["q"], given["k"], given["v"], given.get("out_")
     dtype = element_type(given, "q", "k", "v", "out_")
-    columns_v = given["v"].shape[-1]
-    given["v"].expect_shape(
-        layout.keys(columns_v), "(batch_size, seqlen_k, num_heads_k, head_size)"
-    )
-    check_output(given.get("out_"), layout.queries(columns_v), "that of q")
-    for name in ("q", "k", "v"):
-        given[name].expect_rows()
-    window = window_of(layout, is_causal, window_size_left, window_size_right)
-    dropout, numbers = dropout_of(p_dropout, return_softmax)
-    out = Output("o", layout.queries(columns_v), dtype, given.get("out_"))
-    lse = Output("stats", layout.lse, data_type.FLOAT)
-    options = row_options(given, layout)
+    columns = v.shape[-1]
+    check_output(out_, layout.queries(columns), "that of q, of v's head_size")
+    roles, positions = role_options(given, layout)
+    dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
+    offsets: dict[str, int] = {}
+    if dropout is not None:
+        states, places, offsets = state_roles(given)
+        roles, positions = {**roles, **states}, {**positions, **places}
+    scale = scale_of(options.softmax_scale, q.shape[-1])
+    window, softcap = window_of(layout, options), softcap_of(options.softcap)
+    if padded_size(q.shape[-1]) != q.shape[-1] or padded_size(columns) != columns:
+        return Forward(None)
+    out_fill, lse_fill = _fills(layout, given, options)
+    out = Output("o", layout.queries(columns), dtype, out_, out_fill)
+    lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
+    laid: dict[str, Laid] = {"q": q, "k": k, "v": v, "o": out, "stats": lse}
     request = Request(
         Direction.FORWARD,
-        {
-            **{role: layout.spec(role, given[role]) for role in ("q", "k", "v")},
-            "o": layout.spec("o", out),
-            "stats": layout.spec("stats", lse),
-            **options,
-        },
-        attn_scale=scale_of(softmax_scale, given["q"].shape[-1]),
-        softcap=softcap_of(softcap),
+        {**{role: layout.spec(role, it) for role, it in laid.items()}, **roles},
+        attn_scale=scale,
+        window=window,
+        softcap=softcap,
         dropout=dropout,
         numbers=numbers,
         flash_stats=True,
-        aligned=all(
-            given[name].seen.ptr % 16 == 0 for name in ("q", "k", "v", "out_") if name in given
-        ),
-        window=window,
+        max_seq_kv=layout.seqlen_k if layout.paged else None,
+        most_tokens_q=layout.tokens_q,
+        most_tokens_kv=layout.most_tokens_k,
+        aligned=are_aligned(given.values()),
     )
-    inputs = {role: given[role].position for role in ("q", "k", "v")}
-    inputs |= {role: given[ROW_OPTIONS[role]].position for role in options}
-    call = Call(values, given["q"].seen.device, inputs, [out, lse], request)
-    return Forward(call, 0, (None, None, None))
+    positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
+    asked = None if layout.is_empty else request
+    call = Call(tensors, q.seen.device, positions, (out, lse), asked, offsets)
+    like = tensors[0]
+    state = no_state(like) if dropout is None else None
+    return Forward(call, state, unused(like, dtype))
 
 
-_DENSE = CallCache(_prepare_dense)
+def _fills(
+    layout: Layout, given: Mapping[str, Argument], options: Options
+) -> tuple[float | None, float | Argument | None]:
+    """What out and softmax_lse hold before a plan runs, if one does."""
+    if layout.is_empty:
+        return 0.0, given.get("sinks", inf)
+    return (0.0, -inf) if options.zero_tensors else (None, None)
+
+
+_dense_calls = CallCache(_prepare_dense)
+_packed_calls = CallCache(_prepare_packed)

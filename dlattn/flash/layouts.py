@@ -74,11 +74,15 @@ class Layout:
         return (self.batch, self.heads, -(-self.seqlen_q // DELTA_GAP) * DELTA_GAP)
 
     @property
+    def most_tokens_k(self) -> int | None:
+        """What cumulative lengths of keys must not exceed."""
+        return 2**31 - 1 if self.paged else self.tokens_k
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no query, or no key."""
         queries = self.batch * self.heads * self.seqlen_q
-        tokens = 1 if self.tokens_q is None else self.tokens_q
-        return 0 in (queries, tokens, self.seqlen_k)
+        return 0 in (queries, self.tokens_q, self.tokens_k, self.seqlen_k)
 
     def window(self, is_causal: bool, left: int, right: int) -> tuple[int | None, int | None]:
         """FlashAttention-2's window: how far before and after the diagonal keys may be.

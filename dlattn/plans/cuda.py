@@ -21,7 +21,7 @@ from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.runtime import jit
-from dlattn.runtime.frameworks import to_device
+from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Launch, clear, device_guard
 from dlattn.runtime.target import Target, cuda_device_count
 

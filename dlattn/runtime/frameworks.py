@@ -6,6 +6,7 @@ No framework is imported on its own account: by the time one of its tensors come
 from __future__ import annotations
 
 import re
+import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
+from dlattn.runtime.buffers import cuda_ordinal, empty_cupy, empty_numpy, wait_for
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
     TensorView,
@@ -80,11 +82,31 @@ class Framework(ABC):
         obj[...] = value
 
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
-        """See :func:`padded`; widths are NumPy's."""
+        """See :func:`padded`; widths are NumPy's, and the copy is contiguous."""
         raise InvalidArgumentError(
             f"A {type(obj).__module__}.{type(obj).__qualname__} cannot be padded from here; pass "
             "one whose last dimension is a multiple of 8."
         )
+
+    def on_device(self, array: Any, like: Any) -> Any:
+        """See :func:`on_device`."""
+        buffer = self.empty(
+            like,
+            array.shape,
+            element_strides(array.strides, array.itemsize),
+            ELEMENT_TYPES[array.dtype],
+        )
+        self.assign(buffer, array) if isinstance(buffer, np.ndarray) else buffer.set(array)
+        return self.from_buffer(buffer, like)
+
+    def draw(self, like: Any, generator: Any, count: int) -> tuple[int, int]:
+        """See :func:`draw`."""
+        if generator is not None:
+            raise InvalidArgumentError(
+                f"Expected a seed, a pair of seed and offset, or None as the generator of "
+                f"{self.name} tensors, got {generator!r:.100}."
+            )
+        return secrets.randbits(63), 0
 
     def order_before(self, obj: Any, stream: int) -> None:
         """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
@@ -162,7 +184,26 @@ class _Torch(Framework):
         obj.detach()[...] = value
 
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
-        return self._torch.nn.functional.pad(obj.detach(), widths[-1])
+        return self._torch.nn.functional.pad(obj.detach(), widths[-1]).contiguous()
+
+    def on_device(self, array: Any, like: Any) -> Any:
+        return self._torch.from_numpy(array).to(like.device, non_blocking=True)
+
+    def draw(self, like: Any, generator: Any, count: int) -> tuple[int, int]:
+        torch, on_cuda = self._torch, like.is_cuda
+        if generator is None:
+            index = like.get_device()
+            generator = torch.cuda.default_generators[index] if on_cuda else torch.default_generator
+        if not isinstance(generator, torch.Generator):
+            raise InvalidArgumentError(
+                "Expected a torch.Generator, a seed, a pair of seed and offset, or None as the "
+                f"generator, got {generator!r:.100}."
+            )
+        if generator.device.type != "cuda":
+            return int(torch.randint(2**63 - 1, (), generator=generator)), 0
+        offset = generator.get_offset()
+        generator.set_offset(offset + count)
+        return generator.initial_seed(), offset
 
 
 class _Cupy(Framework):
@@ -186,12 +227,12 @@ class _Cupy(Framework):
     def allocator(
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type
     ) -> Callable[[], Any]:
-        return partial(_empty_cupy, like.data.device_id, shape, stride, dtype)
+        return partial(empty_cupy, like.data.device_id, shape, stride, dtype)
 
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         import cupy
 
-        return cupy.pad(obj, widths)
+        return cupy.ascontiguousarray(cupy.pad(obj, widths))
 
 
 class _Numpy(Framework):
@@ -214,10 +255,10 @@ class _Numpy(Framework):
     def allocator(
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type
     ) -> Callable[[], Any]:
-        return partial(_empty_numpy, shape, stride, dtype)
+        return partial(empty_numpy, shape, stride, dtype)
 
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
-        return np.pad(obj, widths)
+        return np.ascontiguousarray(np.pad(obj, widths))
 
 
 class Dlpack(Framework):
@@ -226,15 +267,15 @@ class Dlpack(Framework):
     name = "dlpack"
 
     def view(self, obj: Any) -> TensorView:
-        return view_by_protocol(obj, _cuda_ordinal)
+        return view_by_protocol(obj, cuda_ordinal)
 
     def allocator(
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type
     ) -> Callable[[], Any]:
         kind, index = self.view(like).device
         if kind == "cuda":
-            return partial(_empty_cupy, index, shape, stride, dtype)
-        return partial(_empty_numpy, shape, stride, dtype)
+            return partial(empty_cupy, index, shape, stride, dtype)
+        return partial(empty_numpy, shape, stride, dtype)
 
     def order_before(self, obj: Any, stream: int) -> None:
         if self.view(obj).device[0] != "cuda":
@@ -242,7 +283,7 @@ class Dlpack(Framework):
         if hasattr(type(obj), "__dlpack__"):
             export(obj, stream or 1)  # the producer makes the stream wait; 0 is spelled 1
         elif (producer := obj.__cuda_array_interface__.get("stream")) is not None:
-            _wait_for(producer, stream)
+            wait_for(producer, stream)
 
 
 class _JaxBuffer(Dlpack):
@@ -327,40 +368,6 @@ BY_NAME: dict[str, type[Framework]] = {
 # Details ------------------------------------------------------------------------------------------
 
 
-def _span(shape: Dims, stride: Dims) -> int:
-    """Elements from the first to the last, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-
-
-def to_device(array: Any, index: int) -> Any:
-    """A CuPy copy of a NumPy array on a device, complete when this returns."""
-    import cupy
-
-    with cupy.cuda.Device(index):
-        copy = cupy.asarray(array)
-        cupy.cuda.get_current_stream().synchronize()
-    return copy
-
-
-def _empty_numpy(shape: Dims, stride: Dims, dtype: data_type) -> Any:
-    element = dtypes.to_numpy(dtype)
-    buffer = np.empty(_span(shape, stride) * element.itemsize, np.uint8)
-    strides = [step * element.itemsize for step in stride]
-    return np.ndarray(shape, element, buffer, strides=strides)
-
-
-def _empty_cupy(index: int, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-    import cupy
-
-    element = dtypes.to_numpy(dtype)
-    with cupy.cuda.Device(index):
-        memory = cupy.cuda.alloc(_span(shape, stride) * element.itemsize)
-    strides = tuple(step * element.itemsize for step in stride)
-    return cupy.ndarray(shape, element, memory, strides)
-
-
 @lru_cache(maxsize=4096)
 def _xla_strides(layout: Any, shape: Dims) -> Dims:
     """Strides in elements from XLA's layout, whose text lists dimensions minor to major."""
@@ -386,17 +393,3 @@ def _jax_device(sharding: Any) -> tuple[str, int]:
     if sharding.memory_kind not in (None, "device"):  # pinned host memory
         return _CPU
     return _CUDA[device.local_hardware_id]
-
-
-def _cuda_ordinal(pointer: int) -> int:
-    from cupy.cuda import runtime
-
-    return int(runtime.pointerGetAttributes(pointer).device) if pointer else 0
-
-
-def _wait_for(producer: int, stream: int) -> None:
-    from cupy.cuda import Event, runtime
-
-    event = Event(disable_timing=True)
-    runtime.eventRecord(event.ptr, producer)
-    runtime.streamWaitEvent(stream, event.ptr)

@@ -159,6 +159,21 @@ def padded(obj: Any, columns: int) -> Any:
     return framework(obj).pad(obj, [(0, 0)] * (len(obj.shape) - 1) + [(0, missing)])
 
 
+def on_device(array: Any, like: Any) -> Any:
+    """A NumPy array as a tensor in the framework and on the device of ``like``."""
+    return framework(like).on_device(array, like)
+
+
+def draw(like: Any, generator: Any, count: int) -> tuple[int, int]:
+    """A seed and an offset of Philox, of which ``count`` offsets from there on are used up.
+
+    Args:
+        like: a tensor of the framework whose generator it is.
+        generator: the framework's; ``None`` for its own one, of the device of ``like``.
+    """
+    return framework(like).draw(like, generator, count)
+
+
 def allocate_bytes(like: Any, nbytes: int) -> Any:
     """An uninitialised one-dimensional uint8 buffer, placed as by :func:`allocate`."""
     return framework(like).empty(like, (nbytes,), (1,), data_type.UINT8)
