@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.flash import FlashCase
+from tests.kvcache import CacheCase
 from tests.states import States
 
 #: Mostly those that every kernel has.
@@ -316,3 +317,52 @@ def flash_cases(
         seed=draw(st.integers(0, 2**16)),
     )
     return replace(case, **fixed)
+
+
+@st.composite
+def cache_cases(draw: st.DrawFn, profile: str = "cpu") -> CacheCase:
+    """Any call of ``flash_attn_with_kvcache``."""
+    sizes = PROFILES[profile]
+    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from(sizes.heads))
+    length = st.sampled_from((*sizes.edges, 0)) | st.integers(0, sizes.longest)
+    cached = draw(st.tuples(*[length] * batch))
+    head_size = draw(st.sampled_from((8, 24, 40, 64, 72, 128, 256)))
+    page = draw(st.sampled_from((None, None, 1, 2, 3, 12, 16, 24, 48, 64, 100, 256)))
+    seqlens_as = draw(st.sampled_from(("int32", "int32", "int32", "int64", "number", "none")))
+    new = None
+    if seqlens_as != "none":
+        new = draw(st.sampled_from((None, 1, 1, 2)) | st.integers(1, 20))
+    padded = page is None and draw(st.sampled_from((False, False, True)))
+    turned = st.sampled_from((0, head_size, head_size // 2 // 8 * 8, 2, 6))
+    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
+    return CacheCase(
+        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
+        heads=heads,
+        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
+        head_size=head_size,
+        head_size_v=draw(st.sampled_from((head_size, head_size, head_size, 16))),
+        seqlen=draw(st.sampled_from((1, 1, 2, 5)) | st.integers(1, 20)),
+        cached=cached,
+        seqlens_as=seqlens_as,
+        new=new,
+        room=draw(st.sampled_from((0, 48, 64)) | length),
+        page=page,
+        index=page is None and draw(st.booleans()),
+        leftpad=tuple(draw(st.integers(0, n)) for n in cached) if padded else None,
+        rotary=0 if new is None else draw(turned),
+        interleaved=draw(st.booleans()),
+        angles=draw(st.sampled_from(("float32", "same"))),
+        causal=draw(st.booleans()),
+        left=draw(bound),
+        right=draw(bound),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
+        alibi=draw(st.sampled_from((None, None, "H", "BH"))),
+        scale=draw(st.sampled_from((None, None, 0.2))),
+        sinks=draw(st.sampled_from((False, False, True))),
+        layout=draw(
+            st.sampled_from(("plain", "plain", "heads first", "packed", "interleaved", "odd"))
+        ),
+        given=draw(st.booleans()),
+        lse=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )

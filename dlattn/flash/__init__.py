@@ -16,5 +16,6 @@ from dlattn.flash.backward import mha_bwd as mha_bwd
 from dlattn.flash.backward import mha_varlen_bwd as mha_varlen_bwd
 from dlattn.flash.forward import mha_fwd as mha_fwd
 from dlattn.flash.forward import mha_varlen_fwd as mha_varlen_fwd
+from dlattn.flash.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 
-__all__ = ["mha_bwd", "mha_fwd", "mha_varlen_bwd", "mha_varlen_fwd"]
+__all__ = ["flash_attn_with_kvcache", "mha_bwd", "mha_fwd", "mha_varlen_bwd", "mha_varlen_fwd"]

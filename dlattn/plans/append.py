@@ -145,17 +145,24 @@ class Append(DirectPlan):
         self.rotation = rotation
         super().__init__(tensors, target, wide)
 
-    @classmethod
-    def refusal(cls, batch: int, cache: Cache, rows: int, target: Target) -> str | None:
-        """Why no kernel can write ``rows`` new rows and queries of a sequence, or ``None``."""
+    def refusal(self) -> str | None:
+        """Why no kernel can do this, or ``None``."""
+        target, cache = self.target, self.cache
         if target.kind == "cuda" and target.capability < (8, 0):
             major, minor = target.capability
             return f"it needs compute capability 8.0 or above; {target} has {major}.{minor}."
-        if batch > MOST_BLOCKS_YZ:
-            return f"the batch must be at most {MOST_BLOCKS_YZ}; got {batch}."
-        if max(cache.capacity * cache.split, cache.pages * cache.page_step, rows) >= 2**30:
-            return "a cache must have fewer than 2**30 rows, and a call must write as few."
+        if self.batch > MOST_BLOCKS_YZ:
+            return f"the batch must be at most {MOST_BLOCKS_YZ}; got {self.batch}."
+        smaller = max(cache.pages_per_sequence * cache.split, cache.pages * cache.page_step)
+        if max(cache.capacity, smaller, self._rows) >= 2**30:
+            return "a cache must have fewer than 2**30 pages, and a call as few new rows."
         return None
+
+    @property
+    def _rows(self) -> int:
+        """Of a sequence, what is written, and what is rotated."""
+        new = self._new_tokens * (self._dim("k_cache", 1) + self._dim("v_cache", 1))
+        return new + self._dim("q", 1) * self._dim("q", 2)
 
     def _dim(self, role: str, axis: int) -> int:
         return self.tensors[role].dim[axis] if role in self.tensors else 0
@@ -223,9 +230,7 @@ class Append(DirectPlan):
             wide,
             interleaved,
         )
-        count = self._new_tokens * (self._dim("k_new", 1) + self._dim("v_new", 1))
-        count += self._dim("q", 1) * self._dim("q", 2)
-        blocks = max(1, -(-count // (THREADS // lanes)))
+        blocks = max(1, -(-self._rows // (THREADS // lanes)))
         return KernelLaunch(source, (blocks, self.batch, 1), THREADS, 0)
 
     # In NumPy ---------------------------------------------------------------------------------
