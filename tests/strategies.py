@@ -352,6 +352,7 @@ def cache_cases(draw: st.DrawFn, profile: str = "cpu") -> CacheCase:
         rotary=0 if new is None else draw(turned),
         interleaved=draw(st.booleans()),
         angles=draw(st.sampled_from(("float32", "same"))),
+        exact=draw(st.sampled_from((True, True, False))),
         causal=draw(st.booleans()),
         left=draw(bound),
         right=draw(bound),
