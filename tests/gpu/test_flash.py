@@ -1,4 +1,4 @@
-"""Random calls of FlashAttention's functions on a GPU, against the oracle and against PyTorch's own.
+"""Random calls of FlashAttention's functions on a GPU, against the oracle and PyTorch's own.
 
 ``pytest tests/gpu/test_flash.py --examples 500`` draws more of them.
 """
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.callers import gpu_callers
-from tests.flash import FlashCase, check
+from tests.flash import FlashCase
+from tests.flash_check import check
 from tests.strategies import flash_cases
 
 pytestmark = pytest.mark.gpu
