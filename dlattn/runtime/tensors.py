@@ -11,7 +11,8 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.runtime.frameworks import BY_NAME, Dims, Dlpack, Framework
+from dlattn.runtime.framework import Dims, Framework
+from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
 
 __all__ = ["TensorView", "allocate", "allocate_bytes", "order_before", "to_caller", "view"]
