@@ -56,7 +56,7 @@ def _check(call: FlashCall) -> None:
         assert q_padded is q and k_padded is k and v_padded is v
     as_case = case.as_case()
     got = _forward_results(call, out, lse, out_)
-    oracle.assert_close(as_case, _given(arrays), got)
+    oracle.assert_close(as_case, given_arrays(arrays), got)
     if case.page:
         return
     for name in ("block_table_", "sinks"):
@@ -82,11 +82,11 @@ def _check(call: FlashCall) -> None:
         role: call.gather(caller.host(x), length, 0 if role == "dQ" else rows, arrays[name], 0.0)
         for role, name, x, length in zip(("dQ", "dK", "dV"), "qkv", gradients, lens, strict=True)
     }
-    oracle.assert_close(as_case, _given(arrays), got)
+    oracle.assert_close(as_case, given_arrays(arrays), got)
     _check_softmax_d(call, out, softmax_d)
 
 
-def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def given_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """What the oracle reads: rows past the lengths are none of its business."""
     return {role: np.nan_to_num(x) for role, x in arrays.items()}
 
