@@ -4,6 +4,7 @@
 imports torch, JAX or CuPy: a framework is touched once one of its tensors comes by.
 """
 
+from dlattn import flash as flash
 from dlattn.attention import attention as attention
 from dlattn.dtypes import data_type as data_type
 from dlattn.errors import CompileError as CompileError

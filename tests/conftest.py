@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from dlattn.runtime.target import cuda_device_count
 from tests.cases import Case
+from tests.flash import FlashCase
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,11 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def repro(request: pytest.FixtureRequest) -> Case:
+def repro(request: pytest.FixtureRequest) -> Case | FlashCase:
     """The case given with ``--repro``; without one, the test is skipped."""
     text = request.config.getoption("--repro")
     if text is None:
         pytest.skip("runs with --repro only")
-    case = eval(text, {"Case": Case})
-    assert isinstance(case, Case), f"--repro takes a Case(...), not {text}"
+    case = eval(text, {"Case": Case, "FlashCase": FlashCase})
+    assert isinstance(case, (Case, FlashCase)), f"--repro takes a Case(...), not {text}"
     return case

@@ -29,6 +29,7 @@ from dlattn.runtime.tensors import (
     address,
     allocator,
     assign,
+    hands_over,
     order_before,
     to_caller,
 )
@@ -42,8 +43,8 @@ class Output:
         role: of the plan's tensors; ``None`` for a result that no kernel writes.
         shape, dtype: of memory that the call makes, without gaps.
         given: the caller's memory, in place of that.
-        fill: what it holds before the plan runs: a number, or that of each head, (H,), in results of
-            shape (..., H, S); ``None`` is anything.
+        fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
+            of shape (..., H, S); ``None`` is anything.
     """
 
     role: str | None
@@ -106,12 +107,14 @@ class Call:
         self._unordered = [
             at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
         ]
+        self._hands_over = hands_over(like)
         self.plan: Runnable | None = None
         self._workspace: Callable[[], Any] | None = None
-        self._geometry: Geometry | None = None
+        self._lengths_to_check: list[tuple[str, str, int, int]] = []
         if isinstance(request, Request):
-            plan = built(request, CPU if self._on_cpu else cuda_target(self._index))
-            self.plan, self._geometry = plan, plan.geometry
+            plan = self.plan = built(request, CPU if self._on_cpu else cuda_target(self._index))
+            if self._on_cpu:
+                self._lengths_to_check = _cu_seqlens(plan.geometry)
         elif request is not None:
             self.plan = request
             self.plan.build()
@@ -148,7 +151,7 @@ class Call:
             stream = 0 if self._on_cpu else current_stream((like,), self._index)
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
-            if self._on_cpu:
+            if self._lengths_to_check:
                 self._check_lengths(pointers)
             if self._workspace is None:
                 self.plan.execute(pointers, 0, stream)
@@ -156,6 +159,8 @@ class Call:
                 # Freed as it was made, in the order of the stream.
                 scratch = self._workspace()
                 self.plan.execute(pointers, address(scratch), stream)
+        if not self._hands_over:
+            return buffers
         return [
             buffer if made is None else to_caller(buffer, like)
             for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
@@ -163,24 +168,21 @@ class Call:
 
     def _check_lengths(self, pointers: Mapping[str, int]) -> None:
         """Refuses cumulative lengths, in host memory, that leave the tensors."""
-        geometry = self._geometry
-        if geometry is None:
-            return
-        bounds = {
-            "cu_seqlens_q": geometry.most_tokens_q,
-            "cu_seqlens_kv": geometry.most_tokens_kv,
-        }
-        for role, bound in bounds.items():
-            if role not in pointers:
-                continue
-            spec = geometry.tensors[role]
-            numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
+        for role, name, count, bound in self._lengths_to_check:
+            numbers = (ctypes.c_int32 * count).from_address(pointers[role])
             memory = np.ctypeslib.as_array(numbers)
-            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > (bound or 0):
+            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > bound:
                 raise InvalidArgumentError(
-                    f"{spec.name}: expected numbers that never fall, from 0 to at most {bound}, "
-                    f"the tokens there are, got {memory.tolist()}."
+                    f"{name}: expected numbers that never fall, from 0 to at most {bound}, the "
+                    f"tokens there are, got {memory.tolist()}."
                 )
+
+
+def _cu_seqlens(geometry: Geometry) -> list[tuple[str, str, int, int]]:
+    """Role, name, how many numbers, and the largest that may be."""
+    most = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
+    found = [(geometry.tensors.get(role), role, bound or 0) for role, bound in most.items()]
+    return [(role, spec.name, spec.dim[0], bound) for spec, role, bound in found if spec]
 
 
 def _output(

@@ -77,13 +77,23 @@ class HostMemory:
         batch = self._geometry.batch
         longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
         cu_seqlens = self.arrays.get(cu_seqlens_role(sources[0]))
-        if given not in self.arrays and cu_seqlens is not None:
-            return lengths(np.diff(cu_seqlens), batch, longest)
+        if cu_seqlens is not None:
+            own = self.arrays.get(given, np.diff(cu_seqlens)).reshape(-1)
+            # As in the kernels: no sequence leaves the tensors.
+            return lengths(
+                np.minimum(own, self._tokens(sources[0]) - cu_seqlens[:-1]), batch, longest
+            )
         for source in sources:
             if given not in self.arrays and self._geometry.is_ragged(source):
                 distances = np.diff(self._offsets(source))
                 return lengths(distances // _row(self._geometry.tensors[source]), batch, longest)
         return lengths(self.arrays.get(given), batch, longest)
+
+    def _tokens(self, role: str) -> int:
+        """Rows of the packed sequences in all."""
+        geometry = self._geometry
+        most = geometry.most_tokens_q if role in QUERY_ROLES else geometry.most_tokens_kv
+        return most or 0
 
     def _offsets(self, role: str) -> Array:
         if not self._geometry.by_tokens(role):

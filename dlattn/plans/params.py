@@ -276,8 +276,9 @@ def params_for(geometry: Geometry) -> Params:
             # The first kernel writes those that nobody gave.
             is_int64 = offsets is None or offsets.dtype is data_type.INT64
             getattr(params, role).has_int64_offsets = is_int64
-    params.ragged.tokens_q = geometry.most_tokens_q or 0
-    params.ragged.tokens_kv = geometry.most_tokens_kv or 0
+    # Cumulative lengths, of 32 bits, reach no further.
+    params.ragged.tokens_q = min(geometry.most_tokens_q or 0, 2**31 - 1)
+    params.ragged.tokens_kv = min(geometry.most_tokens_kv or 0, 2**31 - 1)
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
             holder, field = _length_field(params, geometry, role)

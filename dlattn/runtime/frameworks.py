@@ -6,12 +6,10 @@ No framework is imported on its own account: by the time one of its tensors come
 from __future__ import annotations
 
 import re
-import secrets
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.runtime.buffers import cuda_ordinal, empty_cupy, empty_numpy, wait_for
+from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, new_view
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
     TensorView,
@@ -26,95 +25,6 @@ from dlattn.runtime.protocols import (
     export,
     view_by_protocol,
 )
-
-Dims = tuple[int, ...]
-
-#: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
-_new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__
-
-_CPU = ("cpu", 0)
-#: By ordinal; shared, so that no tuple is made per tensor.
-_CUDA = tuple(("cuda", index) for index in range(64))
-
-
-class Framework(ABC):
-    """What dlattn needs from one framework; made when the first tensor of it is seen.
-
-    Attributes:
-        name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def view(self, obj: Any) -> TensorView:
-        """See :func:`view`."""
-
-    def matcher(self, like: Any) -> Callable[[Any], int]:
-        """See :func:`matcher`."""
-        kind, wanted = type(like), self.view(like)[1:]
-
-        def match(obj: Any) -> int:
-            if type(obj) is not kind:
-                return 0
-            seen = self.view(obj)
-            return seen[0] if seen[1:] == wanted else 0
-
-        return match
-
-    def signature(self, obj: Any) -> tuple[int, Any]:
-        """See :func:`signatures`: the address, and what is hashable of the rest."""
-        seen = self.view(obj)
-        return seen[0], seen[1:]
-
-    @abstractmethod
-    def allocator(
-        self, like: Any, shape: Dims, stride: Dims, dtype: data_type
-    ) -> Callable[[], Any]:
-        """See :func:`allocator`."""
-
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-        """See :func:`allocate`."""
-        return self.allocator(like, shape, stride, dtype)()
-
-    def assign(self, obj: Any, value: Any) -> None:
-        """See :func:`assign`."""
-        obj[...] = value
-
-    def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
-        """See :func:`padded`; widths are NumPy's, and the copy is contiguous."""
-        raise InvalidArgumentError(
-            f"A {type(obj).__module__}.{type(obj).__qualname__} cannot be padded from here; pass "
-            "one whose last dimension is a multiple of 8."
-        )
-
-    def on_device(self, array: Any, like: Any) -> Any:
-        """See :func:`on_device`."""
-        buffer = self.empty(
-            like,
-            array.shape,
-            element_strides(array.strides, array.itemsize),
-            ELEMENT_TYPES[array.dtype],
-        )
-        self.assign(buffer, array) if isinstance(buffer, np.ndarray) else buffer.set(array)
-        return self.from_buffer(buffer, like)
-
-    def draw(self, like: Any, generator: Any, count: int) -> tuple[int, int]:
-        """See :func:`draw`."""
-        if generator is not None:
-            raise InvalidArgumentError(
-                f"Expected a seed, a pair of seed and offset, or None as the generator of "
-                f"{self.name} tensors, got {generator!r:.100}."
-            )
-        return secrets.randbits(63), 0
-
-    def order_before(self, obj: Any, stream: int) -> None:
-        """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
-        return
-
-    def from_buffer(self, obj: Any, like: Any) -> Any:
-        """See :func:`to_caller`; nothing where :meth:`empty` makes the framework's own tensors."""
-        return obj
 
 
 class _Torch(Framework):
@@ -137,12 +47,12 @@ class _Torch(Framework):
                 "fake tensor); pass one that holds data"
             )
         if obj.is_cuda:
-            device = _CUDA[obj.get_device()]
+            device = CUDA[obj.get_device()]
         elif obj.is_cpu:
-            device = _CPU
+            device = CPU
         else:
             device = (obj.device.type, obj.device.index or 0)
-        return _new_view(
+        return new_view(
             TensorView,
             (pointer, tuple(obj.shape), stride, ELEMENT_TYPES[obj.dtype], device, True),
         )
@@ -166,10 +76,16 @@ class _Torch(Framework):
 
         return match
 
+    def address(self, obj: Any) -> int:
+        pointer: int = obj.data_ptr()
+        return pointer
+
     def signature(self, obj: Any) -> tuple[int, Any]:
-        # Torch's own objects take a third of the time of a view.
+        # Torch's own objects take a third of the time of a view. Of devices, CUDA's alone differ:
+        # others are refused before anything is kept.
         try:
-            return obj.data_ptr(), (obj.shape, obj.stride(), obj.dtype, obj.device)
+            looks = (obj.shape, obj.stride(), obj.dtype, obj.is_cuda, obj.get_device())
+            return obj.data_ptr(), looks
         except RuntimeError:
             return super().signature(obj)  # which says what is wrong
 
@@ -212,14 +128,14 @@ class _Cupy(Framework):
     def view(self, obj: Any) -> TensorView:
         memory = obj.data
         dtype = obj.dtype
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 memory.ptr,
                 obj.shape,
                 element_strides(obj.strides, dtype.itemsize),
                 ELEMENT_TYPES[dtype],
-                _CUDA[memory.device_id],
+                CUDA[memory.device_id],
                 True,
             ),
         )
@@ -240,14 +156,14 @@ class _Numpy(Framework):
 
     def view(self, obj: Any) -> TensorView:
         dtype = obj.dtype
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 obj.ctypes.data,
                 obj.shape,
                 element_strides(obj.strides, dtype.itemsize),
                 ELEMENT_TYPES[dtype],
-                _CPU,
+                CPU,
                 obj.flags.writeable,
             ),
         )
@@ -307,7 +223,7 @@ class _Jax(Dlpack):
                 f"This JAX array has no single buffer: {error}"
             ) from error
         shape = obj.shape
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 pointer,
@@ -391,5 +307,5 @@ def _jax_device(sharding: Any) -> tuple[str, int]:
     if device.platform not in ("gpu", "cuda"):
         return (device.platform, 0)
     if sharding.memory_kind not in (None, "device"):  # pinned host memory
-        return _CPU
-    return _CUDA[device.local_hardware_id]
+        return CPU
+    return CUDA[device.local_hardware_id]

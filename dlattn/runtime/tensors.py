@@ -11,7 +11,8 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.runtime.frameworks import BY_NAME, Dims, Dlpack, Framework
+from dlattn.runtime.framework import Dims, Framework
+from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
 
 __all__ = ["TensorView", "allocate", "allocate_bytes", "order_before", "to_caller", "view"]
@@ -69,7 +70,7 @@ def matcher(like: Any) -> Callable[[Any], int]:
 
 def address(obj: Any) -> int:
     """Where a tensor lies; without elements, anywhere."""
-    return (_signatures.get(type(obj)) or framework(obj).signature)(obj)[0]
+    return framework(obj).address(obj)
 
 
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
@@ -90,10 +91,9 @@ def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
             continue
         kind = type(obj)
         pointer, looks = (_signatures.get(kind) or framework(obj).signature)(obj)
-        key.append(kind)
-        key.append(looks)
-        if not pointer or pointer % 16:
-            key.append((pointer % 16, not pointer))
+        key += kind, looks
+        if not pointer or pointer & 15:
+            key.append((pointer & 15, not pointer))
         addresses.append(pointer)
     return tuple(key), addresses
 
@@ -177,6 +177,11 @@ def draw(like: Any, generator: Any, count: int) -> tuple[int, int]:
 def allocate_bytes(like: Any, nbytes: int) -> Any:
     """An uninitialised one-dimensional uint8 buffer, placed as by :func:`allocate`."""
     return framework(like).empty(like, (nbytes,), (1,), data_type.UINT8)
+
+
+def hands_over(like: Any) -> bool:
+    """Whether :func:`to_caller` has anything to do for the framework of ``like``."""
+    return type(framework(like)).from_buffer is not Framework.from_buffer
 
 
 def to_caller(obj: Any, like: Any) -> Any:

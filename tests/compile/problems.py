@@ -179,7 +179,7 @@ PAGED = (
 def problems(family: type[CudaPlan]) -> list[Problem]:
     """Every head-dim class with every mask, every edit and every form of dropout; the other choices
     cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
-    both, and of a forward with all that it can write."""
+    both, as FlashAttention's functions want it, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -228,6 +228,9 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
     if family is not BwdSm90:
         paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
+    wants = {"flash_stats": True} if direction is Direction.FORWARD else {"delta": True}
+    flash = (*each_mask, *edited, *ragged[:: len(masks)])
+    found += [replace(p, stats=data_type.FLOAT, **wants) for p in flash]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]

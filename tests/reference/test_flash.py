@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.callers import Caller
-from tests.flash import FlashCase, check
+from tests.flash import FlashCase
+from tests.flash_check import check
 from tests.strategies import flash_cases
 
 
