@@ -241,7 +241,7 @@ def check_cache(case: CacheCase, caller: Caller) -> None:
     try:
         _check(CacheCall(case), caller)
     except BaseException:
-        print(f"from tests.kvcache import *; check_cache({case!r}, Caller({caller.name!r}))")
+        print(f'pytest tests/test_repro.py --repro "{case!r}"')
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +43,10 @@ class States:
     empty: float = 0.2
     seed: int = 0
 
+    def __repr__(self) -> str:
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"States({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
     @property
     def is_stacked(self) -> bool:
         return self.stacked or self.count != 2
@@ -58,7 +62,15 @@ class States:
 
 
 def check_states(case: States, library: Library) -> None:
-    """Merges random states and compares with float64."""
+    """Fails unless merging random states gives what it does in float64."""
+    try:
+        _check(case, library)
+    except BaseException:
+        print(f'pytest tests/test_repro.py --repro "{case!r}"')
+        raise
+
+
+def _check(case: States, library: Library) -> None:
     rng = np.random.default_rng(case.seed)
     o = rng.standard_normal((case.count, *case.o_shape))
     lse = 4 * rng.standard_normal((case.count, *case.lse_shape))
