@@ -23,6 +23,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -73,6 +74,7 @@ DROPOUTS: tuple[Dropout, ...] = (
     Philox(),
     GivenMask(data_type.BFLOAT16, contiguous=True),
     GivenMask(data_type.BOOLEAN, contiguous=False),
+    FlashDropout(),
 )
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),
@@ -222,7 +224,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
     edited = found[len(masks) * len(HEAD_DIMS) :]
     crowded = [
-        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
+        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout in DROPOUTS[-2:]
     ]
     ragged = [replace(p, ragged=True) for p in (*each_mask, *crowded)]
     paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
