@@ -74,7 +74,6 @@ DROPOUTS: tuple[Dropout, ...] = (
     Philox(),
     GivenMask(data_type.BFLOAT16, contiguous=True),
     GivenMask(data_type.BOOLEAN, contiguous=False),
-    FlashDropout(),
 )
 MASKS: dict[str, tuple[Mask, ...]] = {
     "full": (Padding(),),
@@ -179,9 +178,10 @@ PAGED = (
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
-    both, and of a forward with all that it can write."""
+    """Every head-dim class with every mask, every edit and every form of dropout, of which both
+    that draw have the same companions; the other choices cycle, so that each pair meets. Each class
+    also ragged, with pages, with both where a plan takes both, and of a forward with all that it
+    can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -224,7 +224,7 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
     edited = found[len(masks) * len(HEAD_DIMS) :]
     crowded = [
-        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout in DROPOUTS[-2:]
+        p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
     ]
     ragged = [replace(p, ragged=True) for p in (*each_mask, *crowded)]
     paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
@@ -234,4 +234,9 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     every = found + ragged + paged
+    drawn = [p for p in every if p.dropout is DROPOUTS[0]]
+    every += [
+        replace(p, dropout=FlashDropout(), ragged=i % 2 == 0 and not (p.paged_k or p.paged_v))
+        for i, p in enumerate(drawn)
+    ]
     return [p for p in every if not (family is BwdSm90 and is_left_to_portable(p))]
