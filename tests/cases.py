@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 #: Roles of tensors that may be ragged, by the lengths that their entries have.
 RAGGED_Q = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
 RAGGED_KV = ("k", "v", "dK", "dV")
@@ -49,6 +51,8 @@ class Case:
         sink: about the mean of the heads' sinks; ``None`` is no sink.
         deterministic: the backward must give the same bits in every run.
         dropout: the probability to drop, by Philox, or the element type of a mask; or ``None``.
+        dropout_algorithm: how Philox is used; ``None`` leaves the argument out, which is
+            ``"philox"``.
         dropout_as: how seed and offset, or the mask's scales, are given: ``"value"`` (Python
             numbers), ``"host"`` (tensors passed by value) or ``"device"``.
         dropout_dtypes: integer types of seed and offset.
@@ -101,6 +105,7 @@ class Case:
     sink: float | None = None
     deterministic: bool = False
     dropout: float | str | None = None
+    dropout_algorithm: str | None = None
     dropout_as: str = "device"
     dropout_dtypes: tuple[str, str] = ("int64", "int64")
     dropout_axes: str = "bhqk"
@@ -168,6 +173,8 @@ class Case:
 
     def dropout_scale(self) -> float:
         """What kept probabilities are multiplied by; of a mask, float32 has its inverse exactly."""
+        if isinstance(self.dropout, float) and self.dropout_algorithm == "flash":
+            return 1 / float(1 - np.float32(self.dropout))
         if isinstance(self.dropout, float):
             return 1 / (1 - self.dropout)
         return 1.0 if self.dropout is None else 2.0

@@ -21,6 +21,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -208,7 +209,7 @@ def dropout_of(case: Case) -> Dropout | None:
     if not case.drops:
         return None
     if case.is_random:
-        return Philox()
+        return FlashDropout() if case.dropout_algorithm == "flash" else Philox()
     contiguous = case.mask_dim()[3] > 1 and case.mask_stride()[3] == 1
     return GivenMask(from_any(Library().dtype(str(case.dropout))), contiguous)
 
@@ -220,6 +221,8 @@ def dropout_numbers(case: Case) -> dict[str, Any]:
     if isinstance(case.dropout, float):
         seed, offset = case.philox()
         numbers |= {"dropout_p": case.dropout, "dropout_seed": seed, "dropout_offset": offset}
+    if case.is_random and case.dropout_algorithm == "flash":
+        numbers["dropout_p"] = float(np.float32(case.dropout))
     return numbers
 
 
@@ -305,6 +308,7 @@ def _run_graph_of(
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    arguments["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
         arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))

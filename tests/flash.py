@@ -33,6 +33,7 @@ class FlashCase:
         slack: tokens of packed tensors before the first and behind the last sequence.
         more: how much longer max_seqlens are than the longest sequences.
         alibi: the shape of the slopes, ``"H"`` or ``"BH"``; or ``None``.
+        dropout: the probability to drop.
         given: results go to memory of the caller's.
         layout: of all tensors in memory; see :func:`_laid_out`.
         logits: about the standard deviation of the scaled scores.
@@ -57,6 +58,7 @@ class FlashCase:
     alibi: str | None = None
     scale: float | None = None
     sinks: bool = False
+    dropout: float = 0.0
     given: bool = False
     zero_tensors: bool = False
     deterministic: bool = False
@@ -125,6 +127,9 @@ class FlashCase:
             len_q=self.lens_q,
             len_kv=self.lens_k,
             sink=0.0 if self.sinks else None,
+            dropout=self.dropout or None,
+            dropout_algorithm="flash" if self.dropout else None,
+            seed=self.seed,
         )
 
 
@@ -248,6 +253,7 @@ class FlashCall:
             "window_size_left": case.left,
             "window_size_right": case.right,
             "softcap": case.softcap,
+            "p_dropout": case.dropout,
             "alibi_slopes_": None if slopes is None else self.vector(slopes),
         }
         if case.used:

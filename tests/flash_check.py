@@ -47,7 +47,10 @@ def _check(call: FlashCall) -> None:
     sinks = None if sinks is None else call.vector(sinks.reshape(-1))
     forward = mha_varlen_fwd if case.packed else mha_fwd
     q, k, v = (placed[role] for role in "qkv")
-    results = forward(q, k, v, None if out_ is None else out_.tensor, sinks=sinks, **options)
+    state = case.as_case().philox()
+    results = forward(
+        *(q, k, v, None if out_ is None else out_.tensor), sinks=sinks, gen_=state, **options
+    )
     out, q_padded, k_padded, v_padded, lse = results[:5]
     assert len(results) == 8 and all(type(x) is type(q) for x in results)
     for given, returned in ((q, q_padded), (k, k_padded), (v, v_padded)):
@@ -70,7 +73,7 @@ def _check(call: FlashCall) -> None:
     dq_, dk_, dv_ = (None if it is None else it.tensor for it in memories)
     *gradients, softmax_d = backward(
         placed["dout"], q, k, v, out, lse, dq_, dk_, dv_,
-        deterministic=case.deterministic, **options,
+        deterministic=case.deterministic, **_spelled(call, results[5], state), **options,
     )  # fmt: skip
     for it, gradient in zip(memories, gradients, strict=True):
         if it is not None:
@@ -84,6 +87,18 @@ def _check(call: FlashCall) -> None:
     }
     oracle.assert_close(as_case, given_arrays(arrays), got)
     _check_softmax_d(call, out, softmax_d)
+
+
+def _spelled(call: FlashCall, returned: Any, state: tuple[int, int]) -> dict[str, Any]:
+    """The philox state, as the forward returned it, or in two tensors."""
+    words = np.array([x % 2**64 for x in state], np.uint64)
+    if call.case.dropout:
+        host = np.ascontiguousarray(call.caller.host(returned))
+        assert (host.view(np.uint64) == words).all()
+    if call.case.seed % 2 or call.caller.name == "jax":
+        return {"philox_seed": returned, "philox_offset": None}
+    seed, offset = (call.vector(word.view(np.int64).reshape(())) for word in words)
+    return {"philox_seed": seed, "philox_offset": offset}
 
 
 def given_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +131,11 @@ def _forward_results(call: FlashCall, out: Any, lse: Any, out_: Memory | None) -
 
 
 def _check_softmax_d(call: FlashCall, out: Any, softmax_d: Any) -> None:
-    """``rowsum(dout * out)``, of what out is, to the precision of fp32."""
+    """``(1 - p) * rowsum(dout * out)``, of what out is, to the precision of fp32."""
     case, got = call.case, call.caller.host(softmax_d)
     o = call.gather(call.caller.host(out), case.lens_q, 0, call.arrays["q"], 0.0)
     products = o.astype(np.float64) * np.nan_to_num(call.arrays["dO"]).astype(np.float64)
+    products = products * (1 - case.dropout)
     want, reach = products.sum(-1), abs(products).sum(-1)
     if not case.packed:
         assert got.shape == (case.batch, case.heads, -(-max(case.lens_q) // 128) * 128)

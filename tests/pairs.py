@@ -80,7 +80,12 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "bottom right": (_with(), _with(bottom_right=True)),
     "blocks": (_with(), _with(blocks=0.6)),
     "sink": (_with(), _with(sink=0.5)),
-    "dropout": (_with(), _with(dropout=0.3), _with(dropout="uint8", dropout_axes="hqk")),
+    "dropout": (
+        _with(),
+        _with(dropout=0.3),
+        _with(dropout="uint8", dropout_axes="hqk"),
+        _with(dropout=0.3, dropout_algorithm="flash"),
+    ),
     "dropout's numbers": (_with(), _with(dropout_as="value"), _with(dropout_as="host")),
     "keep mask": (_with(), lambda case: replace(case, rng_dump=case.dropout is not None)),
     "rows": (_with(), _with(row_outputs=("score_max", "score_sum_exp"))),

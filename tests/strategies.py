@@ -114,6 +114,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     page_k, page_v = draw(st.sampled_from(_PAGED))
     bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
+    dropout = draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES)))
+    algorithms = (None, "philox", "flash", "flash") if isinstance(dropout, float) else (None,)
     return Case(
         dtype=dtype,
         head_dim_qk=head_dim_qk,
@@ -135,7 +137,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
         deterministic=draw(st.sampled_from((False, False, True))),
-        dropout=draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES))),
+        dropout=dropout,
+        dropout_algorithm=draw(st.sampled_from(algorithms)),
         dropout_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
     )
 
@@ -309,6 +312,7 @@ def flash_cases(
         alibi=alibi,
         scale=draw(st.sampled_from((None, None, 0.5, -0.2, 0.0))),
         sinks=draw(st.sampled_from((False, False, True))),
+        dropout=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
         given=draw(st.booleans()),
         zero_tensors=draw(st.booleans()),
         deterministic=layout != "odd" and draw(st.booleans()),

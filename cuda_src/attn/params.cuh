@@ -218,7 +218,7 @@ struct Params {
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
-  uint32 dropout_addend;           // 2^15 less the threshold of random bits, in each half
+  uint32 dropout_addend;           // brings random bits to 2^15 where they drop, in each half
   SoftCapSeries softcap_series;
 
   // A tensor that is not ragged is its own map's.

@@ -80,8 +80,9 @@ def mha_bwd(
 
     Returns:
         dq, dk, dv, like q, k and v, of dout's head size; softmax_d, fp32, (batch_size, num_heads,
-        seqlen_q up to a multiple of 128): ``rowsum(dout * out)``, 0 in the rows that are too many.
-        (Of a sink s of a head, the gradient is ``-sum(exp(s - softmax_lse) * softmax_d)``.)
+        seqlen_q up to a multiple of 128): ``(1 - p_dropout) * rowsum(dout * out)``, 0 in the rows
+        that are too many. (The gradient of a head's sink s is, without dropout,
+        ``-sum(exp(s - softmax_lse) * softmax_d)``.)
 
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another.

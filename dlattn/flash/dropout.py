@@ -10,7 +10,7 @@ import numpy as np
 from dlattn.calls.arguments import Argument, number
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.problem import Dropout, TensorSpec
+from dlattn.problem import Dropout, FlashDropout, TensorSpec
 from dlattn.runtime.tensors import allocate, draw, framework, on_device, to_caller
 
 #: Offsets of Philox that a call takes for each head of each sequence.
@@ -28,21 +28,23 @@ def dropout_of(
     Raises:
         InvalidArgumentError: p is not a probability below 1, or nothing is dropped and
             ``return_softmax`` is asked for.
-        cudnnGraphNotSupportedError: p is not 0.
+        cudnnGraphNotSupportedError: ``return_softmax`` is asked for.
     """
     p = number("p_dropout", p_dropout)
     if not 0 <= p < 1:
         raise InvalidArgumentError(f"p_dropout: expected at least 0 and below 1, got {p}.")
-    if p == 0 and return_softmax:
+    if return_softmax and p == 0:
         raise InvalidArgumentError(
             "return_softmax: it shows what dropout dropped, and p_dropout is 0; pass False."
         )
+    if return_softmax:
+        raise cudnnGraphNotSupportedError(
+            "return_softmax=True: no plan writes debug_softmax yet; pass False."
+        )
     if p == 0:
         return None, {}
-    raise cudnnGraphNotSupportedError(
-        f"p_dropout={p}: these functions have no dropout yet; pass 0, or declare a graph with "
-        "dropout=(p, seed, offset)."
-    )
+    form = FlashDropout()
+    return form, form.numbers(p)
 
 
 def drawn_state(generator: Any, like: Any, heads: int) -> Any:
@@ -92,7 +94,12 @@ def state_roles(
     Raises:
         InvalidArgumentError: one has another shape or type.
     """
-    seed, offset = given["philox_seed"], given.get("philox_offset")
+    seed, offset = given.get("philox_seed"), given.get("philox_offset")
+    if seed is None:
+        raise InvalidArgumentError(
+            "philox_seed: expected the state that the forward returned, as p_dropout is not 0, got "
+            "None."
+        )
     elements = int(np.prod(seed.shape))
     if (seed.dtype, elements) in _STATES:
         offset, bytes_before = seed, 8

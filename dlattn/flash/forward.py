@@ -86,7 +86,8 @@ def mha_fwd(
         alibi_slopes_: fp32, (num_heads,) or (batch_size, num_heads): scores get
             ``-slope * |i + seqlen_k - seqlen_q - j|``. With a causal mask FlashAttention-2 adds
             ``slope * j``: the same output, and a softmax_lse that differs by a number of the row.
-        p_dropout: 0; there is no dropout yet.
+        p_dropout: the probability to drop; FlashAttention-2's dropout, bit for bit
+            (:class:`dlattn.problem.FlashDropout`).
         softmax_scale: of the scores; ``None`` is ``1 / sqrt(head_size)``.
         is_causal: a ``window_size_right`` of 0.
         window_size_left, window_size_right: how many keys before and after the diagonal, which ends
@@ -94,8 +95,10 @@ def mha_fwd(
             a size from seqlen_k on is none either, and with a left bound alone the right one is
             seqlen_k.
         softcap: scores become ``softcap * tanh(score / softcap)``, before slopes; 0 is none.
-        return_softmax: only with dropout.
-        gen_: of dropout: a ``torch.Generator``, a seed, (seed, offset), or ``None``.
+        return_softmax: refused, for now.
+        gen_: where dropout's seed and offset come from: a ``torch.Generator``, which is advanced by
+            ``32 * batch_size * num_heads``; a seed; (seed, offset); or ``None``, for torch's own
+            generator of the device, and of other frameworks a random seed.
         seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
             of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
@@ -104,9 +107,9 @@ def mha_fwd(
 
     Returns:
         out, like q; q, k and v, padded where the head size is no multiple of 8; softmax_lse, fp32,
-        (batch_size, num_heads, seqlen_q), +inf where nothing is attended; the philox state, two
-        64-bit integers; an unused tensor; and debug_softmax, empty. The last three are shared by
-        calls.
+        (batch_size, num_heads, seqlen_q), +inf where nothing is attended; the philox state, seed
+        and offset, two uint64 (of JAX, four int32 of the same bits), zeros without dropout; an
+        unused tensor; and debug_softmax, empty. Calls may share what says nothing.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another.

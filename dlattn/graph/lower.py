@@ -25,7 +25,6 @@ from dlattn.problem import (
     GivenMask,
     Mask,
     Padding,
-    Philox,
     Problem,
     Scale,
     SoftCap,
@@ -176,10 +175,10 @@ def _drops_nothing(node: AttentionNode) -> bool:
 
 
 def _dropout(node: AttentionNode, tensors: Mapping[str, tensor]) -> Dropout | None:
-    if _drops_nothing(node):
+    if node.dropout is None or _drops_nothing(node):
         return None
-    if "dropout_mask" not in tensors:
-        return Philox()
+    if node.dropout.form is not None:
+        return node.dropout.form
     mask = tensors["dropout_mask"].attributes
     return GivenMask(mask.dtype, contiguous=_is_contiguous(mask))
 

@@ -82,6 +82,8 @@ class CudaPlan(Plan):
         super().__init__(problem, geometry, target)
         self._argument = self.make_argument()
         self._params = self.params_in(self._argument)
+        if problem.dropout is not None:
+            self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
         self._lock = Lock()
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()

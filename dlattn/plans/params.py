@@ -10,7 +10,6 @@ import numpy as np
 
 from dlattn.dtypes import data_type
 from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
-from dlattn.problem.dropout import philox_threshold
 from dlattn.problem.problem import SCALAR_ROLES
 
 if TYPE_CHECKING:
@@ -264,7 +263,6 @@ def params_for(geometry: Geometry) -> Params:
         dropout_offset=_integer_ref(geometry, "dropout_offset"),
         dropout_scale=FloatRef(0, geometry.dropout_scale, 0),
         dropout_scale_inv=FloatRef(0, geometry.dropout_scale_inv, 0),
-        dropout_addend=(2**15 - philox_threshold(geometry.dropout_p)) * 0x10001,
         softcap_series=_softcap_series(geometry),
     )
     for role in TENSOR_ROLES:

@@ -1,6 +1,12 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
-from dlattn.problem.dropout import Dropout, GivenMask, Philox, philox_dropout_mask
+from dlattn.problem.dropout import (
+    Dropout,
+    FlashDropout,
+    GivenMask,
+    Philox,
+    philox_dropout_mask,
+)
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import (
     PAGE_TABLES,
@@ -27,6 +33,7 @@ __all__ = [
     "Direction",
     "Dropout",
     "Edit",
+    "FlashDropout",
     "Geometry",
     "GivenMask",
     "Mask",

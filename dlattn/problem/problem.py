@@ -69,8 +69,8 @@ class Problem:
         flash_stats: the stats of a row that attends to nothing are +inf, as in FlashAttention-2,
             and not -inf, as in cuDNN; backwards read both as that.
         score_max, score_sum_exp: the forward writes them.
-        delta: the backward writes ``rowsum(dO * O)``, in fp32, times what a kept probability is
-            divided by.
+        delta: the backward writes ``rowsum(dO * O)``, in fp32, over what kept probabilities are
+            multiplied by.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
         dropout: how probabilities are dropped after the softmax; ``None`` when none is.

@@ -93,8 +93,8 @@ class Framework(ABC):
         """See :func:`draw`."""
         if generator is not None:
             raise InvalidArgumentError(
-                f"Expected a seed, a pair of seed and offset, or None as the generator of "
-                f"{self.name} tensors, got {generator!r:.100}."
+                f"gen_: expected a seed, a pair of seed and offset, or None, with {self.name} "
+                f"tensors, got {generator!r:.100}."
             )
         return secrets.randbits(63), 0
 

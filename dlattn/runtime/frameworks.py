@@ -112,8 +112,8 @@ class _Torch(Framework):
             generator = torch.cuda.default_generators[index] if on_cuda else torch.default_generator
         if not isinstance(generator, torch.Generator):
             raise InvalidArgumentError(
-                "Expected a torch.Generator, a seed, a pair of seed and offset, or None as the "
-                f"generator, got {generator!r:.100}."
+                "gen_: expected a torch.Generator, a seed, a pair of seed and offset, or None, got "
+                f"{generator!r:.100}."
             )
         if generator.device.type != "cuda":
             return int(torch.randint(2**63 - 1, (), generator=generator)), 0

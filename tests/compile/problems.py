@@ -23,6 +23,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -177,9 +178,10 @@ PAGED = (
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
-    both, as FlashAttention's functions want it, and of a forward with all that it can write."""
+    """Every head-dim class with every mask, every edit and every form of dropout, of which both
+    that draw have the same companions; the other choices cycle, so that each pair meets. Each class
+    also ragged, with pages, with both where a plan takes both, as FlashAttention's functions want
+    it, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -235,4 +237,9 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     every = found + ragged + paged
+    drawn = [p for p in every if p.dropout is DROPOUTS[0]]
+    every += [
+        replace(p, dropout=FlashDropout(), ragged=i % 2 == 0 and not (p.paged_k or p.paged_v))
+        for i, p in enumerate(drawn)
+    ]
     return [p for p in every if not (family is BwdSm90 and is_left_to_portable(p))]

@@ -161,6 +161,14 @@ WRONG_ARGUMENTS = [
         "dv_: expected elements of HALF",
     ),
     (mha_varlen_bwd, packed_backward(dq_=read_only(B * SQ, H, D)), "dq_: .*read-only"),
+    (mha_fwd, dense(p_dropout=0.1, gen_="x"), "gen_: .*got 'x'"),
+    (mha_bwd, backward(p_dropout=0.1), "philox_seed: expected the state"),
+    (mha_bwd, backward(p_dropout=0.1, philox_seed=zeros(2)), "philox_seed, philox_offset"),
+    (
+        mha_bwd,
+        backward(p_dropout=0.1, philox_seed=zeros(1, dtype=np.int64)),
+        "philox_seed, philox_offset: .*one integer in each",
+    ),
     (mha_varlen_bwd, packed_backward(cu_seqlens_q=None), "cu_seqlens_q: expected a tensor"),
     (
         mha_varlen_bwd,
@@ -170,8 +178,7 @@ WRONG_ARGUMENTS = [
 ]
 
 NOT_SUPPORTED = [
-    (mha_fwd, dense(p_dropout=0.1), "p_dropout=0.1: .*no dropout yet"),
-    (mha_bwd, backward(p_dropout=0.1, philox_seed=zeros(2, dtype=np.int64)), "p_dropout=0.1"),
+    (mha_fwd, dense(p_dropout=0.1, return_softmax=True), "return_softmax=True"),
     (mha_fwd, dense(attention_chunk=4), "attention_chunk=4"),
     (mha_varlen_fwd, paged(k=zeros(6, 6, HK, D), v=zeros(6, 6, HK, D)), "pages of 6 rows"),
 ]

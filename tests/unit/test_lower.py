@@ -99,6 +99,7 @@ def declare(case, tensors, inputs, outputs):
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
     edits = edit_arguments(case)
     edits["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    edits["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None
     given = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     band = {
         "diagonal_alignment": list(cudnn.diagonal_alignment)[case.bottom_right],
