@@ -146,9 +146,7 @@ def _prepare(*given: Any) -> Call:
         wide = data_type.DOUBLE if dtype is data_type.DOUBLE else data_type.FLOAT
         outputs.append(Output("stats", sizes.lse(layout), wide))
     if sizes.is_empty:
-        if "sinks" in there and return_lse:
-            raise InvalidArgumentError("k: expected one key or more beside sinks, got none.")
-        return Call(values, q.seen.device, {}, _filled(outputs), None)
+        return Call(values, q.seen.device, {}, _filled(outputs, there.get("sinks")), None)
 
     tensors = {role: sizes.spec(role, there[role], layout) for role in ("q", "k", "v")}
     tensors |= {str(it.role): sizes.spec(str(it.role), it, layout) for it in outputs}
@@ -160,9 +158,7 @@ def _prepare(*given: Any) -> Call:
     for role, (name, spec) in _row_tensors(there, sizes).items():
         tensors[role] = spec
         inputs[role] = there[name].position
-    numbers: dict[str, float] = {}
     if p:
-        numbers = {"dropout_p": p, "dropout_scale": 1 / (1 - p), "dropout_scale_inv": 1 - p}
         at = len(values)
         for role in ("dropout_seed", "dropout_offset"):
             name = role.replace("dropout_", "dropout's ")
@@ -179,7 +175,7 @@ def _prepare(*given: Any) -> Call:
         softcap=_softcap(softcap),
         bias=bias,
         dropout=Philox() if p else None,
-        numbers=numbers,
+        numbers=Philox().numbers(p) if p else {},
         most_tokens_q=sizes.tokens_q,
         most_tokens_kv=sizes.tokens_kv,
         aligned=all(it.seen.ptr % 16 == 0 for name, it in there.items() if name in _ROWS),
@@ -196,9 +192,9 @@ _HOST_NUMBER = np.array(0)
 _ROWS = ("q", "k", "v", "out")
 
 
-def _filled(outputs: list[Output]) -> list[Output]:
+def _filled(outputs: list[Output], sinks: Argument | None) -> list[Output]:
     """Results of no key, or of no query."""
-    fills = (0.0, -float("inf"))
+    fills = (0.0, -float("inf") if sinks is None else sinks)
     return [
         Output(None, it.shape, it.dtype, it.given, fill)
         for it, fill in zip(outputs, fills, strict=False)

@@ -117,6 +117,14 @@ def test_nothing_to_attend_to(missing: str) -> None:
     assert lse.shape == (batch, 4, queries) and (lse == -np.inf).all()
 
 
+def test_sinks_alone() -> None:
+    """Without keys, a row's sum is its sink."""
+    sinks = random(4).astype(np.float32)
+    q, k = random(2, 5, 4, 8), random(2, 0, 2, 8)
+    o, lse = dlattn.attention(q, k, k, sinks=sinks, return_lse=True)
+    assert (o == 0).all() and (lse == sinks[:, None]).all()
+
+
 def test_jax() -> None:
     """JAX arrays give JAX arrays."""
     jax = pytest.importorskip("jax")
