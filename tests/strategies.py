@@ -242,6 +242,7 @@ def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
         row_outputs=(),
         deterministic=False,
         dropout=case.dropout if case.is_random else None,
+        dropout_algorithm=None,
         rng_dump=False,
     )
 
