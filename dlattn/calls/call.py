@@ -22,7 +22,7 @@ from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
 from dlattn.runtime.protocols import compact_strides
-from dlattn.runtime.streams import current_stream
+from dlattn.runtime.streams import current_stream_of
 from dlattn.runtime.target import CPU, Target, cuda_target
 from dlattn.runtime.tensors import (
     ORDERED_TYPES,
@@ -98,8 +98,8 @@ class Call:
         request: Request | Runnable | None,
         byte_offsets: Mapping[str, int] | None = None,
     ) -> None:
-        kind, self._index = device
-        self._on_cpu = kind == "cpu"
+        kind, index = device
+        on_cpu = kind == "cpu"
         like = values[0]
         offsets = byte_offsets or {}
         self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
@@ -107,13 +107,14 @@ class Call:
         self._unordered = [
             at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
         ]
+        self._current_stream = None if on_cpu else current_stream_of(like, index)
         self._hands_over = hands_over(like)
         self.plan: Runnable | None = None
         self._workspace: Callable[[], Any] | None = None
         self._lengths_to_check: list[tuple[str, str, int, int]] = []
         if isinstance(request, Request):
-            plan = self.plan = built(request, CPU if self._on_cpu else cuda_target(self._index))
-            if self._on_cpu:
+            plan = self.plan = built(request, CPU if on_cpu else cuda_target(index))
+            if on_cpu:
                 self._lengths_to_check = _cu_seqlens(plan.geometry)
         elif request is not None:
             self.plan = request
@@ -148,7 +149,7 @@ class Call:
                 assign(buffer, filling)
             buffers.append(buffer)
         if self.plan is not None:
-            stream = 0 if self._on_cpu else current_stream((like,), self._index)
+            stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
             if self._lengths_to_check:

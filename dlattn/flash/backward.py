@@ -90,13 +90,12 @@ def mha_bwd(
     """
     state = (philox_seed, philox_offset) if p_dropout else (None, None)
     tensors = (
-        *(q, k, v, dout, out, softmax_lse, dq_, dk_, dv_),
-        *(alibi_slopes_, seqused_q, seqused_k, *state),
-    )
+        q, k, v, dout, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, seqused_q, seqused_k, *state,
+    )  # fmt: skip
     options = (
-        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
-        *(False, 0, 0, 0, False, deterministic),
-    )
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        False, 0, 0, 0, False, deterministic,
+    )  # fmt: skip
     return _run(_dense_calls, tensors, options)
 
 
@@ -146,13 +145,13 @@ def mha_varlen_bwd(
     """
     state = (philox_seed, philox_offset) if p_dropout else (None, None)
     tensors = (
-        *(q, k, v, dout, out, softmax_lse, dq_, dk_, dv_),
-        *(alibi_slopes_, seqused_q, seqused_k, *state, cu_seqlens_q, cu_seqlens_k),
-    )
+        q, k, v, dout, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, seqused_q, seqused_k, *state,
+        cu_seqlens_q, cu_seqlens_k,
+    )  # fmt: skip
     options = (
-        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
-        *(False, 0, max_seqlen_q, max_seqlen_k, zero_tensors, deterministic),
-    )
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        False, 0, max_seqlen_q, max_seqlen_k, zero_tensors, deterministic,
+    )  # fmt: skip
     return _run(_packed_calls, tensors, options)
 
 
@@ -168,7 +167,7 @@ class Backward:
 
 
 def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    backward, addresses = calls.find(tensors, options)
+    backward, addresses = calls.find(tensors, (options,))
     if backward.call is None:
         return _run_padded(calls, tensors, options)
     dq, dk, dv, softmax_d = backward.call(tensors, addresses)
@@ -211,14 +210,14 @@ def _result_columns(head_size: int, head_size_v: int, of_dout: int) -> tuple[int
 
 
 def _prepare_dense(*given: Any) -> Backward:
-    tensors, options = given[: len(_DENSE)], Options(*given[len(_DENSE) :])
-    arguments = named(_DENSE, tensors)
+    *tensors, options = given
+    arguments, options = named(_DENSE, tensors), Options(*options)
     return _prepare(dense_layout(arguments), tensors, arguments, options)
 
 
 def _prepare_packed(*given: Any) -> Backward:
-    tensors, options = given[: len(_PACKED)], Options(*given[len(_PACKED) :])
-    arguments = named(_PACKED, tensors)
+    *tensors, options = given
+    arguments, options = named(_PACKED, tensors), Options(*options)
     return _prepare(packed_layout(arguments, options), tensors, arguments, options)
 
 

@@ -32,10 +32,11 @@ from dlattn.runtime.tensors import assign, padded
 
 Results = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
-#: The tensors of each function, in the order of its calls.
-_DENSE = ("q", "k", "v", "out_", "alibi_slopes_", "seqused_q", "seqused_k", "sinks", "philox_seed")
-_STATE = _DENSE.index("philox_seed")
-_PACKED = (*_DENSE, "cu_seqlens_q", "cu_seqlens_k", "block_table_")
+#: The tensors of each function, in the order of its calls, which leave out those from the block
+#: table or the slopes on if all of them are None.
+_MORE = ("alibi_slopes_", "seqused_q", "seqused_k", "sinks", "philox_seed")
+_DENSE = ("q", "k", "v", "out_", *_MORE)
+_PACKED = ("q", "k", "v", "out_", "cu_seqlens_q", "cu_seqlens_k", "block_table_", *_MORE)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Forward:
 
     call: Call | None
     state: Any = None
-    rest: tuple[Any, ...] = ()
+    rest: tuple[Any, Any] = (None, None)
 
 
 def mha_fwd(
@@ -116,11 +117,13 @@ def mha_fwd(
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
     state = _state(gen_, q, q) if p_dropout else None
-    tensors = (q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks, state)
+    tensors: tuple[Any, ...] = (q, k, v, out_)
+    if not (alibi_slopes_ is seqused_q is seqused_k is sinks is state is None):
+        tensors += (alibi_slopes_, seqused_q, seqused_k, sinks, state)
     options = (
-        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
-        *(return_softmax, attention_chunk),
-    )
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        return_softmax, attention_chunk,
+    )  # fmt: skip
     return _run(_dense_calls, tensors, options)
 
 
@@ -182,14 +185,13 @@ def mha_varlen_fwd(
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
     state = _state(gen_, q, cu_seqlens_q) if p_dropout else None
-    tensors = (
-        *(q, k, v, out_, alibi_slopes_, seqused_q, seqused_k, sinks, state),
-        *(cu_seqlens_q, cu_seqlens_k, block_table_),
-    )
+    tensors: tuple[Any, ...] = (q, k, v, out_, cu_seqlens_q, cu_seqlens_k)
+    if not (block_table_ is alibi_slopes_ is seqused_q is seqused_k is sinks is state is None):
+        tensors += (block_table_, alibi_slopes_, seqused_q, seqused_k, sinks, state)
     options = (
-        *(p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap),
-        *(return_softmax, attention_chunk, max_seqlen_q, max_seqlen_k, zero_tensors),
-    )
+        p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        return_softmax, attention_chunk, max_seqlen_q, max_seqlen_k, zero_tensors,
+    )  # fmt: skip
     return _run(_packed_calls, tensors, options)
 
 
@@ -203,13 +205,13 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 
 
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    forward, addresses = calls.find(tensors, options)
+    forward, addresses = calls.find(tensors, (options,))
     if forward.call is None:
         return _run_padded(calls, tensors, options)
     out, lse = forward.call(tensors, addresses)
-    q, k, v = tensors[:3]
-    state = tensors[_STATE] if forward.state is None else forward.state
-    return out, q, k, v, lse, state, *forward.rest
+    state = tensors[-1] if forward.state is None else forward.state
+    unused, debug_softmax = forward.rest
+    return out, tensors[0], tensors[1], tensors[2], lse, state, unused, debug_softmax
 
 
 def _run_padded(
@@ -229,14 +231,14 @@ def _run_padded(
 
 
 def _prepare_dense(*given: Any) -> Forward:
-    tensors, options = given[: len(_DENSE)], Options(*given[len(_DENSE) :])
-    arguments = named(_DENSE, tensors)
+    *tensors, options = given
+    arguments, options = named(_DENSE, tensors), Options(*options)
     return _prepare(dense_layout(arguments), tensors, arguments, options)
 
 
 def _prepare_packed(*given: Any) -> Forward:
-    tensors, options = given[: len(_PACKED)], Options(*given[len(_PACKED) :])
-    arguments = named(_PACKED, tensors)
+    *tensors, options = given
+    arguments, options = named(_PACKED, tensors), Options(*options)
     return _prepare(packed_layout(arguments, options), tensors, arguments, options)
 
 

@@ -43,8 +43,9 @@ class Options(NamedTuple):
 
 
 def named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Argument]:
-    """The tensors of a call, those that are there; see :func:`admit`."""
-    given = dict(zip(names, tensors, strict=True))
+    """The tensors of a call, those that are there; see :func:`admit`. The last ones may be left
+    out."""
+    given = dict.fromkeys(names) | dict(zip(names, tensors, strict=False))
     for name in names:
         if given[name] is None and not name.endswith("_") and name not in _OPTIONAL:
             raise InvalidArgumentError(f"{name}: expected a tensor, got None.")

@@ -53,9 +53,10 @@ class Framework(ABC):
         return self.view(obj)[0]
 
     def signature(self, obj: Any) -> tuple[int, Any]:
-        """See :func:`signatures`: the address, and what is hashable of the rest."""
+        """See :func:`signatures`: the address, and the rest as something hashable that no other
+        framework's tensor equals."""
         seen = self.view(obj)
-        return seen[0], seen[1:]
+        return seen[0], (type(self), seen[1:])
 
     @abstractmethod
     def allocator(

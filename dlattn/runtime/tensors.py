@@ -76,25 +76,25 @@ def address(obj: Any) -> int:
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
     """What tells tensors apart that calls treat differently, hashable, and their addresses.
 
-    Of each: its type, shape, strides, element type, device, writability, and whether its address
-    is a multiple of 16 bytes; ``None`` stays ``None``, at address 0.
+    Of each: its framework, shape, strides, element type, device, writability, and whether its
+    address is a multiple of 16 bytes; ``None`` stays ``None``, at address 0.
 
     Raises:
         InvalidVariantPackError: an object is no tensor, or one that cannot be used in place.
     """
     key: list[Any] = []
-    addresses = []
+    addresses: list[int] = []
+    see, place = key.append, addresses.append
     for obj in objs:
         if obj is None:
-            key.append(None)
-            addresses.append(0)
+            see(None)
+            place(0)
             continue
-        kind = type(obj)
-        pointer, looks = (_signatures.get(kind) or framework(obj).signature)(obj)
-        key += kind, looks
-        if not pointer or pointer & 15:
-            key.append((pointer & 15, not pointer))
-        addresses.append(pointer)
+        pointer, looks = (_signatures.get(type(obj)) or framework(obj).signature)(obj)
+        see(looks)
+        place(pointer)
+        if pointer & 15 or not pointer:
+            see((pointer & 15, not pointer))
     return tuple(key), addresses
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
+from dlattn.calls.cache import forget_calls
+from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 from tests import oracle
 from tests.callers import Caller, gpu_callers
 from tests.flash import FlashCall, FlashCase
@@ -139,3 +140,69 @@ def test_a_call_in_a_cuda_graph() -> None:
         count = lengths[-1]
         assert torch.equal(out[:count], want[:count])
         assert torch.equal(lse[:, :count], want_lse[:, :count])
+
+
+@pytest.mark.parametrize("engine", ["sm80", "sm90"])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_are_pytorchs(p: float, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one state, the same probabilities are dropped, to the bit, packed and not: with the
+    identity as v, an output is 0 where they are. Gradients agree, too."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("PyTorch's FlashAttention needs Ampere")
+    if engine == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it has Hopper's kernels")
+    monkeypatch.setenv("DLATTN_ENGINE", engine)
+    forget_calls()
+    batch, seqlen_q, seqlen_k, heads, size = 2, 201, 128, 3, 128
+    q = torch.randn(batch, seqlen_q, heads, size, device="cuda", dtype=torch.float16) / 4
+    k = torch.randn(batch, seqlen_k, heads, size, device="cuda", dtype=torch.float16) / 4
+    v = torch.eye(size, device="cuda", dtype=torch.float16)[:, None].expand(
+        batch, seqlen_k, heads, size
+    )
+    their, their_lse, state, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, seqlen_q, seqlen_k, p, False, False, scale=0.1
+    )
+    gen = tuple(state.cpu().view(torch.int64).tolist())
+    out, *_, lse, again, _, _ = mha_fwd(q, k, v, None, None, p, 0.1, gen_=gen)
+    assert torch.equal(out == 0, their == 0)
+    assert torch.equal(again.view(torch.int64), state.view(torch.int64))
+    torch.testing.assert_close(out, their, atol=2e-4, rtol=4e-3)
+    torch.testing.assert_close(lse, their_lse, atol=1e-5, rtol=1e-5)
+    lengths = [
+        torch.arange(batch + 1, device="cuda", dtype=torch.int32) * n for n in (seqlen_q, seqlen_k)
+    ]
+    flat = [x.reshape(-1, heads, size) for x in (q, k, v)]
+    packed, *_ = mha_varlen_fwd(
+        *flat, None, *lengths, None, None, None, seqlen_q, seqlen_k, p, 0.1, gen_=gen
+    )
+    assert torch.equal(packed.view_as(out) == 0, their == 0)
+    dout = torch.randn_like(out)
+    theirs = torch.ops.aten._flash_attention_backward(
+        dout.flatten(0, 1), *flat, their.flatten(0, 1), their_lse.transpose(0, 1).flatten(1),
+        *lengths, seqlen_q, seqlen_k, p, False, state, torch.empty_like(state), scale=0.1,
+    )  # fmt: skip
+    ours = mha_bwd(dout, q, k, v, out, lse, p_dropout=p, softmax_scale=0.1, philox_seed=state)
+    for mine, other in zip(ours[:3], theirs, strict=True):
+        # Of an error common to all elements, such as in a row's sum, a share of the largest.
+        atol = 5e-3 * float(other.abs().max())
+        torch.testing.assert_close(mine.flatten(0, 1), other, atol=atol, rtol=1e-2)
+    forget_calls()
+
+
+def test_generators_advance_as_pytorchs() -> None:
+    """By 32 for each head of each sequence; without one, the device's own is drawn from."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA")
+    q = torch.randn(2, 20, 3, 64, device="cuda", dtype=torch.float16)
+    torch.cuda.manual_seed(5)
+    torch.ops.aten._flash_attention_forward(q, q, q, None, None, 20, 20, 0.1, False, False)
+    after = torch.cuda.default_generators[q.device.index].get_offset()
+    torch.cuda.manual_seed(5)
+    *_, own, _, _ = mha_fwd(q, q, q, p_dropout=0.1)
+    assert torch.cuda.default_generators[q.device.index].get_offset() == after == 32 * 2 * 3
+    assert own.tolist() == [5, 0]
+    generator = torch.Generator("cuda").manual_seed(7)
+    states = [mha_fwd(q, q, q, p_dropout=0.1, gen_=generator)[5].tolist() for _ in range(2)]
+    assert states == [[7, 0], [7, 32 * 2 * 3]]

@@ -15,7 +15,9 @@ from dlattn.calls.cache import CallCache, forget_calls
 from dlattn.calls.call import Output
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
-from dlattn.flash import forward, mha_fwd
+from dlattn.errors import InvalidArgumentError
+from dlattn.flash import forward, mha_bwd, mha_fwd
+from dlattn.flash.dropout import drawn_state
 from dlattn.flash.layouts import Layout
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan
@@ -188,3 +190,33 @@ def test_cumulative_lengths_have_places_of_their_own() -> None:
     ]
     assert len(set(places)) == len(places)
     assert all(0 <= place <= ctypes.sizeof(made._params) - 8 for place in places)
+
+
+def test_philox_states() -> None:
+    """Seeds and offsets as given, or drawn; a generator draws what it would draw again."""
+    q = array(1, 3, 2, 8)
+    assert drawn_state(7, q, 2).tolist() == [7, 0]
+    assert drawn_state((-1, 2**40), q, 2).tolist() == [2**64 - 1, 2**40]
+    assert drawn_state(None, q, 2).tolist() != drawn_state(None, q, 2).tolist()
+    torch = pytest.importorskip("torch")
+    t = torch.zeros(1, 3, 2, 8)
+    generator = torch.Generator().manual_seed(3)
+    first = drawn_state(generator, t, 2).tolist()
+    assert first != drawn_state(generator, t, 2).tolist()
+    assert first == drawn_state(generator.manual_seed(3), t, 2).tolist()
+    with pytest.raises(InvalidArgumentError, match="gen_: expected a torch.Generator"):
+        drawn_state("x", t, 2)
+
+
+def test_outputs_differ_by_seed_alone() -> None:
+    """The same state drops the same, another one does not, and the backward follows."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.normal(size=(4, 1, 40, 2, 8))
+    first, again, other = (mha_fwd(q, k, v, p_dropout=0.5, gen_=seed) for seed in (1, (1, 0), 2))
+    assert (first[0] == again[0]).all() and (first[0] != other[0]).any()
+    assert (first[4] == other[4]).all()
+    dv, dv_again, dv_other = (
+        mha_bwd(dout, q, k, v, r[0], r[4], p_dropout=0.5, philox_seed=r[5])[2]
+        for r in (first, again, other)
+    )
+    assert (dv == dv_again).all() and (dv != dv_other).any()

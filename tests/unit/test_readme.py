@@ -124,3 +124,15 @@ def test_links_lead_somewhere(target: str) -> None:
         assert target[1:] in {h.lower().replace(" ", "-") for h in headings}
     else:
         assert (Path(__file__).parents[2] / target).exists()
+
+
+def test_flash_example() -> None:
+    """The example of docs/flash.md gives causal attention, and the gradients of its shape."""
+    text = (Path(__file__).parents[2] / "docs" / "flash.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/flash.md", "exec"), names)
+    q, k, v = (names[x].swapaxes(1, 2) for x in "qkv")
+    expected = oracle(q, k, v, np.tri(512, dtype=bool)).swapaxes(1, 2)
+    np.testing.assert_allclose(names["out"], expected, atol=1e-12)
+    assert names["dq"].shape == names["q"].shape
