@@ -138,6 +138,36 @@ class CacheCase:
         )
 
 
+#: Every way to lay a cache out, once.
+SMALL = {
+    "one step": CacheCase(
+        heads=8, heads_k=2, head_size=128, head_size_v=128, cached=(100, 3), new=1, room=256,
+        rotary=128, causal=True,
+    ),
+    "pages of 48 rows, NeoX": CacheCase(
+        dtype="bfloat16", heads=4, heads_k=2, head_size=64, head_size_v=64, seqlen=3,
+        cached=(100, 0, 47), new=3, room=200, page=48, rotary=32, interleaved=False, causal=True,
+        layout="interleaved",
+    ),
+    "entries in any order, a number of tokens": CacheCase(
+        heads=2, head_size=128, head_size_v=128, seqlen=2, cached=(70, 70), seqlens_as="number",
+        new=2, room=192, index=True, causal=True,
+    ),
+    "padding on the left": CacheCase(
+        heads=4, heads_k=4, head_size=128, head_size_v=128, seqlen=5, cached=(90, 130), new=5,
+        room=200, leftpad=(3, 130), causal=True, index=True,
+    ),
+    "element-wise access": CacheCase(
+        heads=2, head_size=24, head_size_v=24, cached=(9,), new=2, room=33, rotary=6, page=3,
+        layout="odd", interleaved=False,
+    ),
+    "a full cache": CacheCase(
+        heads=8, heads_k=1, head_size=64, head_size_v=64, cached=(128, 128), seqlens_as="none",
+        room=128, sinks=True, left=50,
+    ),
+}  # fmt: skip
+
+
 class CacheCall:
     """The tensors of a case in NumPy."""
 
