@@ -52,10 +52,12 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
 
     Args:
         generator: a ``torch.Generator``, which is advanced by :data:`OFFSETS_PER_HEAD` for each of
-            ``heads``; ``None`` for the framework's own; a seed; or a pair of seed and offset.
-            Generators of the CPU, which have no offset, give a seed.
+            ``heads``; ``None`` for the framework's own; a seed; a pair of seed and offset; or a
+            state. Generators of the CPU, which have no offset, give a seed.
         heads: of all sequences.
     """
+    if hasattr(generator, "shape"):
+        return generator
     if isinstance(generator, int):
         seed, offset = generator, 0
     elif isinstance(generator, tuple):

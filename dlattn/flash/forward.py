@@ -98,8 +98,9 @@ def mha_fwd(
         softcap: scores become ``softcap * tanh(score / softcap)``, before slopes; 0 is none.
         return_softmax: refused, for now.
         gen_: where dropout's seed and offset come from: a ``torch.Generator``, which is advanced by
-            ``32 * batch_size * num_heads``; a seed; (seed, offset); or ``None``, for torch's own
-            generator of the device, and of other frameworks a random seed.
+            ``32 * batch_size * num_heads``; a seed; (seed, offset); a state as it is returned,
+            which CUDA graphs read again at each replay; or ``None``, for torch's own generator of
+            the device, and of other frameworks a random seed.
         seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
             of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.

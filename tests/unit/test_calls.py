@@ -214,6 +214,7 @@ def test_outputs_differ_by_seed_alone() -> None:
     q, k, v, dout = rng.normal(size=(4, 1, 40, 2, 8))
     first, again, other = (mha_fwd(q, k, v, p_dropout=0.5, gen_=seed) for seed in (1, (1, 0), 2))
     assert (first[0] == again[0]).all() and (first[0] != other[0]).any()
+    assert (mha_fwd(q, k, v, p_dropout=0.5, gen_=first[5])[0] == first[0]).all()
     assert (first[4] == other[4]).all()
     dv, dv_again, dv_other = (
         mha_bwd(dout, q, k, v, r[0], r[4], p_dropout=0.5, philox_seed=r[5])[2]
