@@ -303,7 +303,7 @@ def refusal(
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."
     if "debug_softmax" in geometry.tensors and problem.stats is None:
-        return "debug_softmax is made from stats, which the problem does not write."
+        return "debug_softmax is made from stats; make them an output, too."
     for role in BROADCAST_ROLES:
         added = geometry.tensors.get(role)
         if added is not None and added.dtype is data_type.DOUBLE:
