@@ -9,7 +9,7 @@ import numpy as np
 
 from dlattn.calls.arguments import Argument, number
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Dropout, FlashDropout, TensorSpec
 from dlattn.runtime.tensors import allocate, draw, framework, on_device, to_caller
 
@@ -28,7 +28,6 @@ def dropout_of(
     Raises:
         InvalidArgumentError: p is not a probability below 1, or nothing is dropped and
             ``return_softmax`` is asked for.
-        cudnnGraphNotSupportedError: ``return_softmax`` is asked for.
     """
     p = number("p_dropout", p_dropout)
     if not 0 <= p < 1:
@@ -36,10 +35,6 @@ def dropout_of(
     if return_softmax and p == 0:
         raise InvalidArgumentError(
             "return_softmax: it shows what dropout dropped, and p_dropout is 0; pass False."
-        )
-    if return_softmax:
-        raise cudnnGraphNotSupportedError(
-            "return_softmax=True: no plan writes debug_softmax yet; pass False."
         )
     if p == 0:
         return None, {}
