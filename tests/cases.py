@@ -58,6 +58,7 @@ class Case:
         dropout_dtypes: integer types of seed and offset.
         dropout_axes, dropout_layout: of the mask, as of the bias.
         rng_dump: forward and backward write the mask.
+        debug_softmax: the forward writes signed probabilities, if it writes stats.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -111,6 +112,7 @@ class Case:
     dropout_axes: str = "bhqk"
     dropout_layout: str = "keys"
     rng_dump: bool = False
+    debug_softmax: bool = False
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -156,6 +158,11 @@ class Case:
         return tuple(size if axis in axes else 1 for axis, size in named)
 
     @property
+    def looks_inside(self) -> bool:
+        """Whether ``debug_softmax`` is written."""
+        return self.debug_softmax and self.stats is not None
+
+    @property
     def is_random(self) -> bool:
         """Whether dropout is by Philox."""
         return isinstance(self.dropout, float)
@@ -170,6 +177,13 @@ class Case:
         seed, offset = 40503 * self.seed - 2**30, 7 * self.seed - 5
         wide = [dtype == "int64" for dtype in self.dropout_dtypes]
         return (seed << 30 if wide[0] else seed, offset << 20 if wide[1] else offset)
+
+    @property
+    def probability(self) -> float:
+        """To drop, as the algorithm computes with it."""
+        assert isinstance(self.dropout, float)
+        flash = self.dropout_algorithm == "flash"
+        return float(np.float32(self.dropout)) if flash else self.dropout
 
     def dropout_scale(self) -> float:
         """What kept probabilities are multiplied by; of a mask, float32 has its inverse exactly."""

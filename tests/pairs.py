@@ -88,6 +88,7 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     ),
     "dropout's numbers": (_with(), _with(dropout_as="value"), _with(dropout_as="host")),
     "keep mask": (_with(), lambda case: replace(case, rng_dump=case.dropout is not None)),
+    "a look inside": (_with(), _with(debug_softmax=True)),
     "rows": (_with(), _with(row_outputs=("score_max", "score_sum_exp"))),
     "deterministic": (_with(), _with(deterministic=True)),
     "layouts": (_with(), _with(layouts=(("q", "odd"), ("k", "packed"), ("dV", "sbhd")))),

@@ -206,6 +206,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         dropout_dtypes=draw(st.tuples(len_dtype, len_dtype)),
         dropout_axes=draw(axes) if kind.dropout and not kind.is_random else "bhqk",
         rng_dump=kind.dropout is not None and draw(st.booleans()),
+        debug_softmax=draw(st.sampled_from((False, False, False, True))),
         logits=chosen_logits,
         offset=offset,
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),

@@ -220,6 +220,8 @@ struct Params {
   float softcap, softcap_inverse;  // what soft-capped scores stay within
   uint32 dropout_addend;           // brings random bits to 2^15 where they drop, in each half
   SoftCapSeries softcap_series;
+  // (batch, heads_q, seq_q and seq_kv rounded up to 128), like q: signed probabilities.
+  TensorRef debug_softmax;
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

@@ -28,7 +28,7 @@ from dlattn.flash.options import (
     window_of,
 )
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import assign, padded
+from dlattn.runtime.tensors import assign, padded, settle
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -186,6 +186,7 @@ def _run_padded(
     *made, softmax_d = _run(
         calls, (*wide, softmax_lse, None, None, None, *more), (p_dropout, scale, *others)
     )
+    settle(q)
     dq, dk, dv = (_cut(x, *it) for x, *it in zip(made, columns, (dq_, dk_, dv_), strict=True))
     return dq, dk, dv, softmax_d
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dlattn.calls.arguments import Argument, number
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Dropout, FlashDropout, TensorSpec
 from dlattn.runtime.tensors import allocate, draw, framework, on_device, to_caller
 
@@ -28,7 +28,6 @@ def dropout_of(
     Raises:
         InvalidArgumentError: p is not a probability below 1, or nothing is dropped and
             ``return_softmax`` is asked for.
-        cudnnGraphNotSupportedError: ``return_softmax`` is asked for.
     """
     p = number("p_dropout", p_dropout)
     if not 0 <= p < 1:
@@ -36,10 +35,6 @@ def dropout_of(
     if return_softmax and p == 0:
         raise InvalidArgumentError(
             "return_softmax: it shows what dropout dropped, and p_dropout is 0; pass False."
-        )
-    if return_softmax:
-        raise cudnnGraphNotSupportedError(
-            "return_softmax=True: no plan writes debug_softmax yet; pass False."
         )
     if p == 0:
         return None, {}
@@ -52,10 +47,12 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
 
     Args:
         generator: a ``torch.Generator``, which is advanced by :data:`OFFSETS_PER_HEAD` for each of
-            ``heads``; ``None`` for the framework's own; a seed; or a pair of seed and offset.
-            Generators of the CPU, which have no offset, give a seed.
+            ``heads``; ``None`` for the framework's own; a seed; a pair of seed and offset; or a
+            state. Generators of the CPU, which have no offset, give a seed.
         heads: of all sequences.
     """
+    if hasattr(generator, "shape"):
+        return generator
     if isinstance(generator, int):
         seed, offset = generator, 0
     elif isinstance(generator, tuple):

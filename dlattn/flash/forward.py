@@ -96,10 +96,11 @@ def mha_fwd(
             a size from seqlen_k on is none either, and with a left bound alone the right one is
             seqlen_k.
         softcap: scores become ``softcap * tanh(score / softcap)``, before slopes; 0 is none.
-        return_softmax: refused, for now.
+        return_softmax: return debug_softmax; only with dropout.
         gen_: where dropout's seed and offset come from: a ``torch.Generator``, which is advanced by
-            ``32 * batch_size * num_heads``; a seed; (seed, offset); or ``None``, for torch's own
-            generator of the device, and of other frameworks a random seed.
+            ``32 * batch_size * num_heads``; a seed; (seed, offset); a state as it is returned,
+            which CUDA graphs read again at each replay; or ``None``, for torch's own generator of
+            the device, and of other frameworks a random seed.
         seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
             of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
@@ -110,7 +111,11 @@ def mha_fwd(
         out, like q; q, k and v, padded where the head size is no multiple of 8; softmax_lse, fp32,
         (batch_size, num_heads, seqlen_q), +inf where nothing is attended; the philox state, seed
         and offset, two uint64 (of JAX, four int32 of the same bits), zeros without dropout; an
-        unused tensor; and debug_softmax, empty. Calls may share what says nothing.
+        unused tensor; and debug_softmax: with ``return_softmax`` of q's type, (batch_size,
+        num_heads, seqlen_q, seqlen_k), the lengths up to multiples of 128: probabilities, 0 where
+        nothing is attended, with the sign set where they are dropped (FlashAttention has
+        exponentials relative to the maximum so far in the place of probabilities); else empty.
+        Calls may share what says nothing.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another.
@@ -208,9 +213,11 @@ def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any
     forward, addresses = calls.find(tensors, (options,))
     if forward.call is None:
         return _run_padded(calls, tensors, options)
-    out, lse = forward.call(tensors, addresses)
+    out, lse, *more = forward.call(tensors, addresses)
     state = tensors[-1] if forward.state is None else forward.state
     unused, debug_softmax = forward.rest
+    if more:
+        (debug_softmax,) = more
     return out, tensors[0], tensors[1], tensors[2], lse, state, unused, debug_softmax
 
 
@@ -262,7 +269,12 @@ def _prepare(
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
-    laid: dict[str, Laid] = {"q": q, "k": k, "v": v, "o": out, "stats": lse}
+    results = [out, lse]
+    if options.return_softmax:
+        # The rows of no sequence are no kernel's.
+        results.append(Output("debug_softmax", layout.debug_softmax, dtype, None, 0.0))
+    laid: dict[str, Laid] = {"q": q, "k": k, "v": v}
+    laid |= {it.role: it for it in results if it.role}
     request = Request(
         Direction.FORWARD,
         {**{role: layout.spec(role, it) for role, it in laid.items()}, **roles},
@@ -279,7 +291,7 @@ def _prepare(
     )
     positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
     asked = None if layout.is_empty else request
-    call = Call(tensors, q.seen.device, positions, (out, lse), asked, offsets)
+    call = Call(tensors, q.seen.device, positions, results, asked, offsets)
     like = tensors[0]
     state = no_state(like) if dropout is None else None
     return Forward(call, state, unused(like, dtype))

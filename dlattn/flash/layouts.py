@@ -40,6 +40,8 @@ class Layout:
         """A tensor of the call as its problem sees it."""
         if self.paged and role in ("k", "v"):
             return plain_spec(it, "bshd")
+        if role == "debug_softmax":
+            return plain_spec(it, "bhsd")
         letters = "hs" if role in _ROW_ROLES else "shd"
         if not self.packed:
             spec = plain_spec(it, "bhs" if role in _ROW_ROLES else "bshd")
@@ -72,6 +74,12 @@ class Layout:
         if self.packed:
             return (self.heads, (self.tokens_q or 0) + DELTA_GAP * self.batch)
         return (self.batch, self.heads, -(-self.seqlen_q // DELTA_GAP) * DELTA_GAP)
+
+    @property
+    def debug_softmax(self) -> tuple[int, ...]:
+        """The shape of debug_softmax: sequences up to multiples of 128 rows."""
+        rows, columns = (-(-n // 128) * 128 for n in (self.seqlen_q, self.seqlen_k))
+        return (self.batch, self.heads, rows, columns)
 
     @property
     def most_tokens_k(self) -> int | None:

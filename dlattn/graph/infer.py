@@ -201,6 +201,7 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "sink_token": (1, heads, 1, 1),
         "dSink_token": (1, heads, 1, 1),
         "rng_dump": (batch, heads, seq_q, seq_kv),
+        "debug_softmax": (batch, heads, -(-seq_q // 128) * 128, -(-seq_kv // 128) * 128),
         "seq_len_q": (batch, 1, 1, 1),
         "seq_len_kv": (batch, 1, 1, 1),
         "dQ": q,

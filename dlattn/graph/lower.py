@@ -205,7 +205,7 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
     io_type = tensors["q"].get_data_type()
     for role, t in tensors.items():
         dtype = t.get_data_type()
-        if role in IO_ROLES:
+        if role in IO_ROLES or role == "debug_softmax":
             if dtype is not io_type:
                 raise cudnnGraphNotSupportedError(
                     f"{node.label(role)} is {dtype} and {node.label('q')} is {io_type}; plans take "

@@ -197,6 +197,7 @@ class Params(ctypes.Structure):
         ("softcap_inverse", ctypes.c_float),
         ("dropout_addend", ctypes.c_uint32),
         ("softcap_series", SoftCapSeries),
+        ("debug_softmax", TensorRef),
     ]
 
 
@@ -265,7 +266,7 @@ def params_for(geometry: Geometry) -> Params:
         dropout_scale_inv=FloatRef(0, geometry.dropout_scale_inv, 0),
         softcap_series=_softcap_series(geometry),
     )
-    for role in TENSOR_ROLES:
+    for role in (*TENSOR_ROLES, "debug_softmax"):
         if role in geometry.tensors:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))

@@ -80,7 +80,12 @@ class Reference(Plan):
             "dropout": problem.dropout, "compute": self.compute,
         }  # fmt: skip
         if problem.direction is Direction.FORWARD:
-            results = attention_forward(q, k, v, sink=sink, **scores)._asdict()
+            debug = np.zeros_like(tensors.get("debug_softmax", np.empty(0)), self.compute)
+            results = attention_forward(q, k, v, sink=sink, debug=debug, **scores)._asdict()
+            if problem.dropout is not None and debug.size:
+                there = debug[..., : self.geometry.seq_q, : self.geometry.seq_kv]
+                problem.dropout.mark(there, values)
+            results["debug_softmax"] = debug
             if problem.flash_stats:
                 results["stats"][np.isneginf(results["stats"])] = np.inf
         else:
@@ -153,6 +158,7 @@ def attention_forward(
     values: Values | None = None,
     dropout: Dropout | None = None,
     sink: Array | None = None,
+    debug: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> Forward:
     """``softmax(masked(edited(q k^T))) v``, and what the softmax knows of its rows.
@@ -164,6 +170,7 @@ def attention_forward(
         values: what edits, masks and dropout read; without it, a scale of 1 and full lengths.
         dropout: as in :class:`dlattn.problem.Problem`; statistics are of what was not dropped yet.
         sink: (1, Hq, 1, 1), one more score of every row, for which there is no value.
+        debug: (B, Hq, Sq, Skv) or larger, zeros: probabilities before dropout are written here.
         compute: type of all arithmetic and of the results.
 
     Returns:
@@ -192,6 +199,9 @@ def attention_forward(
             scores, _ = _scores(q_b, k_b, block, edits, values_b)
             kept = _kept(dropout, block.where, values_b)
             rows = _softmax_times_v(scores, v_b[:, block.keys], sinks, kept, values.dropout_scale)
+            if debug is not None and debug.size:
+                safe = np.where(np.isneginf(rows.stats), np.inf, rows.stats)
+                debug[entry, :, block.rows, block.keys] = np.exp(scores - safe)
             for whole, part in zip(results, rows, strict=True):
                 whole[entry, :, block.rows] = part
     return results

@@ -49,6 +49,12 @@ class Dropout(ABC):
         """``Params.dropout_addend`` of a probability p: what kernels add to random bits."""
         return 0
 
+    def mark(self, probabilities: Array, values: Values) -> None:
+        """Sets the signs of what is dropped, (B, H, S_q, S_kv), wherever it is."""
+        kept = np.empty(probabilities.shape)
+        self.dump(kept, values)
+        np.copysign(probabilities, kept - 0.5, out=probabilities)
+
     def dump(self, kept: Array, values: Values) -> None:
         """Writes 1 or 0 for every position, (B, H, S_q, S_kv), whatever masks and lengths say."""
         batch, heads, seq_q, seq_kv = kept.shape

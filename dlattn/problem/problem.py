@@ -169,7 +169,7 @@ class Geometry:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
             dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes block_mask
             paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
-            dropout_mask dropout_scale dropout_scale_inv rng_dump delta cu_seqlens_q
+            dropout_mask dropout_scale dropout_scale_inv rng_dump debug_softmax delta cu_seqlens_q
             cu_seqlens_kv``, and the :func:`offset_role` of each ragged tensor and packed table; an
             absent role is an absent feature. ``cu_seqlens_kv`` tells lengths of paged keys, too.
         attn_scale: the scale when there is no ``attn_scale`` tensor.

@@ -103,6 +103,10 @@ class Framework(ABC):
         """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
         return
 
+    def settle(self, obj: Any) -> None:
+        """See :func:`settle`; nothing for frameworks that reuse memory in the stream's order."""
+        return
+
     def from_buffer(self, obj: Any, like: Any) -> Any:
         """See :func:`to_caller`; nothing where :meth:`empty` makes the framework's own tensors."""
         return obj

@@ -246,6 +246,12 @@ class _Jax(Dlpack):
 
         return jax.numpy.pad(obj, widths)
 
+    def settle(self, obj: Any) -> None:
+        if _jax_device(obj.sharding)[0] == "cuda":
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+
     def from_buffer(self, obj: Any, like: Any) -> Any:
         import jax
 

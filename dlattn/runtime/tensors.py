@@ -113,6 +113,12 @@ def order_before(objs: Iterable[Any], stream: int) -> None:
         framework(obj).order_before(obj, stream)
 
 
+def settle(obj: Any) -> None:
+    """Waits for kernels that read tensors which are about to be dropped, if their framework, JAX,
+    could give the memory to somebody else before."""
+    framework(obj).settle(obj)
+
+
 # Allocating ---------------------------------------------------------------------------------------
 
 

@@ -157,9 +157,8 @@ def test_masks_are_pytorchs(p: float, engine: str, monkeypatch: pytest.MonkeyPat
     batch, seqlen_q, seqlen_k, heads, size = 2, 201, 128, 3, 128
     q = torch.randn(batch, seqlen_q, heads, size, device="cuda", dtype=torch.float16) / 4
     k = torch.randn(batch, seqlen_k, heads, size, device="cuda", dtype=torch.float16) / 4
-    v = torch.eye(size, device="cuda", dtype=torch.float16)[:, None].expand(
-        batch, seqlen_k, heads, size
-    )
+    v = torch.eye(size, device="cuda", dtype=torch.float16)[:, None]
+    v = v.expand(batch, seqlen_k, heads, size).contiguous()
     their, their_lse, state, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, seqlen_q, seqlen_k, p, False, False, scale=0.1
     )

@@ -16,7 +16,7 @@ from dlattn.calls.call import Output
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.flash import forward, mha_bwd, mha_fwd
+from dlattn.flash import forward, mha_bwd, mha_fwd, mha_varlen_fwd
 from dlattn.flash.dropout import drawn_state
 from dlattn.flash.layouts import Layout
 from dlattn.plans.bwd_sm90 import BwdSm90
@@ -214,9 +214,31 @@ def test_outputs_differ_by_seed_alone() -> None:
     q, k, v, dout = rng.normal(size=(4, 1, 40, 2, 8))
     first, again, other = (mha_fwd(q, k, v, p_dropout=0.5, gen_=seed) for seed in (1, (1, 0), 2))
     assert (first[0] == again[0]).all() and (first[0] != other[0]).any()
+    assert (mha_fwd(q, k, v, p_dropout=0.5, gen_=first[5])[0] == first[0]).all()
     assert (first[4] == other[4]).all()
     dv, dv_again, dv_other = (
         mha_bwd(dout, q, k, v, r[0], r[4], p_dropout=0.5, philox_seed=r[5])[2]
         for r in (first, again, other)
     )
     assert (dv == dv_again).all() and (dv != dv_other).any()
+
+
+def test_debug_softmax() -> None:
+    """Signs are the mask's wherever a position is, magnitudes the probabilities, packed or not."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 40, 2, 8))
+    out, *_, lse, _, _, p = mha_fwd(
+        q, k, v, p_dropout=0.5, is_causal=True, gen_=3, return_softmax=True
+    )
+    assert p.shape == (2, 2, 128, 128)
+    own = p[..., :40, :40]
+    kept = np.where(np.signbit(own), 0, own)
+    np.testing.assert_allclose(2 * kept @ v.swapaxes(1, 2), out.swapaxes(1, 2), atol=1e-12)
+    np.testing.assert_allclose(abs(own).sum(-1), 1, atol=1e-6)  # lse is float32
+    lengths = np.array([0, 40, 80], np.int32)
+    flat = [x.reshape(80, 2, 8) for x in (q, k, v)]
+    *_, packed = mha_varlen_fwd(
+        *flat, None, lengths, lengths, None, None, None, 40, 40, p_dropout=0.5, is_causal=True,
+        gen_=3, return_softmax=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(packed, p)

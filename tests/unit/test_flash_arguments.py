@@ -178,7 +178,6 @@ WRONG_ARGUMENTS = [
 ]
 
 NOT_SUPPORTED = [
-    (mha_fwd, dense(p_dropout=0.1, return_softmax=True), "return_softmax=True"),
     (mha_fwd, dense(attention_chunk=4), "attention_chunk=4"),
     (mha_varlen_fwd, paged(k=zeros(6, 6, HK, D), v=zeros(6, 6, HK, D)), "pages of 6 rows"),
 ]
