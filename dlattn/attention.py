@@ -99,7 +99,7 @@ def attention(
     lengths_q, lengths_kv = _pair(lengths)
     cu_q, cu_kv = _pair(cu_seqlens)
     p, seed, offset = _dropout(dropout)
-    hosts = [np.array(_wrapped(x)) for x in (seed, offset) if isinstance(x, int)]
+    hosts = [np.array(_wrapped(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     tensors = (
         *(q, k, v, out, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv),
         *(None if isinstance(x, int) else x for x in (seed, offset)),
@@ -186,7 +186,7 @@ def _prepare(*given: Any) -> Call:
 _CALLS = CallCache(_prepare)
 
 #: What a number in host memory looks like.
-_HOST_NUMBER = np.array(0)
+_HOST_NUMBER = np.array(0, np.int64)
 
 #: Arguments whose rows are moved in wide accesses.
 _ROWS = ("q", "k", "v", "out")

@@ -1,8 +1,9 @@
 """FlashAttention's functions, on tensors of any framework.
 
 ``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd`` and ``mha_varlen_bwd`` are those of PyTorch's
-``flash_api.h``: the same arguments in the same order, the same tuples. They run the plans that
-graphs run: CUDA kernels, or for tensors in host memory the NumPy reference engine.
+``flash_api.h``: the same arguments in the same order, the same tuples; ``flash_attn_with_kvcache``
+is that of FlashAttention-2's own Python interface. They run the plans that graphs run: CUDA
+kernels, or for tensors in host memory the NumPy reference engine.
 
 Tensors are ``(batch, seqlen, heads, head_size)``, or packed, ``(total, heads, head_size)``. Heads
 of k and v divide those of q: query head h reads head ``h // (heads / heads_k)``. Masks are aligned

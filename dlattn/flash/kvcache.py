@@ -162,18 +162,8 @@ def _prepare(*given: Any) -> Call:
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))
 
     append = _append_specs(there, cache, is_number)
-    between = dict(cache.between)
-    if append.keys() & {"k_new", "cached_tokens", "leftpad"} or cache.is_ragged:
-        between["seq_len_kv"] = TensorSpec("lengths", (sizes.batch,), (1,), data_type.INT32)
-    attended = {"q": sizes.spec("q", q), **cache.attended}
-    read = dict(cache.read)
-    if "q" in append:
-        between["q_rotated"] = attended["q"] = append["q_rotated"]
-        read["q"] = "q_rotated"
-    if "seq_len_kv" in between:
-        attended["seq_len_kv"] = between["seq_len_kv"]
-    elif "cache_seqlens" in append:
-        attended["seq_len_kv"], read["seq_len_kv"] = append["cache_seqlens"], "cache_seqlens"
+    attended, between, read = _connected(append, cache, sizes)
+    attended.setdefault("q", sizes.spec("q", q))
     attended |= {str(it.role): sizes.spec(str(it.role), it) for it in outputs}
     attended |= role_options(_rows(there), sizes)[0]
     request = Request(
@@ -197,20 +187,19 @@ def _prepare(*given: Any) -> Call:
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
         return Call(values, device, alone, outputs, attention)
-    append_plan = Append(
+    rotation = Rotation(bool(interleaved), _queries_move(causal, window, sizes))
+    writes = Append(
         {**append, **between},
         target,
         all(it.seen.ptr % 16 == 0 for name, it in there.items() if name in _WIDE),
         batch=sizes.batch,
         cache=cache.cache,
-        rotation=Rotation(bool(interleaved), _queries_move(causal, window, sizes))
-        if "cos" in append
-        else None,
+        rotation=rotation if "cos" in append else None,
     )
-    reason = append_plan.refusal()
+    reason = writes.refusal()
     if reason is not None:
         raise cudnnGraphNotSupportedError(f"flash_attn_with_kvcache: {reason}")
-    plan = CachedAttention(append_plan, attention, between, read)
+    plan = CachedAttention(writes, attention, between, read)
     return Call(values, device, inputs, outputs, plan)
 
 
@@ -254,6 +243,23 @@ def _append_specs(
         )
         specs["q_rotated"] = replace(specs["q"], stride=stride)
     return specs
+
+
+def _connected(
+    append: Mapping[str, TensorSpec], cache: CacheLayout, sizes: Layout
+) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec], dict[str, str]]:
+    """What attention reads of the append plan's tensors: its specs, those that only the two plans
+    know, and by which roles it reads them."""
+    attended, between, read = dict(cache.attended), dict(cache.between), dict(cache.read)
+    if append.keys() & {"k_new", "cached_tokens", "leftpad"} or cache.is_ragged:
+        lengths = TensorSpec("lengths", (sizes.batch,), (1,), data_type.INT32)
+        attended["seq_len_kv"] = between["seq_len_kv"] = lengths
+    elif "cache_seqlens" in append:
+        attended["seq_len_kv"], read["seq_len_kv"] = append["cache_seqlens"], "cache_seqlens"
+    if "q_rotated" in append:
+        attended["q"] = between["q_rotated"] = append["q_rotated"]
+        read["q"] = "q_rotated"
+    return attended, between, read
 
 
 def _rows(there: Mapping[str, Argument]) -> dict[str, Argument]:

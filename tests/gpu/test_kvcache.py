@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,3 +48,33 @@ def test_beyond_the_cache() -> None:
         before[2, 14:] = new[1, :2]
         before[3, :4] = new[2]
         assert (caller.host(after) == before).all()
+
+
+def test_cuda_graph() -> None:
+    """A captured step appends behind what the lengths on the device say at each replay."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch on CUDA")
+    k_cache, v_cache = torch.zeros(2, 2, 64, 2, 64, device="cuda", dtype=torch.half)
+    q = torch.randn(2, 1, 8, 64, device="cuda").half()
+    k, v = torch.zeros(2, 2, 1, 2, 64, device="cuda", dtype=torch.half)
+    cached = torch.zeros(2, device="cuda", dtype=torch.int32)
+
+    def step() -> Any:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cached, causal=True)
+
+    step()  # compiles, which cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    for n in range(4):
+        cached.fill_(n)
+        k.normal_()
+        v.normal_()
+        graph.replay()
+        assert (k_cache[:, n] == k[:, 0]).all() and not k_cache[:, n + 1 :].any()
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x.float().transpose(1, 2) for x in (q, k_cache[:, : n + 1], v_cache[:, : n + 1])),
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(o.float().transpose(1, 2), want, atol=5e-3, rtol=3e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,20 @@ def test_torch(case: CacheCase) -> None:
     """Of torch tensors, outputs and caches are right."""
     pytest.importorskip("torch")
     check_cache(case, Caller("torch"))
+
+
+def test_signature() -> None:
+    """The arguments are FlashAttention-2's, in its order, with its defaults; more are keywords."""
+    given = inspect.signature(flash_attn_with_kvcache).parameters.values()
+    names = """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
+        cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved
+        alibi_slopes num_splits return_softmax_lse"""
+    assert [it.name for it in given if it.kind is not it.KEYWORD_ONLY] == names.split()
+    defaults = {it.name: it.default for it in given if it.default not in (None, it.empty)}
+    assert defaults == {
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True,
+        "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
 
 
 def zeros(*shape: int, dtype: Any = np.float16) -> Any:
