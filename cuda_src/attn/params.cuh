@@ -152,13 +152,13 @@ struct RaggedRef {
   // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
   // have memory for them, int64, which the first kernel writes.
   const int *cu_seqlens_q, *cu_seqlens_kv;
-  RaggedEntry* entries;         // (batch)
-  int* order;                   // (batch): entries by rank
-  int4* items;                  // their number, then of each tile, head, batch, pair; or null
-  MappedEntry* mapped;          // (mapped_tensors, batch); or null
-  int tile_q;                   // rows of a query tile
-  int row_tiles;                // that the workspace has room for, of one head
-  int item_rows;                // queries or keys that an item has
+  RaggedEntry* entries;  // (batch)
+  int* order;            // (batch): entries by rank
+  int4* items;           // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;   // (mapped_tensors, batch); or null
+  int tile_q;            // rows of a query tile
+  int row_tiles;         // that the workspace has room for, of one head
+  int item_rows;         // queries or keys that an item has
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
   int unused;

@@ -147,8 +147,9 @@ class TensorSpec:
         by_value: a host scalar, read at execute time.
         ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
             :func:`offset_role`, or if there is none at row ``cu_seqlens[b]``, of
-            :func:`cu_seqlens_role` (delta's: :data:`DELTA_GAP` rows later for each entry before),
-            and holds as many rows as its length; its batch stride is 0 here.
+            :func:`cu_seqlens_role` (delta's: :data:`DELTA_GAP` rows later for each entry before;
+            with cumulative lengths, no tensor of that side may have offsets), and holds as many
+            rows as its length; its batch stride is 0 here.
         packed: the same of a page table, whose entries are as many as the sequence has pages.
     """
 

@@ -11,14 +11,14 @@ from tests.flash_check import check
 from tests.strategies import flash_cases
 
 
-@settings(max_examples=250)
+@settings(max_examples=500)
 @given(flash_cases())
 def test_one_length(case: FlashCase) -> None:
     """mha_fwd and mha_bwd of NumPy arrays are right, and write nothing but their results."""
     check(case, Caller("numpy"))
 
 
-@settings(max_examples=250)
+@settings(max_examples=500)
 @given(flash_cases(packed=True))
 def test_packed(case: FlashCase) -> None:
     """mha_varlen_fwd and mha_varlen_bwd of NumPy arrays are right, and write nothing else."""
