@@ -1,8 +1,9 @@
 """Host costs: ``python -m bench.host``.
 
 Prints microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA
-tensors, beside those of torch's ``x.add_(1)`` as a yardstick of the machine; the seconds of a first
-(cold) compile; and what a second process with a warm cache spends until its first result, beyond
+tensors, and per call of each function into memory for the output, beside those of
+torch's ``x.add_(1)`` as a yardstick of the machine; the seconds of a first (cold) compile; and what
+a second process with a warm cache spends until its first result, beyond
 importing CuPy and creating the CUDA context.
 """
 
@@ -82,6 +83,32 @@ def execute() -> Callable[[], object]:
     return lambda: graph.execute(pack, 0)
 
 
+def functions() -> dict[str, Callable[[], object]]:
+    """One call of each function on torch tensors, with preallocated outputs."""
+    import torch
+
+    from dlattn import attention, merge_states
+    from dlattn.flash import flash_attn_with_kvcache, mha_fwd, mha_varlen_fwd
+
+    q = torch.randn(1, 16, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k, v, out = torch.randn_like(q), torch.randn_like(q), torch.empty_like(q)
+    flat = [x.flatten(0, 1) for x in (q, k, v, out)]
+    lengths = torch.tensor([0, 16], device="cuda", dtype=torch.int32)
+    lse = torch.zeros(1, 1, 16, device="cuda")
+    new, cached = (q[:, :1], k[:, :1], v[:, :1], out[:, :1]), lengths[:1]
+    return {
+        "mha_fwd": lambda: mha_fwd(q, k, v, out, None, 0.0, 0.125, True),
+        "mha_varlen_fwd": lambda: mha_varlen_fwd(
+            *flat, lengths, lengths, None, None, None, 16, 16, 0.0, 0.125, False, True
+        ),
+        "attention": lambda: attention(q, k, v, causal=True, out=out),
+        "merge_states": lambda: merge_states(q, lse, k, lse, out=(out, lse)),
+        "flash_attn_with_kvcache, appending": lambda: flash_attn_with_kvcache(
+            new[0], k, v, new[1], new[2], cache_seqlens=cached, causal=True, out=new[3]
+        ),
+    }
+
+
 def add_one() -> Callable[[], object]:
     """torch's ``x.add_(1)`` on one element: the least that a launch costs from Python here."""
     import torch
@@ -108,6 +135,8 @@ def warm_start(cache: str) -> tuple[float, int, bool]:
 
 def main() -> None:
     print(f"execute, five torch tensors, checked: {microseconds(execute()):.2f} us")
+    for name, call in functions().items():
+        print(f"{name}, preallocated output: {microseconds(call):.2f} us")
     print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")
     with tempfile.TemporaryDirectory() as cache:
         seconds, compiles, _ = warm_start(cache)

@@ -4,6 +4,8 @@
 imports torch, JAX or CuPy: a framework is touched once one of its tensors comes by.
 """
 
+from dlattn import flash as flash
+from dlattn.attention import attention as attention
 from dlattn.dtypes import data_type as data_type
 from dlattn.errors import CompileError as CompileError
 from dlattn.errors import DlattnError as DlattnError
@@ -37,6 +39,7 @@ from dlattn.graph.vocabulary import scalar_type as scalar_type
 from dlattn.graph.vocabulary import tensor_reordering as tensor_reordering
 from dlattn.graph.wrapper import Graph as Graph
 from dlattn.problem import philox_dropout_mask as philox_dropout_mask
+from dlattn.states import merge_states as merge_states
 
 # cuDNN has a function of the subpackage's name: ``dlattn.graph(handle)`` is the context manager,
 # and modules of the subpackage are imported by their full names, ``from dlattn.graph.x import y``.

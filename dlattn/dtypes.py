@@ -36,6 +36,8 @@ class data_type(VocabularyEnum):  # noqa: N801 - cuDNN's public spelling
     INT8x4 = 16
     UINT8x4 = 17
     INT8x32 = 18
+    #: dlattn's own: FlashAttention's philox state.
+    UINT64 = 64
 
 
 class _Names(NamedTuple):
@@ -53,6 +55,7 @@ _TABLE: dict[data_type, _Names] = {
     data_type.INT8: _Names(np.dtype(np.int8), "int8", (0, 8), "int8_t"),
     data_type.INT32: _Names(np.dtype(np.int32), "int32", (0, 32), "int32_t"),
     data_type.INT64: _Names(np.dtype(np.int64), "int64", (0, 64), "int64_t"),
+    data_type.UINT64: _Names(np.dtype(np.uint64), "uint64", (1, 64), "uint64"),
     data_type.UINT8: _Names(np.dtype(np.uint8), "uint8", (1, 8), "uint8_t"),
     data_type.BOOLEAN: _Names(np.dtype(np.bool_), "bool", (6, 8), "bool"),
     data_type.FP8_E4M3: _Names(np.dtype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn", (10, 8), "e4m3"),

@@ -176,6 +176,12 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
         stride = (*(2 * step for step in _packed(dim)[:-1]), 1)
         spec = TensorSpec("rng_dump", dim, stride, data_type.FLOAT)
         made["rng_dump"] = _guard(library, spec, "float32", None, False)
+    if case.looks_inside:
+        batch, heads, *sizes = case.scores_dim()
+        dim = (batch, heads, *(-(-size // 128) * 128 for size in sizes))
+        stride = (*(3 * step for step in _packed(dim)[:-1]), 1)
+        spec = TensorSpec("debug_softmax", dim, stride, from_any(Library().dtype(case.dtype)))
+        made["debug_softmax"] = _guard(library, spec, case.dtype, None, False)
     for role in case.ragged:
         if role in made:
             name, dim = offset_role(role), (case.batch + 1, 1, 1, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 #: Roles of tensors that may be ragged, by the lengths that their entries have.
 RAGGED_Q = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
 RAGGED_KV = ("k", "v", "dK", "dV")
@@ -49,11 +51,14 @@ class Case:
         sink: about the mean of the heads' sinks; ``None`` is no sink.
         deterministic: the backward must give the same bits in every run.
         dropout: the probability to drop, by Philox, or the element type of a mask; or ``None``.
+        dropout_algorithm: how Philox is used; ``None`` leaves the argument out, which is
+            ``"philox"``.
         dropout_as: how seed and offset, or the mask's scales, are given: ``"value"`` (Python
             numbers), ``"host"`` (tensors passed by value) or ``"device"``.
         dropout_dtypes: integer types of seed and offset.
         dropout_axes, dropout_layout: of the mask, as of the bias.
         rng_dump: forward and backward write the mask.
+        debug_softmax: the forward writes signed probabilities, if it writes stats.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -101,11 +106,13 @@ class Case:
     sink: float | None = None
     deterministic: bool = False
     dropout: float | str | None = None
+    dropout_algorithm: str | None = None
     dropout_as: str = "device"
     dropout_dtypes: tuple[str, str] = ("int64", "int64")
     dropout_axes: str = "bhqk"
     dropout_layout: str = "keys"
     rng_dump: bool = False
+    debug_softmax: bool = False
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -151,6 +158,11 @@ class Case:
         return tuple(size if axis in axes else 1 for axis, size in named)
 
     @property
+    def looks_inside(self) -> bool:
+        """Whether ``debug_softmax`` is written."""
+        return self.debug_softmax and self.stats is not None
+
+    @property
     def is_random(self) -> bool:
         """Whether dropout is by Philox."""
         return isinstance(self.dropout, float)
@@ -166,8 +178,17 @@ class Case:
         wide = [dtype == "int64" for dtype in self.dropout_dtypes]
         return (seed << 30 if wide[0] else seed, offset << 20 if wide[1] else offset)
 
+    @property
+    def probability(self) -> float:
+        """To drop, as the algorithm computes with it."""
+        assert isinstance(self.dropout, float)
+        flash = self.dropout_algorithm == "flash"
+        return float(np.float32(self.dropout)) if flash else self.dropout
+
     def dropout_scale(self) -> float:
         """What kept probabilities are multiplied by; of a mask, float32 has its inverse exactly."""
+        if isinstance(self.dropout, float) and self.dropout_algorithm == "flash":
+            return 1 / float(1 - np.float32(self.dropout))
         if isinstance(self.dropout, float):
             return 1 / (1 - self.dropout)
         return 1.0 if self.dropout is None else 2.0

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from dlattn.runtime.target import cuda_device_count
+from tests.calls import Called
 from tests.cases import Case
+from tests.flash import FlashCase
+from tests.kvcache import CacheCase
+from tests.states import States
+
+#: What ``--repro`` takes.
+_KINDS = (Case, Called, FlashCase, CacheCase, States)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,11 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def repro(request: pytest.FixtureRequest) -> Case:
+def repro(request: pytest.FixtureRequest) -> Any:
     """The case given with ``--repro``; without one, the test is skipped."""
     text = request.config.getoption("--repro")
     if text is None:
         pytest.skip("runs with --repro only")
-    case = eval(text, {"Case": Case})
-    assert isinstance(case, Case), f"--repro takes a Case(...), not {text}"
+    case = eval(text, {kind.__name__: kind for kind in _KINDS})
+    assert isinstance(case, _KINDS), f"--repro takes a Case(...), not {text}"
     return case

@@ -167,7 +167,8 @@ def kept_by(case: Case, given: Tensors, dtype: str) -> Any:
     q = given["q"]
     xp = _module(q)
     if isinstance(case.dropout, float):
-        mask = philox.kept(case.dropout, *case.philox(), case.scores_dim())
+        kept = philox.flash_kept if case.dropout_algorithm == "flash" else philox.kept
+        mask = kept(case.dropout, *case.philox(), case.scores_dim())
         device = {"device": q.device} if xp.__name__ == "torch" else {}
         return cast(xp.asarray(mask, **device), dtype)
     return xp.broadcast_to(cast(given["dropout_mask"] != 0, dtype), case.scores_dim())

@@ -21,6 +21,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -53,7 +54,7 @@ OPTIONS = (
 )
 
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS, "rng_dump")
-_FORWARD = (*_BOTH, "score_max", "score_sum_exp")
+_FORWARD = (*_BOTH, "score_max", "score_sum_exp", "debug_softmax")
 _BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
 
 
@@ -75,9 +76,10 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         arrays = by_sequence(case, arrays)
         skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", "dBias")
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
-        if "rng_dump" in outputs:
-            outputs.remove("rng_dump")
-            oracle.assert_dump(case, arrays, arrays["rng_dump"])
+        for role, assert_right in oracle.OF_SCORES.items():
+            if role in outputs:
+                outputs.remove(role)
+                assert_right(case, arrays, arrays[role])
         oracle.assert_close(case, arrays, {role: arrays[role] for role in outputs})
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{case!r}"')
@@ -140,7 +142,8 @@ def run_graph(case: Case, tensors: Tensors) -> None:
     """Runs a forward and a backward graph on the device of the tensors."""
     made = ("o", "stats") if case.stats else ("o",)
     dump = ("rng_dump",) * case.rng_dump
-    _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump))
+    debug = ("debug_softmax",) * case.looks_inside
+    _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
         written = (*(role for role in ("dSink_token", "dBias") if role in tensors), *dump)
@@ -208,7 +211,7 @@ def dropout_of(case: Case) -> Dropout | None:
     if not case.drops:
         return None
     if case.is_random:
-        return Philox()
+        return FlashDropout() if case.dropout_algorithm == "flash" else Philox()
     contiguous = case.mask_dim()[3] > 1 and case.mask_stride()[3] == 1
     return GivenMask(from_any(Library().dtype(str(case.dropout))), contiguous)
 
@@ -219,7 +222,7 @@ def dropout_numbers(case: Case) -> dict[str, Any]:
     numbers: dict[str, Any] = {"dropout_scale": scale, "dropout_scale_inv": 1 / scale}
     if isinstance(case.dropout, float):
         seed, offset = case.philox()
-        numbers |= {"dropout_p": case.dropout, "dropout_seed": seed, "dropout_offset": offset}
+        numbers |= {"dropout_p": case.probability, "dropout_seed": seed, "dropout_offset": offset}
     return numbers
 
 
@@ -305,6 +308,7 @@ def _run_graph_of(
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    arguments["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
     if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
         arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))

@@ -16,6 +16,7 @@ from tests.cases import Case
 from tests.definition import (
     Entry,
     Tensors,
+    _module,
     by_entry,
     cast,
     kept_by,
@@ -32,8 +33,12 @@ from tests.noise import RESULT_TYPES, compute_type, noise
 #: How many times the larger yardstick the largest error may be.
 FACTORS = {
     **{"o": 2.0, "stats": 2.0, "score_max": 2.0, "score_sum_exp": 2.0},
+    "debug_softmax": 3.0,
     **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0, "dBias": 3.0},
 }
+
+#: The distance of 1 from its neighbour.
+RESOLUTIONS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 
 #: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
 #: millions of elements; a wrong row that others dwarf does not.
@@ -149,6 +154,52 @@ def assert_dump(case: Case, given: Tensors, dump: Any) -> None:
     """Fails unless a dump is the mask, to the bit and wherever it is."""
     wrong = int((dump != kept_by(case, given, "float32")).sum())
     assert wrong == 0, f"rng_dump: {wrong} elements are wrong; {case!r}"
+
+
+def assert_debug_softmax(case: Case, given: Tensors, got: Any) -> None:
+    """Fails unless signs are those of the mask, to the bit; probabilities are as near to the exact
+    ones as a plain computation from rounded statistics; and all else is 0."""
+    compute = compute_type(case)
+    every: dict[str, list[Any]] = {"float64": [], compute: []}
+    for dtype, found in every.items():
+
+        def entry(e: Entry, dtype: str = dtype, found: list[Any] = found) -> dict[str, Any]:
+            scores = scores_of(case, e)[0]
+            p = softmax(e, scores).p
+            if dtype != "float64":
+                stats = cast(cast(softmax(e, scores).stats, case.stats or dtype), dtype)
+                low = e.xp.where(e.keep, scores, -np.inf)
+                p = e.xp.exp(low - e.xp.where(e.alive, stats, 0.0))
+            found.append(cast(cast(p, case.dtype), "float64") if dtype != "float64" else p)
+            return {}
+
+        by_entry(case, given, entry, dtype)
+    batch, heads, seq_q, seq_kv = case.scores_dim()
+    got = cast(got, "float64")
+    if case.dropout is not None:
+        dropped = kept_by(case, given, "float64") == 0
+        there = got[:, :, :seq_q, :seq_kv]
+        wrong = int((_module(got).signbit(there) != dropped).sum())
+        assert wrong == 0, f"debug_softmax: {wrong} signs are wrong; {case!r}"
+    sizes = [
+        at for at in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)) if at[1][0]
+    ]
+    rest = abs(got)
+    for nth, (index, (m, n)) in enumerate(sizes):
+        want, plain = (found[nth][..., :n] for found in (every["float64"], every[compute]))
+        error = _largest((rest[index, :, :m, :n] - want).reshape(-1))
+        usual = _largest((plain - want).reshape(-1))
+        luck = RESOLUTIONS[case.dtype] * _largest(want.reshape(-1))
+        allowed = FACTORS["debug_softmax"] * max(usual, luck)
+        assert error <= allowed, (
+            f"debug_softmax: error {error:.3e}, allowed {allowed:.3e}; {case!r}"
+        )
+        rest[index, :, :m, :n] = 0
+    assert _largest(rest.reshape(-1)) == 0, f"debug_softmax: not 0 beyond lengths; {case!r}"
+
+
+#: Results of the size of the scores, and what they must be.
+OF_SCORES = {"rng_dump": assert_dump, "debug_softmax": assert_debug_softmax}
 
 
 def _largest(x: Any) -> float:

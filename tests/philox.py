@@ -1,5 +1,6 @@
 """Which probabilities ``dropout=(p, seed, offset)`` keeps, element by element from the words of
-:func:`dlattn.philox_dropout_mask`'s docstring. Nothing here uses dlattn."""
+the docstrings of :func:`dlattn.philox_dropout_mask` and :class:`dlattn.problem.FlashDropout`.
+Nothing here uses dlattn."""
 
 from __future__ import annotations
 
@@ -27,6 +28,29 @@ def kept(p: float, seed: int, offset: int, dim: tuple[int, int, int, int]) -> np
     bits = np.moveaxis(of_word, -1, 0) >> (16 * (k % 2)).astype(np.uint64)
     threshold = max(1, round(2**15 * (1 - p)))
     return ((bits & np.uint64(2**15 - 1)) < threshold).reshape(dim)
+
+
+@cache
+def flash_kept(p: float, seed: int, offset: int, dim: tuple[int, int, int, int]) -> np.ndarray:
+    """The same of FlashAttention-2."""
+    low = 0xFFFFFFFF
+    batch, heads, seq_q, seq_kv = dim
+    # As Python's integers: the carry out of 64 bits is lost.
+    first = [offset + 32 * head + lane for head in range(batch * heads) for lane in range(32)]
+    counter = np.array([x & (2**64 - 1) for x in first], np.uint64)
+    counter = counter.reshape(batch * heads, 32, 1, 1)
+    row, column = np.arange(-(-seq_q // 16))[:, None], np.arange(-(-seq_kv // 32))
+    words = _philox(
+        [counter & np.uint64(low), counter >> np.uint64(32), row, column],
+        [seed & low, seed >> 32 & low],
+    )
+    q, k = np.arange(seq_q)[:, None], np.arange(seq_kv)
+    # Fragments of mma.m16n8k16: a lane has two neighbours in each of two rows of four tiles.
+    lane, byte = q % 8 * 4 + k % 8 // 2, q // 8 % 2 * 2 + k % 2
+    of_word = words[k // 8 % 4, :, lane, q // 16, k // 32]
+    bits = np.moveaxis(of_word, -1, 0) >> (8 * byte).astype(np.uint64)
+    threshold = np.floor(np.float64(np.float32(1) - np.float32(p)) * 255)
+    return ((bits & np.uint64(255)) <= threshold).reshape(dim)
 
 
 def _philox(counter: list, key: list[int]) -> np.ndarray:

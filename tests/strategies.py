@@ -8,6 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
+from tests.flash import FlashCase
+from tests.kvcache import CacheCase
+from tests.states import States
 
 #: Mostly those that every kernel has.
 HEAD_DIMS = (*4 * [*range(8, 257, 8)], *range(264, 513, 8))
@@ -111,6 +114,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     page_k, page_v = draw(st.sampled_from(_PAGED))
     bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
+    dropout = draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES)))
+    algorithms = (None, "philox", "flash", "flash") if isinstance(dropout, float) else (None,)
     return Case(
         dtype=dtype,
         head_dim_qk=head_dim_qk,
@@ -132,7 +137,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
         deterministic=draw(st.sampled_from((False, False, True))),
-        dropout=draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES))),
+        dropout=dropout,
+        dropout_algorithm=draw(st.sampled_from(algorithms)),
         dropout_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
     )
 
@@ -200,6 +206,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         dropout_dtypes=draw(st.tuples(len_dtype, len_dtype)),
         dropout_axes=draw(axes) if kind.dropout and not kind.is_random else "bhqk",
         rng_dump=kind.dropout is not None and draw(st.booleans()),
+        debug_softmax=draw(st.sampled_from((False, False, False, True))),
         logits=chosen_logits,
         offset=offset,
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
@@ -217,3 +224,152 @@ def _ragged(kind: Case) -> st.SearchStrategy[tuple[str, ...]]:
 def _lengths(batch: int, longest: int) -> st.SearchStrategy[tuple[int, ...]]:
     length = st.sampled_from((longest, 0, longest)) | st.integers(1, longest)
     return st.tuples(*[length] * batch)
+
+
+@st.composite
+def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
+    """Cases that ``dlattn.attention`` has arguments for."""
+    case = draw(cases(profile))
+    return replace(
+        case,
+        scale_as="value",
+        alibi=draw(st.sampled_from((None, "H", "BH"))) if case.alibi else None,
+        blocks=None,
+        d_bias=None,
+        page_k=None,
+        page_v=None,
+        ragged=(),
+        stats=case.stats and ("float64" if case.dtype == "float64" else "float32"),
+        row_outputs=(),
+        deterministic=False,
+        dropout=case.dropout if case.is_random else None,
+        dropout_algorithm=None,
+        rng_dump=False,
+    )
+
+
+@st.composite
+def states(draw: st.DrawFn) -> States:
+    """Calls of ``merge_states``."""
+    layout = draw(st.sampled_from(("bshd", "bhsd", "thd")))
+    lead = () if layout == "thd" else draw(st.lists(st.integers(1, 3), max_size=3).map(tuple))
+    types = st.sampled_from(("bfloat16", "float16", "float32"))
+    first = draw(types)
+    padding = draw(st.sampled_from((0, 0, 8, 1)))
+    return States(
+        dtypes=(first, draw(types)),
+        layout=layout,
+        lead=lead,
+        heads=draw(st.integers(1, 5)),
+        tokens=draw(st.integers(1, 40)),
+        head_dim=draw(st.sampled_from((1, 7, 8, 24, 40, 64, 72, 128, 256, 300))),
+        count=draw(st.sampled_from((2, 2, 1, 3, 8))),
+        stacked=draw(st.booleans()),
+        column=draw(st.booleans()),
+        # Dimensions that lead are then not evenly spaced unless there is but one.
+        padding=padding if len(lead) < 2 else 0,
+        into=draw(st.sampled_from(("new", "given", "first"))) if len(lead) < 2 else "new",
+        empty=draw(st.sampled_from((0.0, 0.2, 1.0))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@st.composite
+def flash_cases(
+    draw: st.DrawFn, profile: str = "cpu", packed: bool = False, **fixed: Any
+) -> FlashCase:
+    """Any call of FlashAttention's functions; ``fixed`` pins fields."""
+    sizes = PROFILES[profile]
+    batch = draw(st.integers(1, 3))
+    heads = draw(st.sampled_from(sizes.heads))
+    used, page = draw(st.booleans()), None
+    length = st.sampled_from((*sizes.edges, 0, 1)) | st.integers(0, sizes.longest)
+    if packed or used:
+        lens_q, lens_k = (draw(st.tuples(*[length] * batch)) for _ in range(2))
+    else:
+        lens_q, lens_k = ((draw(length),) * batch for _ in range(2))
+    if packed:
+        page = draw(st.sampled_from((None, None, None, *_PAGE_SIZES)))
+    head_size = draw(st.sampled_from((*HEAD_DIMS[::8], 64, 128)) | st.integers(1, 256))
+    layout = draw(st.sampled_from(("plain", "plain", "of more heads", "heads first", "odd")))
+    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
+    causal, alibi = draw(st.booleans()), draw(st.sampled_from((None, None, "H", "BH")))
+    case = FlashCase(
+        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
+        heads=heads,
+        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
+        head_size=head_size,
+        head_size_v=draw(st.just(head_size) | st.just(head_size) | st.integers(1, 256)),
+        lens_q=lens_q,
+        lens_k=lens_k,
+        packed=packed,
+        used=used,
+        page=page,
+        slack=draw(st.integers(0, 3)) if packed else 0,
+        more=draw(st.sampled_from((0, 0, 5))),
+        causal=causal,
+        left=draw(bound),
+        right=draw(bound),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
+        alibi=alibi,
+        scale=draw(st.sampled_from((None, None, 0.5, -0.2, 0.0))),
+        sinks=draw(st.sampled_from((False, False, True))),
+        dropout=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
+        given=draw(st.booleans()),
+        zero_tensors=draw(st.booleans()),
+        deterministic=layout != "odd" and draw(st.booleans()),
+        layout=layout,
+        logits=draw(st.sampled_from((1.0, 1.0, 0.01, 10.0))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    return replace(case, **fixed)
+
+
+@st.composite
+def cache_cases(draw: st.DrawFn, profile: str = "cpu") -> CacheCase:
+    """Any call of ``flash_attn_with_kvcache``."""
+    sizes = PROFILES[profile]
+    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from(sizes.heads))
+    length = st.sampled_from((*sizes.edges, 0)) | st.integers(0, sizes.longest)
+    cached = draw(st.tuples(*[length] * batch))
+    head_size = draw(st.sampled_from((8, 24, 40, 64, 72, 128, 256)))
+    page = draw(st.sampled_from((None, None, 1, 2, 3, 12, 16, 24, 48, 64, 100, 256)))
+    seqlens_as = draw(st.sampled_from(("int32", "int32", "int32", "int64", "number", "none")))
+    new = None
+    if seqlens_as != "none":
+        new = draw(st.sampled_from((None, 1, 1, 2)) | st.integers(1, 20))
+    padded = page is None and draw(st.sampled_from((False, False, True)))
+    turned = st.sampled_from((0, head_size, head_size // 2 // 8 * 8, 2, 6))
+    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
+    return CacheCase(
+        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
+        heads=heads,
+        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
+        head_size=head_size,
+        head_size_v=draw(st.sampled_from((head_size, head_size, head_size, 16))),
+        seqlen=draw(st.sampled_from((1, 1, 2, 5)) | st.integers(1, 20)),
+        cached=cached,
+        seqlens_as=seqlens_as,
+        new=new,
+        room=draw(st.sampled_from((0, 48, 64)) | length),
+        page=page,
+        index=page is None and draw(st.booleans()),
+        leftpad=tuple(draw(st.integers(0, n)) for n in cached) if padded else None,
+        rotary=0 if new is None else draw(turned),
+        interleaved=draw(st.booleans()),
+        angles=draw(st.sampled_from(("float32", "same"))),
+        exact=draw(st.sampled_from((True, True, False))),
+        causal=draw(st.booleans()),
+        left=draw(bound),
+        right=draw(bound),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
+        alibi=draw(st.sampled_from((None, None, "H", "BH"))),
+        scale=draw(st.sampled_from((None, None, 0.2))),
+        sinks=draw(st.sampled_from((False, False, True))),
+        layout=draw(
+            st.sampled_from(("plain", "plain", "heads first", "packed", "interleaved", "odd"))
+        ),
+        given=draw(st.booleans()),
+        lse=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )

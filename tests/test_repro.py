@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.cases import Case
+from tests import flash_check
+from tests.callers import Caller, gpu_callers
+from tests.calls import Called, check_attention
 from tests.drivers import check, gpu_library, run_graph
+from tests.flash import FlashCase
+from tests.kvcache import CacheCase, check_cache
 from tests.libraries import Library
+from tests.states import States, check_states
 
 
-def test_on_cpu(repro: Case) -> None:
+def test_on_cpu(repro: Any) -> None:
     """The case is right on the CPU."""
-    check(repro, Library(), run_graph)
+    check_any(repro, Library(), [Caller("numpy")])
 
 
 @pytest.mark.gpu
-def test_on_gpu(repro: Case) -> None:
+def test_on_gpu(repro: Any) -> None:
     """The case is right on the GPU."""
-    check(repro, gpu_library(), run_graph)
+    check_any(repro, gpu_library(), gpu_callers())
+
+
+def check_any(repro: Any, library: Library, callers: list[Caller]) -> None:
+    """Checks a case of any kind."""
+    if isinstance(repro, (FlashCase, CacheCase)):
+        for caller in callers:
+            if isinstance(repro, FlashCase):
+                flash_check.check(repro, caller)
+            else:
+                check_cache(repro, caller)
+    elif isinstance(repro, States):
+        check_states(repro, library)
+    elif isinstance(repro, Called):
+        check_attention(repro.case, library)
+    else:
+        check(repro, library, run_graph)

@@ -1,10 +1,12 @@
 // Dropout: which probabilities are kept after the softmax.
 //
 // A form of dropout is made for a head, by every lane of a warp, and answers for a 16 x 16 block of
-// queries by keys:
+// queries by keys, or for as many side by side as it finds out about together:
+//   blocks_of_call            so many
 //   signs(pairs, query, key)  the block that begins there: pair a + 2 b is of query 8 a + lane / 4 and
 //                             keys 8 b + 2 (lane % 4) + {0, 1}; bit 15 is set if the first of them is
-//                             dropped, bit 31 if the second is, and others mean nothing
+//                             dropped, bit 31 if the second is, and others mean nothing. Of several
+//                             blocks, which begin at a multiple of their keys, one after another
 // That is how a lane holds a block of an accumulator, and bits 15 and 31 are the signs of two 16-bit
 // numbers: a probability that is dropped is marked by its sign until its gradient is made, which
 // needs it still. What kept probabilities are multiplied by is a factor of results.
@@ -12,6 +14,7 @@
 
 #include "attn/params.cuh"
 #include "attn/seqlen.cuh"
+#include "ptx/bits.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/opaque.cuh"
@@ -23,18 +26,21 @@ struct NoDropout {
   static constexpr bool drops = false;
 };
 
-// Philox 4x32 of seven rounds; dlattn/problem/dropout.py defines the counters. A call serves a block of
-// a lane: sixteen bits an element, of which it reads fifteen.
-struct PhiloxDropout {
+// Philox 4x32 of seven rounds; dlattn/problem/dropout.py defines the counters, and which bits of a
+// call an element has: sixteen, of which fifteen are read, in dlattn's own form, so that a call serves
+// a block of a lane; eight in FlashAttention-2's, for two blocks side by side.
+template <int bits>
+struct RandomDropout {
   static constexpr bool drops = true, reads_memory = false;
+  static constexpr int blocks_of_call = 16 / bits;
   static constexpr int rounds = 7;
 
   const bool holds_keys;             // those of all rounds, once made; else each block makes them
   uint32 keys[rounds][2];            // the seed, and what rounds make of it
   uint32 counter_low, counter_high;  // offset, head and lane
-  uint32 addend;                     // carries into bits 15 and 31 what is not below the threshold
+  uint32 addend;                     // carries into bits 15 and 31 what is to be dropped
 
-  DLATTN_DEVICE PhiloxDropout(const Params& p, int batch, int head, const Lengths&,
+  DLATTN_DEVICE RandomDropout(const Params& p, int batch, int head, const Lengths&,
                               bool has_registers_for_keys = false)
       : holds_keys(has_registers_for_keys), addend(p.dropout_addend) {
     const uint64 seed = p.dropout_seed.value(), offset = p.dropout_offset.value();
@@ -45,15 +51,26 @@ struct PhiloxDropout {
       keys[round][0] = opaque(next_key(keys[round - 1][0], 0));
       keys[round][1] = opaque(next_key(keys[round - 1][1], 1));
     }
-    counter_low = uint32(offset);
-    counter_high = uint32(offset >> 32) + 32 * uint32(batch * p.heads_q + head) + threadIdx.x % 32;
+    const uint32 lane = 32 * uint32(batch * p.heads_q + head) + threadIdx.x % 32;
+    counter_low = uint32(offset) + (bits == 16 ? 0 : lane);
+    counter_high = uint32(offset >> 32) + (bits == 16 ? lane : counter_low < lane ? 1 : 0);
   }
 
-  DLATTN_DEVICE void signs(uint32 (&pairs)[4], int query, int key) const {
-    uint32 c0 = counter_low, c1 = counter_high, c2 = uint32(query) / 16, c3 = uint32(key) / 16;
+  template <int size>
+  DLATTN_DEVICE void signs(uint32 (&pairs)[size], int query, int key) const {
+    static_assert(size == 4 || size == 4 * blocks_of_call);
+    uint32 c0 = counter_low, c1 = counter_high, c2 = uint32(query) / 16;
+    uint32 c3 = uint32(key) / (16 * blocks_of_call);
     uint32 k0 = keys[0][0], k1 = keys[0][1];
 #pragma unroll
     for (int round = 0; round < rounds; ++round) {
+      if (size < 4 * blocks_of_call && round + 1 == rounds) {  // of the words that one block has
+        const bool left = uint32(key) / 16 % 2 == 0;
+        const uint64 product = uint64(left ? c2 : c0) * (left ? 0xCD9E8D57u : 0xD2511F53u);
+        c0 = uint32(product >> 32) ^ (left ? c1 ^ k0 : c3 ^ k1);
+        c1 = uint32(product);
+        break;
+      }
       const uint64 first = uint64(c0) * 0xD2511F53u, second = uint64(c2) * 0xCD9E8D57u;
       c0 = uint32(second >> 32) ^ c1 ^ k0;
       c1 = uint32(second);
@@ -65,7 +82,14 @@ struct PhiloxDropout {
     }
     const uint32 words[4] = {c0, c1, c2, c3};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = (words[i] & 0x7fff7fffu) + addend;
+    for (int i = 0; i < size; ++i) {
+      if constexpr (bits == 16) {
+        pairs[i] = (words[i] & 0x7fff7fffu) + addend;
+      } else {
+        const uint32 word = words[i / 2];
+        pairs[i] = (i % 2 == 0 ? spread_bytes<0>(word) : spread_bytes<2>(word)) + addend;
+      }
+    }
   }
 
  private:
@@ -74,10 +98,14 @@ struct PhiloxDropout {
   }
 };
 
+using PhiloxDropout = RandomDropout<16>;
+using FlashDropout = RandomDropout<8>;
+
 // Drops elements for which a tensor has 0. Keys are contiguous, or have any stride.
 template <class T, bool contiguous>
 struct GivenMask {
   static constexpr bool drops = true, reads_memory = true;
+  static constexpr int blocks_of_call = 1;
 
   const Params& p;
   int batch, head, length_q, length_kv;

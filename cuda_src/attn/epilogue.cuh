@@ -29,7 +29,9 @@ struct RowStats {
   DLATTN_DEVICE void store(const Params& p, int batch, int head, int query, bool padded) const {
     using Stats = typename Problem::Stats;
     if constexpr (Problem::stats) {
-      store_number<Problem, Stats>(p.stats, log_sum_exp, batch, head, query, padded);
+      float value = log_sum_exp;
+      if constexpr (Problem::flash_stats) value = value == -infinity() ? infinity() : value;
+      store_number<Problem, Stats>(p.stats, value, batch, head, query, padded);
     }
     if constexpr (Problem::score_max) {
       store_number<Problem, float>(p.score_max, largest, batch, head, query, padded);

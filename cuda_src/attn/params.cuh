@@ -149,14 +149,18 @@ inline constexpr int mapped_tensors = 7;
 
 struct RaggedRef {
   LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
-  RaggedEntry* entries;         // (batch)
-  int* order;                   // (batch): entries by rank
-  int4* items;                  // their number, then of each tile, head, batch, pair; or null
-  MappedEntry* mapped;          // (mapped_tensors, batch); or null
-  int tile_q;                   // rows of a query tile
-  int row_tiles;                // that the workspace has room for, of one head
-  int item_rows;                // queries or keys that an item has
+  // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
+  // have memory for them, int64, which the first kernel writes.
+  const int *cu_seqlens_q, *cu_seqlens_kv;
+  RaggedEntry* entries;  // (batch)
+  int* order;            // (batch): entries by rank
+  int4* items;           // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;   // (mapped_tensors, batch); or null
+  int tile_q;            // rows of a query tile
+  int row_tiles;         // that the workspace has room for, of one head
+  int item_rows;         // queries or keys that an item has
   int items_of_keys, last_first;
+  int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
   int unused;
 };
 
@@ -184,6 +188,7 @@ struct Params {
   TensorRef score_max, score_sum_exp;  // like stats: a row's maximum, and the sum relative to it
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   TensorRef rng_dump;  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
+  TensorRef delta;     // (batch, heads_q, seq_q, 1), fp32: rowsum(dO * O)
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias, dBias;
@@ -213,8 +218,10 @@ struct Params {
   int dq_lag;           // with an item goes the share of dQ of the item so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
-  uint32 dropout_addend;           // 2^15 less the threshold of random bits, in each half
+  uint32 dropout_addend;           // brings random bits to 2^15 where they drop, in each half
   SoftCapSeries softcap_series;
+  // (batch, heads_q, seq_q and seq_kv rounded up to 128), like q: signed probabilities.
+  TensorRef debug_softmax;
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

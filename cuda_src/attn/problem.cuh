@@ -8,6 +8,7 @@
 //     static constexpr bool stats = true;                 // the forward writes them
 //     using Stats = float;
 //     static constexpr bool score_max = false, score_sum_exp = false;  // the forward writes them
+//     static constexpr bool flash_stats = false;          // +inf where nothing is attended
 //     static constexpr bool sink = false;                 // the softmax has one; dSink is wanted
 //     using Dropout = NoDropout;                          // attn/dropout.cuh
 //     static constexpr bool paged_k = false, paged_v = false;  // rows of k and dK, of v and dV

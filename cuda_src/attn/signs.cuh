@@ -77,7 +77,11 @@ struct CollectedSigns {
   }
 };
 
-// Drops probabilities, queries by keys, that begin at multiples of 16.
+// How many blocks of a row of `blocks` are asked for at once, if rows begin at multiples of theirs.
+template <class Dropout, int blocks>
+constexpr int side_by_side = blocks % Dropout::blocks_of_call == 0 ? Dropout::blocks_of_call : 1;
+
+// Drops probabilities, queries by keys, that begin at multiples of 16 queries and of k_steps blocks.
 template <class Dropout, class T, int m_tiles, int k_steps>
 DLATTN_DEVICE void drop(RegisterLeft<T, m_tiles, k_steps>& probability, const Dropout& dropout,
                         int first_query, int first_key) {
@@ -95,12 +99,13 @@ DLATTN_DEVICE void drop(RegisterLeft<T, m_tiles, k_steps>& probability, const Dr
 #pragma unroll
       for (int i = 0; i < 4; ++i) drop_pair(block, i, signs.pair(block, i));
   } else {
+    constexpr int together = side_by_side<Dropout, k_steps>;
 #pragma unroll
-    for (int block = 0; block < m_tiles * k_steps; ++block) {
-      uint32 pairs[4];
+    for (int block = 0; block < m_tiles * k_steps; block += together) {
+      uint32 pairs[4 * together];
       dropout.signs(pairs, position(block).query, position(block).key);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) drop_pair(block, i, pairs[i]);
+      for (int i = 0; i < 4 * together; ++i) drop_pair(block + i / 4, i % 4, pairs[i]);
     }
   }
 }
@@ -126,22 +131,23 @@ struct TransposedSigns : CollectedSigns<queries / 16> {
   }
 };
 
-// Sets the signs of those that are dropped; keys begin at a multiple of 8.
+// Sets the signs of those that are dropped; keys begin at a multiple of 8 n_tiles.
 template <class Dropout, int m_tiles, int n_tiles>
 DLATTN_DEVICE void mark_dropped(Accumulator<m_tiles, n_tiles>& probability, const Dropout& dropout,
                                 int first_query, int first_key) {
   // A lone tile of 8 columns is either half of a block.
   static_assert(n_tiles == 1 || n_tiles % 2 == 0);
+  constexpr int together = n_tiles == 1 ? 1 : side_by_side<Dropout, n_tiles / 2>;
   const bool right = n_tiles == 1 && first_key % 16 != 0;
   if (n_tiles == 1) first_key -= first_key % 16;
 #pragma unroll
   for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-    for (int n = 0; n < n_tiles; n += 2) {
-      uint32 pairs[4];
+    for (int n = 0; n < n_tiles; n += 2 * together) {
+      uint32 pairs[4 * together];
       dropout.signs(pairs, first_query + 16 * m, first_key + 8 * n);
 #pragma unroll
-      for (int e = 0; e < least(8, 4 * n_tiles); ++e) {
+      for (int e = 0; e < least(8 * together, 4 * n_tiles); ++e) {
         const int i = e % 4;
         const uint32 pair = right ? pairs[i / 2 + 2] : pairs[i / 2 + e / 4 * 2];
         float& x = probability.at[m][n + e / 4][i];

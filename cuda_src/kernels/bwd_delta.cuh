@@ -75,7 +75,12 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       g_stats[row] =
           stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
       // What the sums of dP begin with, which dropout's scale is not a factor of yet.
-      g_stats[Shapes::tile_q + row] = -delta * dropout_scale_inv<Problem>(p);
+      const float minus_delta = -delta * dropout_scale_inv<Problem>(p);
+      g_stats[Shapes::tile_q + row] = minus_delta;
+      if constexpr (Problem::delta) {
+        const bool stored = query < p.delta.stored_rows<Problem::ragged>(length.q, p.seq_q);
+        if (stored) *p.delta.rows<float, Problem::ragged>(batch, head, query) = -minus_delta;
+      }
       if constexpr (Problem::sink) {
         if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
       }

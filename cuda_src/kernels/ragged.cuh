@@ -14,9 +14,24 @@
 
 namespace dlattn {
 
+// Rows between one entry's delta and the next one's, with cumulative lengths.
+inline constexpr int delta_gap = 128;
+
 template <int threads_>
 struct RaggedTiling {
   static constexpr int threads = threads_;
+};
+
+// Rows of all entries, as cumulative lengths divide them; entries never leave the tensor.
+struct CumulativeLengths {
+  const int* first;  // (batch + 1); or null
+  int tokens;
+
+  DLATTN_DEVICE int begin(int b) const { return least(most(__ldg(first + b), 0), tokens); }
+  DLATTN_DEVICE int length(const LengthRef& given, int b, int longest) const {
+    const int own = least(most(begin(b + 1) - begin(b), 0), longest);
+    return given.data == nullptr ? own : least(given.at(b, longest), tokens - begin(b));
+  }
 };
 
 // Lengths as the user gave them, or as the distance to the next entry says, or full.
@@ -48,11 +63,20 @@ struct Ragged {
   static constexpr int threads = Tiling::threads;
   const Params& p;
   const RaggedRef& r;
+  const CumulativeLengths cu_q, cu_kv;
 
-  DLATTN_DEVICE explicit Ragged(const Params& params) : p(params), r(params.ragged) {}
+  DLATTN_DEVICE explicit Ragged(const Params& params)
+      : p(params),
+        r(params.ragged),
+        cu_q{r.cu_seqlens_q, r.tokens_q},
+        cu_kv{r.cu_seqlens_kv, r.tokens_kv} {}
 
-  DLATTN_DEVICE int length_q(int b) const { return ragged_length(r.given_q, p.q, b, p.seq_q); }
+  DLATTN_DEVICE int length_q(int b) const {
+    if (cu_q.first != nullptr) return cu_q.length(r.given_q, b, p.seq_q);
+    return ragged_length(r.given_q, p.q, b, p.seq_q);
+  }
   DLATTN_DEVICE int length_kv(int b) const {
+    if (cu_kv.first != nullptr) return cu_kv.length(r.given_kv, b, p.seq_kv);
     return ragged_length(r.given_kv, p.k.offsets != nullptr ? p.k : p.v, b, p.seq_kv);
   }
 
@@ -74,23 +98,56 @@ struct Ragged {
     }
   }
 
-  DLATTN_DEVICE void write_map(Mapped map, const TensorRef& tensor, int batch, int length,
-                               int longest) const {
+  // Where an entry begins, in elements.
+  DLATTN_DEVICE static int64 begin(const TensorRef& tensor, const CumulativeLengths& cu,
+                                   int batch) {
+    return cu.first != nullptr ? cu.begin(batch) * tensor.row : tensor.offset(batch);
+  }
+
+  DLATTN_DEVICE void write_offset(const TensorRef& tensor, const CumulativeLengths& cu, int batch,
+                                  int gap = 0) const {
+    if (tensor.offsets == nullptr) return;
+    auto* offsets = static_cast<int64*>(const_cast<void*>(tensor.offsets));
+    offsets[batch] = (cu.begin(batch) + int64(gap) * batch) * tensor.row;
+  }
+
+  // Of tensors whose offsets nobody gave.
+  DLATTN_DEVICE void write_offsets(int batch) const {
+    if (cu_q.first != nullptr) {
+      write_offset(p.q, cu_q, batch);
+      write_offset(p.o, cu_q, batch);
+      write_offset(p.stats, cu_q, batch);
+      write_offset(p.score_max, cu_q, batch);
+      write_offset(p.score_sum_exp, cu_q, batch);
+      write_offset(p.dO, cu_q, batch);
+      write_offset(p.dQ, cu_q, batch);
+      write_offset(p.delta, cu_q, batch, delta_gap);
+    }
+    if (cu_kv.first != nullptr) {
+      write_offset(p.k, cu_kv, batch);
+      write_offset(p.v, cu_kv, batch);
+      write_offset(p.dK, cu_kv, batch);
+      write_offset(p.dV, cu_kv, batch);
+    }
+  }
+
+  DLATTN_DEVICE void write_map(Mapped map, const TensorRef& tensor, const CumulativeLengths& cu,
+                               int batch, int length, int longest) const {
     const bool is_ragged = tensor.offsets != nullptr;
     r.mapped[int(map) * p.batch + batch] =
-        is_ragged
-            ? MappedEntry{longest - length, int((tensor.offset(batch) + length * tensor.row) / 8)}
-            : MappedEntry{0, batch};
+        is_ragged ? MappedEntry{longest - length,
+                                int((begin(tensor, cu, batch) + length * tensor.row) / 8)}
+                  : MappedEntry{0, batch};
   }
 
   DLATTN_DEVICE void write_maps(int batch, int q, int kv) const {
-    write_map(Mapped::q, p.q, batch, q, p.seq_q);
-    write_map(Mapped::k, p.k, batch, kv, p.seq_kv);
-    write_map(Mapped::v, p.v, batch, kv, p.seq_kv);
-    write_map(Mapped::o, p.o, batch, q, p.seq_q);
-    write_map(Mapped::dO, p.dO, batch, q, p.seq_q);
-    write_map(Mapped::dK, p.dK, batch, kv, p.seq_kv);
-    write_map(Mapped::dV, p.dV, batch, kv, p.seq_kv);
+    write_map(Mapped::q, p.q, cu_q, batch, q, p.seq_q);
+    write_map(Mapped::k, p.k, cu_kv, batch, kv, p.seq_kv);
+    write_map(Mapped::v, p.v, cu_kv, batch, kv, p.seq_kv);
+    write_map(Mapped::o, p.o, cu_q, batch, q, p.seq_q);
+    write_map(Mapped::dO, p.dO, cu_q, batch, q, p.seq_q);
+    write_map(Mapped::dK, p.dK, cu_kv, batch, kv, p.seq_kv);
+    write_map(Mapped::dV, p.dV, cu_kv, batch, kv, p.seq_kv);
   }
 
   DLATTN_DEVICE void describe(int batch, int* s_sums) const {
@@ -122,6 +179,7 @@ struct Ragged {
       const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
       r.entries[batch] = {tiles_before, query_tiles, s_sums[2], 0};
       r.order[s_sums[2]] = batch;
+      write_offsets(batch);
       if (r.mapped != nullptr) write_maps(batch, q, kv);
       if (batch == 0 && r.items != nullptr) {
         r.items[0] = int4{s_sums[3], 0, 0, 0};

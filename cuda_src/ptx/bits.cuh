@@ -12,4 +12,13 @@ DLATTN_DEVICE uint32 bit_mask(uint32 first, uint32 width) {
   return mask;
 }
 
+// Two bytes of a word, from byte `first` on, in the lower halves of 16 bits each. PTX ISA 9.7.9.7
+// (prmt).
+template <int first>
+DLATTN_DEVICE uint32 spread_bytes(uint32 word) {
+  uint32 spread;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(word), "n"(0x4140 + 0x101 * first));
+  return spread;
+}
+
 }  // namespace dlattn

@@ -17,6 +17,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -36,6 +37,7 @@ _BIASES = {**_DTYPES, "fp32": data_type.FLOAT, "bool": data_type.BOOLEAN}
 
 _DROPOUTS: dict[str | None, Dropout] = {
     "philox": Philox(),
+    "flash": FlashDropout(),
     "mask": GivenMask(data_type.BOOLEAN, contiguous=True),
 }
 
@@ -54,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", action="store_true", help="scores have a soft cap")
     add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")
     add("--alibi", choices=("cudnn", "slopes"), help="ALiBi, with slopes of cuDNN or of the user")
-    add("--dropout", choices=("philox", "mask"), help="dropout, at random or by a boolean mask")
+    add("--dropout", choices=("philox", "flash", "mask"),
+        help="dropout, at random, as FlashAttention's, or by a boolean mask")  # fmt: skip
     add("--page", type=int, choices=_PAGES, metavar="ROWS", help="k and v lie in pages of 2^n rows")
     add("--no-stats", action="store_true", help="a forward for inference alone")
     add("--batch", type=int, default=4, help="(default: 4)")

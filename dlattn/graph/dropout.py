@@ -11,6 +11,7 @@ from typing import Any
 
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
+from dlattn.problem.dropout import ALGORITHMS, RandomDropout
 
 #: Names of the entries of the tuple, by operation: with a probability, or with a mask.
 _WITH_PROBABILITY = ("p", "dropout_seed", "dropout_offset")
@@ -28,11 +29,13 @@ class DropoutArgument:
         p: the probability to drop, or ``None`` with a mask.
         inputs: role -> tensor; roles as in :class:`dlattn.problem.Geometry`.
         numbers: role -> number, for those entries that are no tensors.
+        form: how elements are drawn, or ``None`` with a mask.
     """
 
     p: float | None
     inputs: Mapping[str, tensor] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    form: RandomDropout | None = None
 
     def check(self) -> None:
         """Refuses what no engine can do.
@@ -40,22 +43,36 @@ class DropoutArgument:
         Raises:
             InvalidGraphError: p is not a probability below 1.
         """
-        if self.p is not None and not 0 <= self.p < 1:
+        if self.p is None or self.form is None:
+            return
+        try:
+            self.form.numbers(self.p)
+        except ValueError:
             raise InvalidGraphError(
                 f"The probability of dropout must be at least 0 and below 1; got {self.p}. Kept "
                 "weights are multiplied by 1 / (1 - p)."
-            )
+            ) from None
 
 
 def dropout_argument(operation: str, given: Mapping[str, Any]) -> DropoutArgument | None:
     """``given["dropout"]``, or ``None`` without.
 
     Raises:
-        InvalidArgumentError: it is no tuple of the right entries, or ``rng_dump`` is without it.
+        InvalidArgumentError: it is no tuple of the right entries, or ``rng_dump`` or
+            ``dropout_algorithm`` is without what it is about.
         TypeError: an entry is neither a tensor of the graph nor a number.
     """
-    entries = given["dropout"]
+    entries, algorithm = given["dropout"], given["dropout_algorithm"]
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise InvalidArgumentError(
+            f"{operation}: dropout_algorithm must be one of {', '.join(map(repr, ALGORITHMS))}; "
+            f"got {algorithm!r}."
+        )
     if entries is None:
+        if algorithm is not None:
+            raise InvalidArgumentError(
+                f"{operation} was given dropout_algorithm without dropout; give both, or neither."
+            )
         if given["rng_dump"] is not None:
             raise InvalidArgumentError(
                 f"{operation} was given rng_dump without dropout, whose mask it takes; give both."
@@ -64,6 +81,11 @@ def dropout_argument(operation: str, given: Mapping[str, Any]) -> DropoutArgumen
     with_mask = _WITH_MASK[operation]
     is_tuple = isinstance(entries, tuple) and len(entries) > 0
     by_mask = is_tuple and not _is_number(entries[0])
+    if algorithm is not None and by_mask:
+        raise InvalidArgumentError(
+            f"{operation} was given dropout_algorithm={algorithm!r} with a mask, of which nothing "
+            "is drawn; leave it out."
+        )
     names: tuple[str, ...] = with_mask if by_mask else _WITH_PROBABILITY
     if not is_tuple or len(entries) != len(names):
         forms = (_WITH_PROBABILITY, with_mask)
@@ -78,17 +100,17 @@ def dropout_argument(operation: str, given: Mapping[str, Any]) -> DropoutArgumen
         else:
             given_numbers[name] = _number(name, entry)
     p = given_numbers.pop("p", None)
-    return DropoutArgument(p, inputs, given_numbers)
+    form = None if by_mask else ALGORITHMS[algorithm or "philox"]
+    return DropoutArgument(p, inputs, given_numbers, form)
 
 
 def dropout_numbers(asked: DropoutArgument | None) -> dict[str, Any]:
     """What :class:`dlattn.problem.Geometry` knows of dropout besides tensors."""
     if asked is None:
         return {}
-    if asked.p is None:
+    if asked.p is None or asked.form is None:
         return dict(asked.numbers)
-    scales = {"dropout_scale": 1 / (1 - asked.p), "dropout_scale_inv": 1 - asked.p}
-    return {"dropout_p": asked.p, **scales, **asked.numbers}
+    return {**asked.form.numbers(asked.p), **asked.numbers}
 
 
 def _is_number(entry: Any) -> bool:

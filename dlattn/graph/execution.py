@@ -17,10 +17,11 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.lower import Lowered, canonical_stride
+from dlattn.graph.lower import Lowered
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Plan
 from dlattn.problem import TensorSpec, offset_role
+from dlattn.problem.layout import canonical_stride
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream

@@ -10,6 +10,7 @@ from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.problem import BLOCK, PAGE_TABLES
+from dlattn.problem.layout import overlaps
 from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
 _DEFAULT_TYPES = {
@@ -75,16 +76,6 @@ def complete(node: AttentionNode, io_data_type: data_type) -> None:
         _check_strides(node, role)
     for role in node.outputs:
         _check_output(node, role)
-
-
-def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two elements may share an address; exact for every nested layout."""
-    reach = 0
-    for step, size in sorted((s, d) for d, s in zip(dim, stride, strict=True) if d > 1):
-        if step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False
 
 
 def _may_overlap(node: AttentionNode, role: str) -> bool:
@@ -210,6 +201,7 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "sink_token": (1, heads, 1, 1),
         "dSink_token": (1, heads, 1, 1),
         "rng_dump": (batch, heads, seq_q, seq_kv),
+        "debug_softmax": (batch, heads, -(-seq_q // 128) * 128, -(-seq_kv // 128) * 128),
         "seq_len_q": (batch, 1, 1, 1),
         "seq_len_kv": (batch, 1, 1, 1),
         "dQ": q,

@@ -17,7 +17,6 @@ from dlattn.problem import (
     PAGE_TABLES,
     Alibi,
     Band,
-    Bias,
     BlockMask,
     Direction,
     Dropout,
@@ -26,20 +25,21 @@ from dlattn.problem import (
     GivenMask,
     Mask,
     Padding,
-    Philox,
     Problem,
     Scale,
     SoftCap,
     TensorSpec,
 )
+from dlattn.problem.layout import (
+    FARTHEST,
+    IO_ROLES,
+    WIDEST_ACCESS,
+    bias_edit,
+    canonical_stride,
+    is_wide,
+)
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.target import Target
-
-#: Roles whose element type is the problem's, and which kernels move in wide accesses.
-IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
-
-#: A bound beyond every sequence, small enough to add to any position in 32 bits.
-FARTHEST = 2**30
 
 #: Roles whose element type is fp32, whatever the problem's is.
 _FP32_ROLES = (
@@ -47,7 +47,6 @@ _FP32_ROLES = (
     *("dropout_scale", "dropout_scale_inv", "rng_dump"),
 )
 
-_WIDEST_ACCESS = 16
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
@@ -138,15 +137,6 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
     return Lowered(problem, geometry, tensors, outputs, target)
 
 
-def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides with those that mean nothing made equal: where the size is 1, 0, or 1 if last."""
-    last = len(dim) - 1
-    return tuple(
-        step if size > 1 else int(axis == last)
-        for axis, (size, step) in enumerate(zip(dim, stride, strict=True))
-    )
-
-
 def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
@@ -162,18 +152,11 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     if node.softcap is not None:
         edits.append(SoftCap())
     if "bias" in tensors:
-        edits.append(_bias(tensors["bias"].attributes, seq_q=tensors["q"].attributes.dim[2]))
+        it, seq_q = tensors["bias"].attributes, tensors["q"].attributes.dim[2]
+        edits.append(bias_edit(it.dim, it.stride, it.dtype, it.alignment, seq_q))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
-
-
-def _bias(it: Attributes, seq_q: int) -> Bias:
-    contiguous = _is_contiguous(it)
-    is_short = it.dtype in (data_type.HALF, data_type.BFLOAT16)
-    has_rows = it.dim[2] == seq_q and (seq_q == 1 or it.stride[2] != 0)
-    aligned = is_short and contiguous and has_rows and _is_wide(it, dtypes.itemsize(it.dtype))
-    return Bias(it.dtype, contiguous, aligned)
 
 
 def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:
@@ -192,10 +175,10 @@ def _drops_nothing(node: AttentionNode) -> bool:
 
 
 def _dropout(node: AttentionNode, tensors: Mapping[str, tensor]) -> Dropout | None:
-    if _drops_nothing(node):
+    if node.dropout is None or _drops_nothing(node):
         return None
-    if "dropout_mask" not in tensors:
-        return Philox()
+    if node.dropout.form is not None:
+        return node.dropout.form
     mask = tensors["dropout_mask"].attributes
     return GivenMask(mask.dtype, contiguous=_is_contiguous(mask))
 
@@ -211,22 +194,18 @@ def _near(bound: int | None) -> int | None:
 
 def _access_bytes(tensors: Mapping[str, tensor]) -> int:
     io = [tensors[role].attributes for role in IO_ROLES if role in tensors]
-    element = dtypes.itemsize(io[0].dtype)
-    return _WIDEST_ACCESS if all(_is_wide(it, element) for it in io) else element
+    return WIDEST_ACCESS if all(map(_is_wide, io)) else dtypes.itemsize(io[0].dtype)
 
 
-def _is_wide(it: Attributes, element: int) -> bool:
-    first = int(it.ragged_offset is not None)  # offsets keep the tensor's alignment
-    sizes, steps = it.dim[first:-1], it.stride[first:-1]
-    used = [s * element for d, s in zip(sizes, steps, strict=True) if d > 1]
-    return all(offset % _WIDEST_ACCESS == 0 for offset in (*used, it.alignment))
+def _is_wide(it: Attributes) -> bool:
+    return is_wide(it.dim, it.stride, it.dtype, it.alignment, it.ragged_offset is not None)
 
 
 def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
     io_type = tensors["q"].get_data_type()
     for role, t in tensors.items():
         dtype = t.get_data_type()
-        if role in IO_ROLES:
+        if role in IO_ROLES or role == "debug_softmax":
             if dtype is not io_type:
                 raise cudnnGraphNotSupportedError(
                     f"{node.label(role)} is {dtype} and {node.label('q')} is {io_type}; plans take "

@@ -28,7 +28,7 @@ TENSOR_ARGUMENTS = {
         *("q", "k", "v", "bias", "alibi_slopes", "block_mask", "seq_len_q", "seq_len_kv"),
         "rng_dump",
         *("paged_attention_k_table", "paged_attention_v_table"),
-        *("score_max", "score_sum_exp", "sink_token"),
+        *("score_max", "score_sum_exp", "sink_token", "debug_softmax"),
     ),
     "sdpa_backward": (
         *("q", "k", "v", "o", "dO", "stats", "bias", "dBias", "alibi_slopes", "block_mask"),
@@ -48,7 +48,7 @@ _OPTIONAL_INPUTS = (
     *("bias", "alibi_slopes", "block_mask", "sink_token"),
 )
 _GIVEN_OUTPUTS = {
-    "sdpa": ("score_max", "score_sum_exp", "rng_dump"),
+    "sdpa": ("score_max", "score_sum_exp", "rng_dump", "debug_softmax"),
     "sdpa_backward": ("dBias", "dSink_token", "rng_dump"),
 }
 
@@ -153,6 +153,11 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         raise TypeError(
             "implementation must be a dlattn.attention_implementation; got "
             f"{given['implementation']!r}."
+        )
+    if given["debug_softmax"] is not None and not wants_stats:
+        raise InvalidArgumentError(
+            "sdpa was given debug_softmax without statistics, which it is made from; set "
+            "generate_stats=True."
         )
     outputs = {"o": _output(name, "O")}
     if wants_stats:

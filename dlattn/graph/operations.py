@@ -57,6 +57,8 @@ class Operations(ABC):
         *,
         softcap: float | None = None,
         alibi_slopes: Any = None,
+        dropout_algorithm: str | None = None,
+        debug_softmax: Any = None,
     ) -> list[Any]:
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
@@ -133,6 +135,15 @@ class Operations(ABC):
             alibi_slopes: dlattn's own: fp32 slopes, (Hq), (B, Hq) or (1 or B, Hq, 1, 1), any
                 strides; adds ``-slope * |query + len_kv - len_q - key|`` to scores, with actual
                 lengths (FlashAttention's alibi_slopes).
+            dropout_algorithm: dlattn's own: how ``(p, seed, offset)`` draws: ``"philox"``, the
+                same as ``None``, or ``"flash"``, FlashAttention-2's masks and scale, bit for bit
+                (see :class:`dlattn.problem.FlashDropout`).
+            debug_softmax: dlattn's own: a tensor to write, of q's type, (B, Hq, Sq, Skv) with Sq
+                and Skv rounded up to multiples of 128: probabilities before dropout,
+                ``exp(score - stats)``, 0 where nothing is attended or exists, and the sign set
+                where dropout drops, at every position. It costs a second computation of the scores,
+                and generate_stats=True. (FlashAttention's return_softmax has exponentials relative
+                to the maximum so far in the place of probabilities.)
 
         Any of q, k, v, o, stats, score_max and score_sum_exp may be ragged: sequences packed one
         after the other, with or without gaps (``set_ragged_offset``). The element of batch entry b,
@@ -191,6 +202,7 @@ class Operations(ABC):
         *,
         softcap: float | None = None,
         alibi_slopes: Any = None,
+        dropout_algorithm: str | None = None,
         block_mask: Any = None,
         paged_attention_k_table: Any = None,
         paged_attention_v_table: Any = None,

@@ -9,10 +9,13 @@ from dlattn.problem import PAGE_TABLES, QUERY_ROLES, RAGGED_ROLES
 #: Which argument holds the lengths, and else which tensors' offsets tell them.
 _SOURCES = {"seq_len_q": ("q",), "seq_len_kv": ("k", "v")}
 
+#: Graphs do not give away delta.
+_ROLES = tuple(role for role in RAGGED_ROLES if role != "delta")
+
 
 def has_ragged(node: AttentionNode) -> bool:
     """Whether some tensor of the node is ragged."""
-    return any(map(node.is_ragged, RAGGED_ROLES))
+    return any(map(node.is_ragged, _ROLES))
 
 
 def knows_lengths(node: AttentionNode, lengths: str) -> bool:
@@ -33,8 +36,8 @@ def check_ragged(node: AttentionNode) -> None:
         may_have_one = role in RAGGED_ROLES or role in PAGE_TABLES.values()
         if t.attributes.ragged_offset is not None and not may_have_one:
             raise cudnnGraphNotSupportedError(
-                f"{node.label(role)} has a ragged offset; {', '.join(RAGGED_ROLES)} and page "
-                "tables may have one. Leave it out."
+                f"{node.label(role)} has a ragged offset; {', '.join(_ROLES)} and page tables may "
+                "have one. Leave it out."
             )
     for argument in node.max_total:
         if not has_ragged(node):
@@ -42,7 +45,7 @@ def check_ragged(node: AttentionNode) -> None:
                 f"{node.operation} {node.name!r} was given {argument} without a ragged tensor; "
                 "leave it out, or call set_ragged_offset() on the packed tensors."
             )
-    for role in RAGGED_ROLES:
+    for role in _ROLES:
         if node.is_ragged(role):
             _check_tokens(node, role)
 

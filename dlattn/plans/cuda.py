@@ -6,7 +6,7 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -21,7 +21,7 @@ from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.runtime import jit
-from dlattn.runtime.frameworks import to_device
+from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Launch, clear, device_guard
 from dlattn.runtime.target import Target, cuda_device_count
 
@@ -82,6 +82,8 @@ class CudaPlan(Plan):
         super().__init__(problem, geometry, target)
         self._argument = self.make_argument()
         self._params = self.params_in(self._argument)
+        if problem.dropout is not None:
+            self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
         self._lock = Lock()
         self._launches: list[Launch] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
@@ -159,6 +161,7 @@ class CudaPlan(Plan):
             *self.first_kernels(),
             *self.kernels(),
             *dump_kernels(self.problem, self.geometry),
+            *debug_kernels(self.problem, self.geometry),
         ]
         sources = [kernel.source for kernel in kernels]
         compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
@@ -230,6 +233,38 @@ def dump_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
     return [KernelLaunch(source, grid, tiling.threads, 0, plain=True)]
 
 
+@dataclass(frozen=True)
+class DebugSoftmaxTiling:
+    """How a block of ``debug_softmax`` divides its work (``DebugSoftmaxTiling`` in the kernel)."""
+
+    threads: int = 128
+    min_blocks: int = 1
+    tile_k: int = 32
+
+    @property
+    def tile_q(self) -> int:
+        return self.threads // 2
+
+    @property
+    def cpp(self) -> str:
+        return f"DebugSoftmaxTiling<{self.threads // 32}>"
+
+
+def debug_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
+    """The kernel that writes ``debug_softmax``, if that is wanted."""
+    if "debug_softmax" not in geometry.tensors:
+        return []
+    batch, heads, rows, columns = geometry.tensors["debug_softmax"].dim
+    tiling, dim = DebugSoftmaxTiling(), round_up(problem.head_dim_qk, 16)
+    plain = replace(
+        problem, head_dim_v=8, score_max=False, score_sum_exp=False, sink=False, paged_v=False
+    )
+    shared = tile_bytes(tiling.tile_q, dim) + tile_bytes(tiling.tile_k, dim)
+    source = kernel_source("debug_softmax", plain, tiling, shared)
+    tiles = rows // tiling.tile_q * (columns // tiling.tile_k)
+    return [KernelLaunch(source, (tiles, heads, batch), tiling.threads, shared, plain=True)]
+
+
 #: The largest head dimension of the portable kernels, and of Hopper's.
 MOST_HEAD_DIM, MOST_HOPPER_HEAD_DIM = 512, 256
 
@@ -267,6 +302,8 @@ def refusal(
             )
     if problem.stats not in (None, data_type.FLOAT, data_type.HALF, data_type.BFLOAT16):
         return f"stats must be FLOAT, HALF or BFLOAT16; got {problem.stats.name}."
+    if "debug_softmax" in geometry.tensors and problem.stats is None:
+        return "debug_softmax is made from stats; make them an output, too."
     for role in BROADCAST_ROLES:
         added = geometry.tensors.get(role)
         if added is not None and added.dtype is data_type.DOUBLE:

@@ -22,7 +22,7 @@ from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, GivenMask, Problem
-from dlattn.runtime.frameworks import to_device
+from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 

@@ -11,7 +11,15 @@ import numpy as np
 
 from dlattn.dtypes import to_numpy
 from dlattn.plans.pages import Pages, pages_of
-from dlattn.problem import PAGE_TABLES, QUERY_ROLES, Geometry, TensorSpec, offset_role
+from dlattn.problem import (
+    PAGE_TABLES,
+    QUERY_ROLES,
+    Geometry,
+    TensorSpec,
+    cu_seqlens_role,
+    offset_role,
+)
+from dlattn.problem.problem import DELTA_GAP
 from dlattn.problem.score import Array
 
 
@@ -29,7 +37,9 @@ class HostMemory:
         self._pointers = pointers
         specs = geometry.tensors
         self.arrays = {
-            role: _view(pointers[role], spec) for role, spec in specs.items() if not spec.ragged
+            role: host_array(pointers[role], spec)
+            for role, spec in specs.items()
+            if not spec.ragged
         }
         self.len_q = self._lengths_of("seq_len_q", "q")
         self.len_kv = self._lengths_of("seq_len_kv", "k", "v")
@@ -40,7 +50,9 @@ class HostMemory:
                     padded[entry, :, : rows.shape[1]] = rows
             elif spec.packed:
                 count = max(0, int(self._offsets(role).max()))
-                self.arrays[role] = _view(pointers[role], replace(spec, dim=(count,), stride=(1,)))
+                self.arrays[role] = host_array(
+                    pointers[role], replace(spec, dim=(count,), stride=(1,))
+                )
         self._pages: dict[str, Pages] = {}
         for role in PAGE_TABLES:
             pages = pages_of(role, geometry, self.arrays, self.len_kv)
@@ -64,14 +76,32 @@ class HostMemory:
         """As given, else from the first ragged tensor's offsets, else full."""
         batch = self._geometry.batch
         longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
+        cu_seqlens = self.arrays.get(cu_seqlens_role(sources[0]))
+        if cu_seqlens is not None:
+            own = self.arrays.get(given, np.diff(cu_seqlens)).reshape(-1)
+            # As in the kernels: no sequence leaves the tensors.
+            return lengths(
+                np.minimum(own, self._tokens(sources[0]) - cu_seqlens[:-1]), batch, longest
+            )
         for source in sources:
             if given not in self.arrays and self._geometry.is_ragged(source):
                 distances = np.diff(self._offsets(source))
                 return lengths(distances // _row(self._geometry.tensors[source]), batch, longest)
         return lengths(self.arrays.get(given), batch, longest)
 
+    def _tokens(self, role: str) -> int:
+        """Rows of the packed sequences in all."""
+        geometry = self._geometry
+        most = geometry.most_tokens_q if role in QUERY_ROLES else geometry.most_tokens_kv
+        return most or 0
+
     def _offsets(self, role: str) -> Array:
-        return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
+        if not self._geometry.by_tokens(role):
+            return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
+        rows = self.arrays[cu_seqlens_role(role)].astype(np.int64)
+        if role == "delta":
+            rows = rows + DELTA_GAP * np.arange(len(rows))
+        return rows * _row(self._geometry.tensors[role])
 
     def _entries(self, role: str) -> list[Array]:
         """Of each batch entry, the (H, length, D) elements in memory."""
@@ -81,7 +111,7 @@ class HostMemory:
         _, head, _, column = spec.stride
         itemsize = to_numpy(spec.dtype).itemsize
         return [
-            _view(
+            host_array(
                 self._pointers[role] + int(offset) * itemsize,
                 TensorSpec(
                     spec.name, (heads, int(size), columns), (head, _row(spec), column), spec.dtype
@@ -103,7 +133,7 @@ def _row(spec: TensorSpec) -> int:
     return max(1, spec.stride[2])
 
 
-def _view(address: int, spec: TensorSpec) -> Array:
+def host_array(address: int, spec: TensorSpec) -> Array:
     """Host memory as the array that a spec describes."""
     dtype = to_numpy(spec.dtype)
     if 0 in spec.dim:

@@ -10,7 +10,6 @@ import numpy as np
 
 from dlattn.dtypes import data_type
 from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
-from dlattn.problem.dropout import philox_threshold
 from dlattn.problem.problem import SCALAR_ROLES
 
 if TYPE_CHECKING:
@@ -19,9 +18,10 @@ if TYPE_CHECKING:
 #: Roles that are (batch, head, row, column) tensors, in the order of the struct.
 TENSOR_ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
-    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump", "delta"),
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+CU_SEQLENS_ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
 #: Roles that are a ``BiasRef``, in the order of the struct.
 BIAS_ROLES = ("bias", "dBias", "dropout_mask")
 
@@ -133,6 +133,7 @@ class RaggedRef(ctypes.Structure):
     _fields_ = [
         ("given_q", LengthRef),
         ("given_kv", LengthRef),
+        *((role, ctypes.c_uint64) for role in CU_SEQLENS_ROLES),
         ("entries", ctypes.c_uint64),
         ("order", ctypes.c_uint64),
         ("items", ctypes.c_uint64),
@@ -142,6 +143,8 @@ class RaggedRef(ctypes.Structure):
         ("item_rows", ctypes.c_int32),
         ("items_of_keys", ctypes.c_int32),
         ("last_first", ctypes.c_int32),
+        ("tokens_q", ctypes.c_int32),
+        ("tokens_kv", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     ]
 
@@ -194,6 +197,7 @@ class Params(ctypes.Structure):
         ("softcap_inverse", ctypes.c_float),
         ("dropout_addend", ctypes.c_uint32),
         ("softcap_series", SoftCapSeries),
+        ("debug_softmax", TensorRef),
     ]
 
 
@@ -260,16 +264,20 @@ def params_for(geometry: Geometry) -> Params:
         dropout_offset=_integer_ref(geometry, "dropout_offset"),
         dropout_scale=FloatRef(0, geometry.dropout_scale, 0),
         dropout_scale_inv=FloatRef(0, geometry.dropout_scale_inv, 0),
-        dropout_addend=(2**15 - philox_threshold(geometry.dropout_p)) * 0x10001,
         softcap_series=_softcap_series(geometry),
     )
-    for role in TENSOR_ROLES:
+    for role in (*TENSOR_ROLES, "debug_softmax"):
         if role in geometry.tensors:
             batch, head, row, _ = geometry.tensors[role].stride
             setattr(params, role, TensorRef(0, batch, head, row))
         if geometry.is_ragged(role):
-            offsets = geometry.tensors[offset_role(role)]
-            getattr(params, role).has_int64_offsets = offsets.dtype is data_type.INT64
+            offsets = geometry.tensors.get(offset_role(role))
+            # The first kernel writes those that nobody gave.
+            is_int64 = offsets is None or offsets.dtype is data_type.INT64
+            getattr(params, role).has_int64_offsets = is_int64
+    # Cumulative lengths, of 32 bits, reach no further.
+    params.ragged.tokens_q = min(geometry.most_tokens_q or 0, 2**31 - 1)
+    params.ragged.tokens_kv = min(geometry.most_tokens_kv or 0, 2**31 - 1)
     for role in LENGTH_ROLES:
         if role in geometry.tensors:
             holder, field = _length_field(params, geometry, role)
@@ -301,6 +309,8 @@ def _field(params: Params, geometry: Geometry, role: str) -> tuple[ctypes.Struct
         return getattr(params, owner), address
     if role in LENGTH_ROLES:
         return _length_field(params, geometry, role)
+    if role in CU_SEQLENS_ROLES:
+        return params.ragged, role
     return params, "attn_scale_device" if role == "attn_scale" else role
 
 

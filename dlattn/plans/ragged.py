@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.params import LengthRef, Params
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Padding, Problem, Scale
+from dlattn.problem import RAGGED_ROLES, Direction, Geometry, Padding, Problem, Scale
 from dlattn.runtime.jit import KernelSource
 
 RAGGED_THREADS = 256
 
-#: Bytes of ``RaggedEntry``, an item, a length, and ``MappedEntry`` times ``mapped_tensors``.
-_ENTRY, _ITEM, _LENGTH, _MAPPED = 16, 16, 4, 8 * 7
+#: Bytes of ``RaggedEntry``, an item, a length, an offset, and ``MappedEntry`` times
+#: ``mapped_tensors``.
+_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED = 16, 16, 4, 8, 8 * 7
 
 #: More tiles than any workspace has room for.
 _UNBOUNDED = 2**31 - 1
@@ -51,11 +53,17 @@ class RaggedScratch:
     row_tiles: int = _UNBOUNDED
     items: Items | None = None
 
+    @cached_property
+    def _by_tokens(self) -> list[str]:
+        """Roles of the tensors whose offsets the first kernel writes."""
+        return list(filter(self.geometry.by_tokens, RAGGED_ROLES))
+
     @property
     def nbytes(self) -> int:
         batch, items = self.geometry.batch, self.items
         persistent = 0 if items is None else _ITEM * (1 + items.most) + _MAPPED * batch
-        size = persistent + (_ENTRY + 3 * _LENGTH) * batch
+        offsets = _OFFSET * len(self._by_tokens)
+        size = persistent + (_ENTRY + offsets + 3 * _LENGTH) * batch
         return -(-size // 256) * 256
 
     def place(self, params: Params, address: int) -> None:
@@ -73,6 +81,9 @@ class RaggedScratch:
             ref.last_first = self.items.last_first
         else:
             ref.item_rows = 1
+        for role in self._by_tokens:
+            getattr(params, role).offsets = address
+            address += _OFFSET * batch
         ref.order = address
         params.seq_len_q = LengthRef(address + _LENGTH * batch, 1, 0, 0)
         params.seq_len_kv = LengthRef(address + 2 * _LENGTH * batch, 1, 0, 0)

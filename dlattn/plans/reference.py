@@ -17,6 +17,7 @@ import numpy as np
 from dlattn.dtypes import data_type
 from dlattn.plans.base import Plan
 from dlattn.plans.host import HostMemory, lengths
+from dlattn.plans.rows import row_deltas, sink_gradient
 from dlattn.problem import (
     Bias,
     Direction,
@@ -79,7 +80,14 @@ class Reference(Plan):
             "dropout": problem.dropout, "compute": self.compute,
         }  # fmt: skip
         if problem.direction is Direction.FORWARD:
-            results = attention_forward(q, k, v, sink=sink, **scores)._asdict()
+            debug = np.zeros_like(tensors.get("debug_softmax", np.empty(0)), self.compute)
+            results = attention_forward(q, k, v, sink=sink, debug=debug, **scores)._asdict()
+            if problem.dropout is not None and debug.size:
+                there = debug[..., : self.geometry.seq_q, : self.geometry.seq_kv]
+                problem.dropout.mark(there, values)
+            results["debug_softmax"] = debug
+            if problem.flash_stats:
+                results["stats"][np.isneginf(results["stats"])] = np.inf
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
             d_bias = np.zeros(tensors["dBias"].shape, self.compute) if problem.d_bias else None
@@ -87,6 +95,8 @@ class Reference(Plan):
             results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
             if d_bias is not None:
                 results["dBias"] = d_bias
+            if problem.delta:
+                results["delta"] = row_deltas(o, d_o, values, self.compute)
             if sink is not None and problem.sink:
                 results["dSink_token"] = sink_gradient(
                     o, d_o, stats, sink, len_q=values.len_q, compute=self.compute
@@ -148,6 +158,7 @@ def attention_forward(
     values: Values | None = None,
     dropout: Dropout | None = None,
     sink: Array | None = None,
+    debug: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> Forward:
     """``softmax(masked(edited(q k^T))) v``, and what the softmax knows of its rows.
@@ -159,6 +170,7 @@ def attention_forward(
         values: what edits, masks and dropout read; without it, a scale of 1 and full lengths.
         dropout: as in :class:`dlattn.problem.Problem`; statistics are of what was not dropped yet.
         sink: (1, Hq, 1, 1), one more score of every row, for which there is no value.
+        debug: (B, Hq, Sq, Skv) or larger, zeros: probabilities before dropout are written here.
         compute: type of all arithmetic and of the results.
 
     Returns:
@@ -187,6 +199,9 @@ def attention_forward(
             scores, _ = _scores(q_b, k_b, block, edits, values_b)
             kept = _kept(dropout, block.where, values_b)
             rows = _softmax_times_v(scores, v_b[:, block.keys], sinks, kept, values.dropout_scale)
+            if debug is not None and debug.size:
+                safe = np.where(np.isneginf(rows.stats), np.inf, rows.stats)
+                debug[entry, :, block.rows, block.keys] = np.exp(scores - safe)
             for whole, part in zip(results, rows, strict=True):
                 whole[entry, :, block.rows] = part
     return results
@@ -244,33 +259,6 @@ def attention_backward(
                 weights *= kept * values.dropout_scale
                 dv[entry, :, keys] += _transpose_times(weights, d_o_r, len(v_b))
     return dq, dk, dv
-
-
-def sink_gradient(
-    o: Array,
-    d_o: Array,
-    stats: Array,
-    sink: Array,
-    *,
-    len_q: Array,
-    compute: type[np.floating[Any]] = np.float64,
-) -> Array:
-    """The gradient of ``sum(o * d_o)`` for the sink, (1, Hq, 1, 1).
-
-    Args:
-        o, d_o, stats: as in :func:`attention_backward`.
-        sink: as in :func:`attention_forward`.
-        len_q: (B, 1, 1, 1); rows past it are not read.
-    """
-    gradient = np.zeros(sink.shape, compute)
-    for entry, length in enumerate(len_q.ravel()):
-        o_b, d_o_b, stats_b = (x[entry, :, :length].astype(compute) for x in (o, d_o, stats))
-        # A row without a sum has no share to give.
-        stats_b[np.isneginf(stats_b)] = np.inf
-        share = np.exp(sink[0].astype(compute) - stats_b)
-        delta = (d_o_b * o_b).sum(axis=-1, keepdims=True)
-        gradient[0] -= (share * delta).sum(axis=1, keepdims=True)
-    return gradient
 
 
 @dataclass(frozen=True)

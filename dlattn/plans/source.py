@@ -61,7 +61,7 @@ struct Problem {{
   using Mask = Masks<{masks}>;
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
-{_flags(problem, "score_max", "score_sum_exp", "sink", "ragged")}
+{_flags(problem, "flash_stats", "score_max", "score_sum_exp", "sink", "ragged")}
   using Dropout = {problem.dropout.cpp if problem.dropout else "NoDropout"};
 {_flags(problem, "paged_k", "paged_v")}
   static constexpr int access_bytes = {problem.access_bytes};

@@ -1,6 +1,12 @@
 """What we know: a problem, its run-time geometry, and the edits and masks it is made of."""
 
-from dlattn.problem.dropout import Dropout, GivenMask, Philox, philox_dropout_mask
+from dlattn.problem.dropout import (
+    Dropout,
+    FlashDropout,
+    GivenMask,
+    Philox,
+    philox_dropout_mask,
+)
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
 from dlattn.problem.problem import (
     PAGE_TABLES,
@@ -10,6 +16,7 @@ from dlattn.problem.problem import (
     Geometry,
     Problem,
     TensorSpec,
+    cu_seqlens_role,
     offset_role,
 )
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
@@ -26,6 +33,7 @@ __all__ = [
     "Direction",
     "Dropout",
     "Edit",
+    "FlashDropout",
     "Geometry",
     "GivenMask",
     "Mask",
@@ -38,6 +46,7 @@ __all__ = [
     "Values",
     "Where",
     "alibi_slopes",
+    "cu_seqlens_role",
     "offset_role",
     "philox_dropout_mask",
 ]

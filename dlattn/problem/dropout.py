@@ -20,6 +20,9 @@ ROUNDS = 7
 #: One call of Philox serves a lane's part of a block of so many queries and keys.
 BLOCK = 16
 
+#: In FlashAttention, of so many keys.
+_FLASH_KEYS = 32
+
 _LOW = np.uint64(0xFFFFFFFF)
 _BITS = np.uint64(32)
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -42,6 +45,16 @@ class Dropout(ABC):
         """True where a probability is kept, for consecutive queries and keys; broadcasts to
         (B, H, S_q, S_kv)."""
 
+    def addend(self, p: float) -> int:
+        """``Params.dropout_addend`` of a probability p: what kernels add to random bits."""
+        return 0
+
+    def mark(self, probabilities: Array, values: Values) -> None:
+        """Sets the signs of what is dropped, (B, H, S_q, S_kv), wherever it is."""
+        kept = np.empty(probabilities.shape)
+        self.dump(kept, values)
+        np.copysign(probabilities, kept - 0.5, out=probabilities)
+
     def dump(self, kept: Array, values: Values) -> None:
         """Writes 1 or 0 for every position, (B, H, S_q, S_kv), whatever masks and lengths say."""
         batch, heads, seq_q, seq_kv = kept.shape
@@ -53,20 +66,93 @@ class Dropout(ABC):
                 kept[entry, :, first : first + BLOCK] = self.keep(where, values)[0]
 
 
+class RandomDropout(Dropout):
+    """Keeps each probability at random, by seed, offset and position alone."""
+
+    @abstractmethod
+    def numbers(self, p: float) -> dict[str, float]:
+        """What :class:`dlattn.problem.Geometry` holds of a probability p to drop: ``dropout_p``,
+        ``dropout_scale`` and ``dropout_scale_inv``.
+
+        Raises:
+            ValueError: p is not a probability below 1.
+        """
+
+    @abstractmethod
+    def kept(
+        self, p: float, seed: int, offset: int, numbers: Array, queries: slice, keys: slice
+    ) -> Array:
+        """Booleans, (len(numbers), queries, keys), of heads numbered across batch entries."""
+
+    def keep(self, where: Where, values: Values) -> Array:
+        number = (where.batch * values.heads_q + where.head).ravel()
+        queries, keys = (slice(int(x.min()), int(x.max()) + 1) for x in (where.query, where.key))
+        seed, offset = values.dropout_seed, values.dropout_offset
+        kept = self.kept(values.dropout_p, seed, offset, number, queries, keys)
+        return kept.reshape(where.batch.size, where.head.size, *kept.shape[1:])
+
+
 @dataclass(frozen=True)
-class Philox(Dropout):
-    """Keeps each probability at random; see :func:`philox_dropout_mask`."""
+class Philox(RandomDropout):
+    """dlattn's own, of 15 bits an element; see :func:`philox_dropout_mask`."""
 
     @property
     def cpp(self) -> str:
         return "PhiloxDropout"
 
-    def keep(self, where: Where, values: Values) -> Array:
-        number = (where.batch * values.heads_q + where.head).ravel()
-        queries, keys = (slice(int(x.min()), int(x.max()) + 1) for x in (where.query, where.key))
-        drawn = _draw(values.dropout_seed, values.dropout_offset, number, queries, keys)
-        kept: Array = drawn < philox_threshold(values.dropout_p)
-        return kept.reshape(where.batch.size, where.head.size, *kept.shape[1:])
+    def addend(self, p: float) -> int:
+        return (_ONE - philox_threshold(p)) * 0x10001
+
+    def numbers(self, p: float) -> dict[str, float]:
+        _check(p)
+        return {"dropout_p": p, "dropout_scale": 1 / (1 - p), "dropout_scale_inv": 1 - p}
+
+    def kept(
+        self, p: float, seed: int, offset: int, numbers: Array, queries: slice, keys: slice
+    ) -> Array:
+        kept: Array = _draw(seed, offset, numbers, queries, keys) < philox_threshold(p)
+        return kept
+
+
+@dataclass(frozen=True)
+class FlashDropout(RandomDropout):
+    """FlashAttention-2's, bit for bit (``csrc/flash_attn/src/dropout.h`` and ``philox.cuh``), so
+    that a mask drawn there can be drawn again here.
+
+    Philox 4x32 of seven rounds under the seed as its key, as in :func:`philox_dropout_mask`. A tile
+    of 16 queries by 32 keys takes 32 calls, one for each lane of a warp, with the counter::
+
+        64 bits, low word first: offset + 32 * (b * H + h) + query % 8 * 4 + key % 8 // 2
+        query // 16
+        key // 32
+
+    Of the 16 bytes that a call gives, lowest first, element (query, key) has number
+    ``key % 32 // 8 * 4 + query % 16 // 8 * 2 + key % 2``. It is kept if its byte is at most
+    ``floor(255 * keep)``, where ``keep`` is ``1 - p`` in float32; kept probabilities are multiplied
+    by ``1 / keep``. The chance to be dropped is thus within 2^-8 of p. Queries and
+    keys count within a sequence, and b is the batch entry, where sequences are packed, too.
+
+    A call uses up ``32 * B * H`` offsets: others with the same seed must begin beyond them.
+    """
+
+    @property
+    def cpp(self) -> str:
+        return "FlashDropout"
+
+    def addend(self, p: float) -> int:
+        return (_ONE - 1 - _flash_threshold(p)) * 0x10001
+
+    def numbers(self, p: float) -> dict[str, float]:
+        p = float(np.float32(p))
+        _check(p)
+        keep = float(_flash_keep(p))
+        return {"dropout_p": p, "dropout_scale": 1 / keep, "dropout_scale_inv": keep}
+
+    def kept(
+        self, p: float, seed: int, offset: int, numbers: Array, queries: slice, keys: slice
+    ) -> Array:
+        kept: Array = _draw_bytes(seed, offset, numbers, queries, keys) <= _flash_threshold(p)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -93,8 +179,16 @@ class GivenMask(Dropout):
         return kept
 
 
+#: ``dropout_algorithm`` -> the form of dropout.
+ALGORITHMS: dict[str, RandomDropout] = {"philox": Philox(), "flash": FlashDropout()}
+
+
 def philox_dropout_mask(
-    p: float, seed: int, offset: int, shape: tuple[int, int, int, int]
+    p: float,
+    seed: int,
+    offset: int,
+    shape: tuple[int, int, int, int],
+    algorithm: str = "philox",
 ) -> Array:
     """The mask of ``dropout=(p, seed, offset)``, bit for bit, on every engine.
 
@@ -123,24 +217,42 @@ def philox_dropout_mask(
         p: the probability to drop an element, at least 0 and below 1.
         seed, offset: as 64-bit integers; negative ones are their two's complements.
         shape: (B, Hq, Sq, Skv).
+        algorithm: the ``dropout_algorithm`` of the call: ``"philox"``, which is told of here, or
+            ``"flash"``, for :class:`dlattn.problem.FlashDropout`.
 
     Returns:
         Booleans of that shape: true where the probability is kept.
 
     Raises:
-        ValueError: p is not a probability below 1.
+        ValueError: p is not a probability below 1, or there is no such algorithm.
     """
-    if not 0 <= p < 1:
-        raise ValueError(f"p must be at least 0 and below 1; got {p}.")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
+    form = ALGORITHMS[algorithm]
+    p = form.numbers(p)["dropout_p"]
     batch, heads, queries, keys = shape
-    drawn = _draw(seed, offset, np.arange(batch * heads), slice(0, queries), slice(0, keys))
-    kept: Array = drawn < philox_threshold(p)
+    numbers = np.arange(batch * heads)
+    kept = form.kept(p, seed, offset, numbers, slice(0, queries), slice(0, keys))
     return kept.reshape(shape)
 
 
 def philox_threshold(p: float) -> int:
     """Elements whose 15 bits are a number below it are kept."""
     return max(1, round(_ONE * (1 - p)))
+
+
+def _flash_keep(p: float) -> np.float32:
+    return np.float32(1) - np.float32(p)
+
+
+def _flash_threshold(p: float) -> int:
+    """Elements whose byte is at most it are kept."""
+    return int(float(_flash_keep(p)) * 255.0)
+
+
+def _check(p: float) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(f"p must be at least 0 and below 1; got {p}.")
 
 
 def philox(counter: tuple[Array, ...], key: tuple[int, int], rounds: int = ROUNDS) -> list[Array]:
@@ -157,23 +269,46 @@ def philox(counter: tuple[Array, ...], key: tuple[int, int], rounds: int = ROUND
 
 def _draw(seed: int, offset: int, numbers: Array, queries: slice, keys: slice) -> Array:
     """The 15 bits of each element of heads with these numbers, (len(numbers), rows, columns)."""
-    rows, columns = (np.arange(at.start // BLOCK, -(-at.stop // BLOCK)) for at in (queries, keys))
-    lane = np.arange(32).reshape(1, 1, 1, 8, 4)
+    number, row, column, lane = _calls(numbers, queries, keys, BLOCK)
     counter = (
         np.array(offset & 0xFFFFFFFF),
-        (offset >> 32 & 0xFFFFFFFF) + 32 * numbers.reshape(-1, 1, 1, 1, 1) + lane,
-        rows.reshape(-1, 1, 1, 1),
-        columns.reshape(-1, 1, 1),
+        (offset >> 32 & 0xFFFFFFFF) + 32 * number + lane,
+        row,
+        column,
     )
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    # (lower or upper queries, left or right keys, head, block row, block column, 8, 4, even or odd)
+    # (lower or upper queries, left or right keys, even or odd, head, block row, block column, 8, 4)
     halves = np.array(
         [[[words[a + 2 * b] >> np.uint64(16 * j) for j in (0, 1)] for b in (0, 1)] for a in (0, 1)]
     ).astype(np.uint16) & np.uint16(_ONE - 1)
-    whole = halves.transpose(3, 4, 0, 6, 5, 1, 7, 2).reshape(
-        numbers.size, BLOCK * rows.size, BLOCK * columns.size
-    )
-    first_row, first_column = (at.start // BLOCK * BLOCK for at in (queries, keys))
+    return _cropped(halves.transpose(3, 4, 0, 6, 5, 1, 7, 2), queries, keys, BLOCK)
+
+
+def _draw_bytes(seed: int, offset: int, numbers: Array, queries: slice, keys: slice) -> Array:
+    """The byte of each element of heads with these numbers, (len(numbers), rows, columns)."""
+    number, row, column, lane = _calls(numbers, queries, keys, _FLASH_KEYS)
+    low = np.array(offset & 0xFFFFFFFFFFFFFFFF, np.uint64) + (32 * number + lane).astype(np.uint64)
+    words = philox((low, low >> _BITS, row, column), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    # (eight keys of 32, lower or upper queries, even or odd, head, tile row, tile column, 8, 4)
+    octets = np.array(
+        [[[word >> np.uint64(16 * a + 8 * j) for j in (0, 1)] for a in (0, 1)] for word in words]
+    ).astype(np.uint8)
+    return _cropped(octets.transpose(3, 4, 1, 6, 5, 0, 7, 2), queries, keys, _FLASH_KEYS)
+
+
+def _calls(numbers: Array, queries: slice, keys: slice, width: int) -> tuple[Array, ...]:
+    """Head, row and column of tiles of BLOCK queries by ``width`` keys, and lane: (heads, rows,
+    columns, 8, 4)."""
+    rows = np.arange(queries.start // BLOCK, -(-queries.stop // BLOCK)).reshape(-1, 1, 1, 1)
+    columns = np.arange(keys.start // width, -(-keys.stop // width)).reshape(-1, 1, 1)
+    return numbers.reshape(-1, 1, 1, 1, 1), rows, columns, np.arange(32).reshape(8, 4)
+
+
+def _cropped(drawn: Array, queries: slice, keys: slice, width: int) -> Array:
+    """What was drawn for tiles, (heads, rows, ..., columns, ..., ..., ...), of these elements."""
+    heads, rows, upper, lanes = drawn.shape[:4]
+    whole = drawn.reshape(heads, rows * upper * lanes, -1)
+    first_row, first_column = queries.start // BLOCK * BLOCK, keys.start // width * width
     cropped: Array = whole[
         :,
         queries.start - first_row : queries.stop - first_row,

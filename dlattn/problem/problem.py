@@ -26,10 +26,19 @@ BROADCAST_ROLES = ("bias", "dropout_mask")
 PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
 #: Roles of tensors with a row for each query of each head.
-QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
+QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ", "delta")
 
 #: Roles of tensors that may be ragged.
 RAGGED_ROLES = (*QUERY_ROLES, "k", "v", "dK", "dV")
+
+
+#: Rows between one sequence's delta and the next one's, where offsets count tokens.
+DELTA_GAP = 128
+
+
+def cu_seqlens_role(role: str) -> str:
+    """The role of the cumulative lengths that say where a ragged tensor's sequences begin."""
+    return "cu_seqlens_q" if role in QUERY_ROLES else "cu_seqlens_kv"
 
 
 def offset_role(role: str) -> str:
@@ -57,7 +66,11 @@ class Problem:
         masks: masks, all of which must keep a position for it to be attended.
         stats: element type of the log-sum-exp that the forward writes or the backward reads;
             ``None`` when a forward writes none.
+        flash_stats: the stats of a row that attends to nothing are +inf, as in FlashAttention-2,
+            and not -inf, as in cuDNN; backwards read both as that.
         score_max, score_sum_exp: the forward writes them.
+        delta: the backward writes ``rowsum(dO * O)``, in fp32, over what kept probabilities are
+            multiplied by.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
         dropout: how probabilities are dropped after the softmax; ``None`` when none is.
@@ -88,6 +101,8 @@ class Problem:
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
     ragged: bool = False
+    flash_stats: bool = False
+    delta: bool = False
 
     @property
     def is_edited(self) -> bool:
@@ -131,7 +146,10 @@ class TensorSpec:
         dtype: element type.
         by_value: a host scalar, read at execute time.
         ragged: batch entry b begins at element ``offset[b]``, of the tensor whose role is
-            :func:`offset_role`, and holds as many rows as its length; its batch stride is 0 here.
+            :func:`offset_role`, or if there is none at row ``cu_seqlens[b]``, of
+            :func:`cu_seqlens_role` (delta's: :data:`DELTA_GAP` rows later for each entry before;
+            with cumulative lengths, no tensor of that side may have offsets), and holds as many
+            rows as its length; its batch stride is 0 here.
         packed: the same of a page table, whose entries are as many as the sequence has pages.
     """
 
@@ -152,8 +170,9 @@ class Geometry:
         tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
             dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes block_mask
             paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
-            dropout_mask dropout_scale dropout_scale_inv rng_dump``, and the :func:`offset_role` of
-            each ragged tensor and packed table; an absent role is an absent feature.
+            dropout_mask dropout_scale dropout_scale_inv rng_dump debug_softmax delta cu_seqlens_q
+            cu_seqlens_kv``, and the :func:`offset_role` of each ragged tensor and packed table; an
+            absent role is an absent feature. ``cu_seqlens_kv`` tells lengths of paged keys, too.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.
@@ -164,7 +183,8 @@ class Geometry:
         dropout_seed, dropout_offset, dropout_scale, dropout_scale_inv: what they are when there is
             no tensor of that name; see :class:`dlattn.problem.Values`.
         max_seq_kv: the longest sequence of keys where k, or v, is paged, and so does not say it.
-        most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None.
+        most_tokens_q, most_tokens_kv: bounds of the sums of all lengths, or None; with cumulative
+            lengths, the rows that tensors have in all, none of which may be left.
     """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -186,6 +206,10 @@ class Geometry:
     def has_ragged(self) -> bool:
         """Whether some tensor is ragged."""
         return any(spec.ragged for spec in self.tensors.values())
+
+    def by_tokens(self, role: str) -> bool:
+        """Whether the tensor is there, and ragged by cumulative lengths."""
+        return self.is_ragged(role) and offset_role(role) not in self.tensors
 
     def is_ragged(self, role: str) -> bool:
         """Whether the tensor is there, and ragged."""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, ClassVar
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidVariantPackError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
+from dlattn.runtime.buffers import cuda_ordinal, empty_cupy, empty_numpy, wait_for
+from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, new_view
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
     TensorView,
@@ -24,53 +25,6 @@ from dlattn.runtime.protocols import (
     export,
     view_by_protocol,
 )
-
-Dims = tuple[int, ...]
-
-#: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
-_new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__
-
-_CPU = ("cpu", 0)
-#: By ordinal; shared, so that no tuple is made per tensor.
-_CUDA = tuple(("cuda", index) for index in range(64))
-
-
-class Framework(ABC):
-    """What dlattn needs from one framework; made when the first tensor of it is seen.
-
-    Attributes:
-        name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
-    """
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def view(self, obj: Any) -> TensorView:
-        """See :func:`view`."""
-
-    def matcher(self, like: Any) -> Callable[[Any], int]:
-        """See :func:`matcher`."""
-        kind, wanted = type(like), self.view(like)[1:]
-
-        def match(obj: Any) -> int:
-            if type(obj) is not kind:
-                return 0
-            seen = self.view(obj)
-            return seen[0] if seen[1:] == wanted else 0
-
-        return match
-
-    @abstractmethod
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-        """See :func:`allocate`."""
-
-    def order_before(self, obj: Any, stream: int) -> None:
-        """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
-        return
-
-    def from_buffer(self, obj: Any, like: Any) -> Any:
-        """See :func:`to_caller`; nothing where :meth:`empty` makes the framework's own tensors."""
-        return obj
 
 
 class _Torch(Framework):
@@ -93,12 +47,12 @@ class _Torch(Framework):
                 "fake tensor); pass one that holds data"
             )
         if obj.is_cuda:
-            device = _CUDA[obj.get_device()]
+            device = CUDA[obj.get_device()]
         elif obj.is_cpu:
-            device = _CPU
+            device = CPU
         else:
             device = (obj.device.type, obj.device.index or 0)
-        return _new_view(
+        return new_view(
             TensorView,
             (pointer, tuple(obj.shape), stride, ELEMENT_TYPES[obj.dtype], device, True),
         )
@@ -122,9 +76,50 @@ class _Torch(Framework):
 
         return match
 
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    def address(self, obj: Any) -> int:
+        pointer: int = obj.data_ptr()
+        return pointer
+
+    def signature(self, obj: Any) -> tuple[int, Any]:
+        # Torch's own objects take a third of the time of a view, and strides of what is contiguous
+        # need not be asked for: those of sizes 1 mean nothing.
+        try:
+            strides = obj.is_contiguous() or obj.stride()
+            return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device)
+        except RuntimeError:
+            return super().signature(obj)  # which says what is wrong
+
+    def allocator(
+        self, like: Any, shape: Dims, stride: Dims, dtype: data_type
+    ) -> Callable[[], Any]:
         element = getattr(self._torch, dtypes.to_torch_name(dtype))
-        return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)
+        make = self._torch.empty_strided
+        return partial(make, shape, stride, dtype=element, device=like.device)
+
+    def assign(self, obj: Any, value: Any) -> None:
+        obj.detach()[...] = value
+
+    def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
+        return self._torch.nn.functional.pad(obj.detach(), widths[-1]).contiguous()
+
+    def on_device(self, array: Any, like: Any) -> Any:
+        return self._torch.from_numpy(array).to(like.device, non_blocking=True)
+
+    def draw(self, like: Any, generator: Any, count: int) -> tuple[int, int]:
+        torch, on_cuda = self._torch, like.is_cuda
+        if generator is None:
+            index = like.get_device()
+            generator = torch.cuda.default_generators[index] if on_cuda else torch.default_generator
+        if not isinstance(generator, torch.Generator):
+            raise InvalidArgumentError(
+                "gen_: expected a torch.Generator, a seed, a pair of seed and offset, or None, got "
+                f"{generator!r:.100}."
+            )
+        if generator.device.type != "cuda":
+            return int(torch.randint(2**63 - 1, (), generator=generator)), 0
+        offset = generator.get_offset()
+        generator.set_offset(offset + count)
+        return generator.initial_seed(), offset
 
 
 class _Cupy(Framework):
@@ -133,20 +128,27 @@ class _Cupy(Framework):
     def view(self, obj: Any) -> TensorView:
         memory = obj.data
         dtype = obj.dtype
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 memory.ptr,
                 obj.shape,
                 element_strides(obj.strides, dtype.itemsize),
                 ELEMENT_TYPES[dtype],
-                _CUDA[memory.device_id],
+                CUDA[memory.device_id],
                 True,
             ),
         )
 
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-        return _empty_cupy(like.data.device_id, shape, stride, dtype)
+    def allocator(
+        self, like: Any, shape: Dims, stride: Dims, dtype: data_type
+    ) -> Callable[[], Any]:
+        return partial(empty_cupy, like.data.device_id, shape, stride, dtype)
+
+    def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
+        import cupy
+
+        return cupy.ascontiguousarray(cupy.pad(obj, widths))
 
 
 class _Numpy(Framework):
@@ -154,20 +156,25 @@ class _Numpy(Framework):
 
     def view(self, obj: Any) -> TensorView:
         dtype = obj.dtype
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 obj.ctypes.data,
                 obj.shape,
                 element_strides(obj.strides, dtype.itemsize),
                 ELEMENT_TYPES[dtype],
-                _CPU,
+                CPU,
                 obj.flags.writeable,
             ),
         )
 
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-        return _empty_numpy(shape, stride, dtype)
+    def allocator(
+        self, like: Any, shape: Dims, stride: Dims, dtype: data_type
+    ) -> Callable[[], Any]:
+        return partial(empty_numpy, shape, stride, dtype)
+
+    def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
+        return np.ascontiguousarray(np.pad(obj, widths))
 
 
 class Dlpack(Framework):
@@ -176,13 +183,15 @@ class Dlpack(Framework):
     name = "dlpack"
 
     def view(self, obj: Any) -> TensorView:
-        return view_by_protocol(obj, _cuda_ordinal)
+        return view_by_protocol(obj, cuda_ordinal)
 
-    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    def allocator(
+        self, like: Any, shape: Dims, stride: Dims, dtype: data_type
+    ) -> Callable[[], Any]:
         kind, index = self.view(like).device
         if kind == "cuda":
-            return _empty_cupy(index, shape, stride, dtype)
-        return _empty_numpy(shape, stride, dtype)
+            return partial(empty_cupy, index, shape, stride, dtype)
+        return partial(empty_numpy, shape, stride, dtype)
 
     def order_before(self, obj: Any, stream: int) -> None:
         if self.view(obj).device[0] != "cuda":
@@ -190,7 +199,7 @@ class Dlpack(Framework):
         if hasattr(type(obj), "__dlpack__"):
             export(obj, stream or 1)  # the producer makes the stream wait; 0 is spelled 1
         elif (producer := obj.__cuda_array_interface__.get("stream")) is not None:
-            _wait_for(producer, stream)
+            wait_for(producer, stream)
 
 
 class _JaxBuffer(Dlpack):
@@ -214,7 +223,7 @@ class _Jax(Dlpack):
                 f"This JAX array has no single buffer: {error}"
             ) from error
         shape = obj.shape
-        return _new_view(
+        return new_view(
             TensorView,
             (
                 pointer,
@@ -231,6 +240,17 @@ class _Jax(Dlpack):
             obj.__dlpack__(stream=stream or 1)
         else:
             obj.block_until_ready()
+
+    def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
+        import jax
+
+        return jax.numpy.pad(obj, widths)
+
+    def settle(self, obj: Any) -> None:
+        if _jax_device(obj.sharding)[0] == "cuda":
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
 
     def from_buffer(self, obj: Any, like: Any) -> Any:
         import jax
@@ -270,40 +290,6 @@ BY_NAME: dict[str, type[Framework]] = {
 # Details ------------------------------------------------------------------------------------------
 
 
-def _span(shape: Dims, stride: Dims) -> int:
-    """Elements from the first to the last, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-
-
-def to_device(array: Any, index: int) -> Any:
-    """A CuPy copy of a NumPy array on a device, complete when this returns."""
-    import cupy
-
-    with cupy.cuda.Device(index):
-        copy = cupy.asarray(array)
-        cupy.cuda.get_current_stream().synchronize()
-    return copy
-
-
-def _empty_numpy(shape: Dims, stride: Dims, dtype: data_type) -> Any:
-    element = dtypes.to_numpy(dtype)
-    buffer = np.empty(_span(shape, stride) * element.itemsize, np.uint8)
-    strides = [step * element.itemsize for step in stride]
-    return np.ndarray(shape, element, buffer, strides=strides)
-
-
-def _empty_cupy(index: int, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-    import cupy
-
-    element = dtypes.to_numpy(dtype)
-    with cupy.cuda.Device(index):
-        memory = cupy.cuda.alloc(_span(shape, stride) * element.itemsize)
-    strides = tuple(step * element.itemsize for step in stride)
-    return cupy.ndarray(shape, element, memory, strides)
-
-
 @lru_cache(maxsize=4096)
 def _xla_strides(layout: Any, shape: Dims) -> Dims:
     """Strides in elements from XLA's layout, whose text lists dimensions minor to major."""
@@ -327,19 +313,5 @@ def _jax_device(sharding: Any) -> tuple[str, int]:
     if device.platform not in ("gpu", "cuda"):
         return (device.platform, 0)
     if sharding.memory_kind not in (None, "device"):  # pinned host memory
-        return _CPU
-    return _CUDA[device.local_hardware_id]
-
-
-def _cuda_ordinal(pointer: int) -> int:
-    from cupy.cuda import runtime
-
-    return int(runtime.pointerGetAttributes(pointer).device) if pointer else 0
-
-
-def _wait_for(producer: int, stream: int) -> None:
-    from cupy.cuda import Event, runtime
-
-    event = Event(disable_timing=True)
-    runtime.eventRecord(event.ptr, producer)
-    runtime.streamWaitEvent(stream, event.ptr)
+        return CPU
+    return CUDA[device.local_hardware_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from dlattn.errors import InvalidArgumentError
@@ -23,6 +23,16 @@ def current_stream(objects: Iterable[Any], device_index: int) -> int:
     from cupy.cuda import get_current_stream
 
     return int(get_current_stream(device_index).ptr)
+
+
+def current_stream_of(like: Any, device_index: int) -> Callable[[], int]:
+    """What gives the handle of the stream that the framework of a tensor enqueues on, call by call;
+    see :func:`current_stream`."""
+    if framework(like).name == "torch":
+        return partial(_torch_stream(), device_index)
+    from cupy.cuda import get_current_stream
+
+    return lambda: int(get_current_stream(device_index).ptr)
 
 
 def stream_handle(stream: Any) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.runtime.frameworks import BY_NAME, Dims, Dlpack, Framework
+from dlattn.runtime.framework import Dims, Framework
+from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
 
 __all__ = ["TensorView", "allocate", "allocate_bytes", "order_before", "to_caller", "view"]
@@ -21,6 +22,8 @@ __all__ = ["TensorView", "allocate", "allocate_bytes", "order_before", "to_calle
 _frameworks: dict[type, Framework] = {}
 #: ``view`` of each framework above, bound: one attribute look-up less per tensor.
 _views: dict[type, Callable[[Any], TensorView]] = {}
+#: The same of ``signature``.
+_signatures: dict[type, Callable[[Any], tuple[int, Any]]] = {}
 #: Types for which :func:`order_before` has nothing to do, as far as seen.
 ORDERED_TYPES: set[type] = set()
 
@@ -35,6 +38,7 @@ def _recognise(kind: type) -> Framework:
         made = Dlpack
     known = _frameworks[kind] = made()
     _views[kind] = known.view
+    _signatures[kind] = known.signature
     if type(known).order_before is Framework.order_before:
         ORDERED_TYPES.add(kind)
     return known
@@ -64,6 +68,36 @@ def matcher(like: Any) -> Callable[[Any], int]:
     return framework(like).matcher(like)
 
 
+def address(obj: Any) -> int:
+    """Where a tensor lies; without elements, anywhere."""
+    return framework(obj).address(obj)
+
+
+def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """What tells tensors apart that calls treat differently, hashable, and their addresses.
+
+    Of each: its framework, shape, strides, element type, device, writability, and whether its
+    address is a multiple of 16 bytes; ``None`` stays ``None``, at address 0.
+
+    Raises:
+        InvalidVariantPackError: an object is no tensor, or one that cannot be used in place.
+    """
+    key: list[Any] = []
+    addresses: list[int] = []
+    see, place = key.append, addresses.append
+    for obj in objs:
+        if obj is None:
+            see(None)
+            place(0)
+            continue
+        pointer, looks = (_signatures.get(type(obj)) or framework(obj).signature)(obj)
+        see(looks)
+        place(pointer)
+        if pointer & 15 or not pointer:
+            see((pointer & 15, not pointer))
+    return tuple(key), addresses
+
+
 def order_before(objs: Iterable[Any], stream: int) -> None:
     """Make work that is enqueued on ``stream`` later wait for whatever produces these tensors.
 
@@ -77,6 +111,12 @@ def order_before(objs: Iterable[Any], stream: int) -> None:
     """
     for obj in objs:
         framework(obj).order_before(obj, stream)
+
+
+def settle(obj: Any) -> None:
+    """Waits for kernels that read tensors which are about to be dropped, if their framework, JAX,
+    could give the memory to somebody else before."""
+    framework(obj).settle(obj)
 
 
 # Allocating ---------------------------------------------------------------------------------------
@@ -104,9 +144,50 @@ def allocate(like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
     return framework(like).empty(like, shape, stride, dtype)
 
 
+def allocator(like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Callable[[], Any]:
+    """What makes such tensors, again and again, without keeping ``like``; see :func:`allocate`."""
+    return framework(like).allocator(like, shape, stride, dtype)
+
+
+def assign(obj: Any, value: Any) -> None:
+    """Sets every element to a number, or to those of a tensor of the same framework and shape, in
+    the order of the framework's current stream."""
+    framework(obj).assign(obj, value)
+
+
+def padded(obj: Any, columns: int) -> Any:
+    """A copy with so many columns, those behind the given ones 0.
+
+    Raises:
+        InvalidArgumentError: the framework is unknown.
+    """
+    missing = columns - obj.shape[-1]
+    return framework(obj).pad(obj, [(0, 0)] * (len(obj.shape) - 1) + [(0, missing)])
+
+
+def on_device(array: Any, like: Any) -> Any:
+    """A NumPy array as a tensor in the framework and on the device of ``like``."""
+    return framework(like).on_device(array, like)
+
+
+def draw(like: Any, generator: Any, count: int) -> tuple[int, int]:
+    """A seed and an offset of Philox, of which ``count`` offsets from there on are used up.
+
+    Args:
+        like: a tensor of the framework whose generator it is.
+        generator: the framework's; ``None`` for its own one, of the device of ``like``.
+    """
+    return framework(like).draw(like, generator, count)
+
+
 def allocate_bytes(like: Any, nbytes: int) -> Any:
     """An uninitialised one-dimensional uint8 buffer, placed as by :func:`allocate`."""
     return framework(like).empty(like, (nbytes,), (1,), data_type.UINT8)
+
+
+def hands_over(like: Any) -> bool:
+    """Whether :func:`to_caller` has anything to do for the framework of ``like``."""
+    return type(framework(like)).from_buffer is not Framework.from_buffer
 
 
 def to_caller(obj: Any, like: Any) -> Any:

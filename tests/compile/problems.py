@@ -23,6 +23,7 @@ from dlattn.problem import (
     Direction,
     Dropout,
     Edit,
+    FlashDropout,
     Geometry,
     GivenMask,
     Mask,
@@ -177,9 +178,10 @@ PAGED = (
 
 
 def problems(family: type[CudaPlan]) -> list[Problem]:
-    """Every head-dim class with every mask, every edit and every form of dropout; the other choices
-    cycle, so that each pair meets. Each class also ragged, with pages, with both where a plan takes
-    both, and of a forward with all that it can write."""
+    """Every head-dim class with every mask, every edit and every form of dropout, of which both
+    that draw have the same companions; the other choices cycle, so that each pair meets. Each class
+    also ragged, with pages, with both where a plan takes both, as FlashAttention's functions want
+    it, and of a forward with all that it can write."""
     direction = direction_of(family)
     hopper = family in (FwdSm90, BwdSm90)
     widths = (16,) if hopper else (16, 16, 16, 16, 2)
@@ -228,8 +230,16 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     paged = [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate((*each_mask, *edited))]
     if family is not BwdSm90:
         paged += [replace(p, **PAGED[i % len(PAGED)]) for i, p in enumerate(ragged)]
+    wants = {"flash_stats": True} if direction is Direction.FORWARD else {"delta": True}
+    flash = (*each_mask, *edited, *ragged[:: len(masks)])
+    found += [replace(p, stats=data_type.FLOAT, **wants) for p in flash]
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
         found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     every = found + ragged + paged
+    drawn = [p for p in every if p.dropout is DROPOUTS[0]]
+    every += [
+        replace(p, dropout=FlashDropout(), ragged=i % 2 == 0 and not (p.paged_k or p.paged_v))
+        for i, p in enumerate(drawn)
+    ]
     return [p for p in every if not (family is BwdSm90 and is_left_to_portable(p))]

@@ -21,19 +21,24 @@ from dlattn.dtypes import data_type
 from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
-from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     Bias,
     Direction,
+    FlashDropout,
     Geometry,
     Padding,
+    Philox,
     Problem,
     Scale,
+    TensorSpec,
 )
 from dlattn.runtime import jit, nvrtc
 from dlattn.runtime.target import KNOWN
 from tests.compile.problems import (
+    DROPOUTS,
     EDITS,
     FAMILIES,
     MASKS,
@@ -128,6 +133,36 @@ def test_gradient_of_a_bias(arch: str) -> None:
             if kernel.spill_stores or kernel.spill_loads or kernel.warnings
         ]
     assert not complaints, "\n".join(complaints)
+
+
+#: Head dimensions, what follows the scale, mask, form of dropout, width of accesses, what else.
+LOOKS_INSIDE = [
+    ((8, 8), (), "causal", FlashDropout(), 16, {"ragged": True, "paged_k": True}),
+    ((64, 64), EDITS["all"], "window", Philox(), 2, {}),
+    ((128, 128), EDITS["bias"], "blocks", FlashDropout(), 16, {"ragged": True}),
+    ((256, 64), EDITS["softcap"], "full", DROPOUTS[1], 2, {"paged_k": True}),
+    ((512, 512), EDITS["alibi"], "causal", None, 16, {"ragged": True}),
+    ((40, 40), EDITS["mask"], "blocks", DROPOUTS[2], 2, {}),
+]
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_debug_softmax(arch: str) -> None:
+    """Its kernel fits, and neither spills nor draws a warning."""
+    dim = (2, 4, 384, 384)
+    for i, (head_dims, edits, mask, dropout, access_bytes, flags) in enumerate(LOOKS_INSIDE):
+        problem = Problem(
+            Direction.FORWARD, (data_type.BFLOAT16, data_type.HALF)[i % 2], *head_dims,
+            (Scale(positive=False), *edits), MASKS[mask], data_type.FLOAT, dropout=dropout,
+            access_bytes=access_bytes, **flags,
+        )  # fmt: skip
+        geometry = plan_for(FwdSm80, problem, arch).geometry
+        wanted = TensorSpec("debug_softmax", dim, (4 * 384**2, 384**2, 384, 1), problem.dtype)
+        tensors = {**geometry.tensors, "debug_softmax": wanted}
+        (launch,) = debug_kernels(problem, replace(geometry, tensors=tensors))
+        kernel = jit.compile_kernel(launch.source, arch)
+        assert launch.shared <= KNOWN[arch].shared_memory
+        assert not (kernel.spill_stores or kernel.spill_loads or kernel.warnings), problem
 
 
 @pytest.mark.parametrize("family, archs", FAMILIES.items())

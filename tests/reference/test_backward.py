@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 
-from dlattn.plans.reference import attention_backward, attention_forward, sink_gradient
+from dlattn.plans.reference import attention_backward, attention_forward
+from dlattn.plans.rows import sink_gradient
 from dlattn.problem import Edit, Values, Where
 from tests.builders import make_tensors
 from tests.cases import Case

@@ -13,9 +13,11 @@ import dlattn
 from dlattn.problem.dropout import philox
 from tests import philox as definition
 from tests.builders import make_tensors
-from tests.cases import Case
+from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.drivers import backward, forward, run_graph
 from tests.libraries import Library
+
+RAGGED = (*RAGGED_Q, *RAGGED_KV)
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -46,6 +48,73 @@ def test_the_mask_is_as_documented(p: float, seed: int, offset: int, shape) -> N
     mask = dlattn.philox_dropout_mask(p, seed, offset, shape)
     assert mask.shape == shape
     assert (mask == definition.kept(p, seed, offset, shape)).all()
+
+
+@settings(max_examples=50)
+@given(
+    p=st.sampled_from((0.0, 0.1, 0.2, 0.4, 0.5, 0.6, 0.999, 1e-12)) | st.floats(0, 0.999),
+    seed=_INT64,
+    offset=_INT64,
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 90)),
+)
+def test_flash_attentions_mask_is_as_documented(p: float, seed: int, offset: int, shape) -> None:
+    """So is FlashAttention's, carries of its counter included."""
+    mask = dlattn.philox_dropout_mask(p, seed, offset, shape, "flash")
+    assert mask.shape == shape
+    assert (mask == definition.flash_kept(p, seed, offset, shape)).all()
+
+
+def flash_attention_kernel(p: float, seed: int, offset: int, block: tuple[int, int, int, int]):
+    """What a warp of FlashAttention-2 keeps in a 16 x 32 tile, (batch * heads + head, 1, row of
+    tiles, column of tiles): lanes, registers and bytes in the order of its source, with Python's
+    integers."""
+    number, _, row, column = block
+    kept = np.empty((16, 32), bool)
+    for lane in range(32):
+        first = (offset + number * 32 + lane) % 2**64
+        x, y, z, w = first % 2**32, first >> 32, row, column
+        a, b = seed % 2**32, seed >> 32
+        for _ in range(7):
+            left, right = 0xD2511F53 * x, 0xCD9E8D57 * z
+            x, y, z, w = (right >> 32) ^ y ^ a, right % 2**32, (left >> 32) ^ w ^ b, left % 2**32
+            a, b = (a + 0x9E3779B9) % 2**32, (b + 0xBB67AE85) % 2**32
+        drawn = b"".join(word.to_bytes(4, "little") for word in (x, y, z, w))
+        for half in range(2):
+            for i in range(8):  # c0 to c3 of mma.m16n8k16 on the left, and of that on the right
+                query = lane // 4 + 8 * (i % 4 // 2)
+                key = 16 * half + 8 * (i // 4) + 2 * (lane % 4) + i % 2
+                kept[query, key] = drawn[8 * half + i] <= int((1 - p) * 255)
+    return kept
+
+
+@pytest.mark.parametrize(("seed", "offset"), [(0, 0), (2**63 + 12345, 4), (42, 2**32 - 40)])
+def test_flash_attentions_mask_is_that_of_its_kernel(seed: int, offset: int) -> None:
+    """A warp of FlashAttention's kernel, lane by lane, keeps the same."""
+    mask = dlattn.philox_dropout_mask(0.25, seed, offset, (2, 3, 64, 96), "flash")
+    for number, row, column in ((0, 0, 0), (1, 2, 1), (5, 3, 2)):
+        tile = mask[number // 3, number % 3, 16 * row :, 32 * column :][:16, :32]
+        assert (tile == flash_attention_kernel(0.25, seed, offset, (number, 0, row, column))).all()
+
+
+def test_flash_attentions_threshold_is_made_in_float32() -> None:
+    """At p = 0.6, float32 keeps one byte of 256 fewer than float64 would; at 0 all are kept."""
+    shape = (1, 1, 1024, 1024)
+    kept = dlattn.philox_dropout_mask(0.6, 1, 2, shape, "flash").mean()
+    assert abs(kept - 102 / 256) < 4 * 0.5 / 1024  # 103 in float64
+    assert dlattn.philox_dropout_mask(0.0, 1, 2, shape, "flash").all()
+
+
+def test_flash_attentions_mask_counts_within_a_sequence() -> None:
+    """Packed sequences have the masks that padded ones have: blocks count within each, and b is
+    the batch entry."""
+    lengths = {"len_q": (33, 7, 40), "len_kv": (50, 3, 37)}
+    case = replace(CASE, batch=3, seq_kv=51, dropout_algorithm="flash", rng_dump=False, **lengths)
+    whole = make_tensors(case, Library())
+    run_graph(case, whole)
+    packed = make_tensors(replace(case, ragged=RAGGED), Library())
+    run_graph(replace(case, ragged=RAGGED), packed)
+    for role in ("o", "dQ", "dK", "dV"):
+        assert (whole[role].padded() == packed[role].padded()).all()
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
@@ -92,8 +161,11 @@ def test_longer_sequences_keep_the_mask(seq_q: int, seq_kv: int, batch: int, see
 def test_refuses_what_is_no_probability() -> None:
     """A probability is at least 0 and below 1."""
     for p in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="below 1"):
-            dlattn.philox_dropout_mask(p, 0, 0, (1, 1, 1, 1))
+        for algorithm in ("philox", "flash"):
+            with pytest.raises(ValueError, match="below 1"):
+                dlattn.philox_dropout_mask(p, 0, 0, (1, 1, 1, 1), algorithm)
+    with pytest.raises(ValueError, match="one of philox, flash"):
+        dlattn.philox_dropout_mask(0.1, 0, 0, (1, 1, 1, 1), "threefry")
 
 
 CASE = Case(

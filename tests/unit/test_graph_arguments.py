@@ -27,8 +27,8 @@ BACKWARD = """
 #: Keywords that cuDNN does not have.
 PAGED = {f"paged_attention_{what}" for what in ("k_table", "v_table", "max_seq_len_kv")}
 DLATTNS_OWN = {
-    "sdpa": {"softcap", "alibi_slopes"},
-    "sdpa_backward": {"softcap", "alibi_slopes", "block_mask", *PAGED},
+    "sdpa": {"softcap", "alibi_slopes", "dropout_algorithm", "debug_softmax"},
+    "sdpa_backward": {"softcap", "alibi_slopes", "dropout_algorithm", "block_mask", *PAGED},
 }
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
-from dlattn.problem import GivenMask, Philox
+from dlattn.problem import FlashDropout, GivenMask, Philox
 from tests.unit.valid_graphs import FLOAT, HALF, Backward, Forward, Q
 
 INT32, INT64 = cudnn.data_type.INT32, cudnn.data_type.INT64
@@ -41,6 +41,37 @@ def test_random(kind):
         assert (geometry.dropout_scale, geometry.dropout_scale_inv) == (1 / 0.9, 0.9)
         if "dropout_seed" not in geometry.tensors:
             assert (geometry.dropout_seed, geometry.dropout_offset) == (-3, -3)
+
+
+@pytest.mark.parametrize("kind", [Forward, Backward])
+def test_algorithms(kind):
+    """FlashAttention's dropout computes with the probability in float32, and so do its scales."""
+    lowered = kind().sdpa(dropout=(0.6, 1, 2), dropout_algorithm="flash").graph.lowered
+    assert lowered.problem.dropout == FlashDropout()
+    geometry, keep = lowered.geometry, np.float32(1) - np.float32(0.6)
+    assert geometry.dropout_p == np.float32(0.6) and geometry.dropout_scale_inv == keep
+    assert geometry.dropout_scale == 1 / float(keep)
+    for algorithm in (None, "philox"):
+        lowered = kind().sdpa(dropout=(0.6, 1, 2), dropout_algorithm=algorithm).graph.lowered
+        assert lowered.problem.dropout == Philox() and lowered.geometry.dropout_p == 0.6
+
+
+def test_refused_algorithms():
+    """There are two; nothing is drawn of a mask, or without dropout; what float32 rounds to 1 is
+    no probability."""
+    for given, said in (
+        ({"dropout": (0.1, 0, 0), "dropout_algorithm": "threefry"}, "must be one of 'philox', 'fl"),
+        ({"dropout": (0.1, 0, 0), "dropout_algorithm": 1}, "must be one of 'philox', 'flash'"),
+        ({"dropout_algorithm": "flash"}, "dropout_algorithm without dropout"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            Forward().sdpa(**given)
+    made = Forward()
+    with pytest.raises(RuntimeError, match="with a mask"):
+        made.sdpa(dropout=(mask(made), 2.0), dropout_algorithm="flash")
+    made.sdpa(dropout=(1 - 1e-9, 0, 0), dropout_algorithm="flash")
+    with pytest.raises(ValueError, match="at least 0 and below 1"):
+        made.validate()
 
 
 def test_wide_seeds():

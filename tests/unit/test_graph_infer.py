@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
-from dlattn.graph.infer import overlaps
+from dlattn.problem.layout import overlaps
 from tests.unit.valid_graphs import (
     FLOAT,
     HALF,

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "problem": set(),
     "plans": {"problem", "runtime"},
     "graph": {"problem", "plans", "runtime"},
+    "calls": {"problem", "plans", "runtime"},
 }
 
 #: The commands use dlattn as any user does.
@@ -32,6 +33,7 @@ CLIENTS = {"cli", "__main__"}
 #: Modules that may import a framework, and which. Commands may import CuPy to make device arrays.
 KNOWS_FRAMEWORKS = {
     "runtime/frameworks.py": {"cupy", "jax", "torch"},
+    "runtime/buffers.py": {"cupy"},
     "runtime/streams.py": {"cupy", "jax", "torch"},
     "runtime/target.py": {"cupy"},
     "runtime/jit.py": {"cupy"},

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 import dlattn as cudnn
 from dlattn.dtypes import from_any
-from dlattn.graph.lower import canonical_stride
 from dlattn.problem import Alibi, Band, Bias, Direction, Padding, Scale, SoftCap, offset_role
+from dlattn.problem.layout import canonical_stride
 from tests.builders import make_tensors
 from tests.cases import Case
 from tests.drivers import (
@@ -99,6 +99,7 @@ def declare(case, tensors, inputs, outputs):
     scale = {"attn_scale": case.scale} if case.scale_as == "value" else {}
     edits = edit_arguments(case)
     edits["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    edits["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None
     given = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     band = {
         "diagonal_alignment": list(cudnn.diagonal_alignment)[case.bottom_right],

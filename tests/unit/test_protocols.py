@@ -112,7 +112,7 @@ def test_array_interface() -> None:
 
 def test_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device is asked of the driver, because the interface does not tell."""
-    monkeypatch.setattr(frameworks, "_cuda_ordinal", lambda pointer: {4096: 5}[pointer])
+    monkeypatch.setattr(frameworks, "cuda_ordinal", lambda pointer: {4096: 5}[pointer])
 
     class Numba:
         __cuda_array_interface__ = {

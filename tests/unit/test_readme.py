@@ -14,10 +14,17 @@ from dlattn import config
 from dlattn.runtime.target import cuda_device_count
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = {
-    re.findall(r"^import (torch|jax|cupy|numpy)", code, re.M)[0]: code
-    for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-}
+
+
+def title(code: str) -> str:
+    """The framework of an example, and the function of dlattn's that it is about, if it is."""
+    (framework,) = re.findall(r"^import (torch|jax|cupy|numpy)", code, re.M)
+    functions = re.findall(r"dlattn\.(?:flash\.)?([a-z]\w+)\(", code)
+    return " ".join([framework, *functions[:1]])
+
+
+EXAMPLES = {title(code): code for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)}
+FUNCTIONS = {"torch attention", "torch flash_attn_with_kvcache"}
 
 
 def oracle(q: Any, k: Any, v: Any, keep: Any) -> Any:
@@ -37,8 +44,8 @@ def run(example: str) -> dict[str, Any]:
 
 
 def test_there_is_an_example_for_each_framework() -> None:
-    """The four frameworks have one example each."""
-    assert set(EXAMPLES) == {"torch", "jax", "cupy", "numpy"}
+    """The four frameworks have one example of graphs each."""
+    assert set(EXAMPLES) - FUNCTIONS == {"torch", "jax", "cupy", "numpy"}
 
 
 def test_torch_example() -> None:
@@ -80,6 +87,30 @@ def test_numpy_example() -> None:
     np.testing.assert_allclose(names["o"], expected, atol=1e-12)
 
 
+def test_attention_example() -> None:
+    """The one call gives PyTorch's output, and so do merged parts of it."""
+    torch = pytest.importorskip("torch")
+    names = run("torch attention")
+    q, k, v = (names[x].float().transpose(1, 2) for x in ("q", "k", "v"))
+    for found, causal in (("o", True), ("whole", False)):
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        got = names[found].float().transpose(1, 2)
+        torch.testing.assert_close(got, o, atol=5e-3, rtol=3e-3)
+
+
+def test_decoding_example() -> None:
+    """Each step attends to what was appended so far."""
+    torch = pytest.importorskip("torch")
+    names = run("torch flash_attn_with_kvcache")
+    q, k, v = (names[x].float().transpose(1, 2) for x in ("q", "k_cache", "v_cache"))
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k[:, :, :3], v[:, :, :3], enable_gqa=True
+    )
+    got = names["o"].float().transpose(1, 2)
+    torch.testing.assert_close(got, o, atol=5e-3, rtol=3e-3)
+    assert not k[:, :, 3:].any()
+
+
 def test_environment_table_is_the_configuration() -> None:
     """The README's table of environment variables is the one that the code prints."""
     assert config.table() in README
@@ -93,3 +124,15 @@ def test_links_lead_somewhere(target: str) -> None:
         assert target[1:] in {h.lower().replace(" ", "-") for h in headings}
     else:
         assert (Path(__file__).parents[2] / target).exists()
+
+
+def test_flash_example() -> None:
+    """The example of docs/flash.md gives causal attention, and the gradients of its shape."""
+    text = (Path(__file__).parents[2] / "docs" / "flash.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/flash.md", "exec"), names)
+    q, k, v = (names[x].swapaxes(1, 2) for x in "qkv")
+    expected = oracle(q, k, v, np.tri(512, dtype=bool)).swapaxes(1, 2)
+    np.testing.assert_allclose(names["out"], expected, atol=1e-12)
+    assert names["dq"].shape == names["q"].shape

@@ -50,6 +50,7 @@ def test_torch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
     streams._torch_stream.cache_clear()
     assert streams.current_stream([3, np.zeros(1), torch.zeros(1)], 2) == 1234
+    assert streams.current_stream_of(torch.zeros(1), 2)() == 1234
     streams._torch_stream.cache_clear()
 
 
@@ -70,3 +71,4 @@ def test_cupy_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = pytest.importorskip("cupy.cuda")
     monkeypatch.setattr(cuda, "get_current_stream", lambda index: SimpleNamespace(ptr=200 + index))
     assert streams.current_stream([np.zeros(1), 4096], 3) == 203
+    assert streams.current_stream_of(np.zeros(1), 3)() == 203

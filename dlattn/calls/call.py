@@ -1,0 +1,206 @@
+"""A built plan and the memory of its results: what a function runs.
+
+This is the hot path: no shape is looked at, and nothing is checked that the key of the cache says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dlattn.calls.arguments import Argument
+from dlattn.calls.request import Request
+from dlattn.config import settings
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
+from dlattn.plans.base import Plan
+from dlattn.plans.select import select
+from dlattn.problem import Geometry
+from dlattn.runtime.log import log
+from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.streams import current_stream_of
+from dlattn.runtime.target import CPU, Target, cuda_target
+from dlattn.runtime.tensors import (
+    ORDERED_TYPES,
+    address,
+    allocator,
+    assign,
+    hands_over,
+    order_before,
+    to_caller,
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a call.
+
+    Attributes:
+        role: of the plan's tensors; ``None`` for a result that no kernel writes.
+        shape, dtype: of memory that the call makes, without gaps.
+        given: the caller's memory, in place of that.
+        fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
+            of shape (..., H, S); ``None`` is anything.
+    """
+
+    role: str | None
+    shape: tuple[int, ...]
+    dtype: data_type
+    given: Argument | None = None
+    fill: float | Argument | None = None
+
+    @property
+    def name(self) -> str:
+        return self.role or "" if self.given is None else self.given.name
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return compact_strides(self.shape) if self.given is None else self.given.stride
+
+
+class Runnable(Protocol):
+    """A plan, or what else can be built and run as one."""
+
+    @property
+    def workspace_size(self) -> int: ...
+    def build(self) -> None: ...
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None: ...
+
+
+class Call:
+    """What a function does for all calls that look alike.
+
+    Args:
+        values: the tensors of the first such call, which nothing keeps; the first one's framework
+            gets the results.
+        device: where they are.
+        inputs: role -> position among the tensors.
+        outputs: in the order of the results.
+        request: what is wanted, or what does it; ``None`` if filling the outputs is all there is
+            to do.
+        byte_offsets: role -> bytes from the address of its tensor.
+
+    Raises:
+        cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
+        CompileError: NVRTC refused a kernel.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        device: tuple[str, int],
+        inputs: Mapping[str, int],
+        outputs: Iterable[Output],
+        request: Request | Runnable | None,
+        byte_offsets: Mapping[str, int] | None = None,
+    ) -> None:
+        kind, index = device
+        on_cpu = kind == "cpu"
+        like = values[0]
+        offsets = byte_offsets or {}
+        self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
+        self._outputs = [_output(like, output) for output in outputs]
+        self._unordered = [
+            at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
+        ]
+        self._current_stream = None if on_cpu else current_stream_of(like, index)
+        self._hands_over = hands_over(like)
+        self.plan: Runnable | None = None
+        self._workspace: Callable[[], Any] | None = None
+        self._lengths_to_check: list[tuple[str, str, int, int]] = []
+        if isinstance(request, Request):
+            plan = self.plan = built(request, CPU if on_cpu else cuda_target(index))
+            if on_cpu:
+                self._lengths_to_check = _cu_seqlens(plan.geometry)
+        elif request is not None:
+            self.plan = request
+            self.plan.build()
+        if self.plan is not None and (size := self.plan.workspace_size):
+            self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
+
+    def __call__(self, values: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
+        """Runs the plan on tensors that look like the first call's.
+
+        Args:
+            addresses: of ``values``.
+
+        Returns:
+            The outputs, those that were made in the framework of the first tensor.
+        """
+        like = values[0]
+        pointers = {role: addresses[at] + offset for role, at, offset in self._inputs}
+        buffers = []
+        for role, given, allocate, filling in self._outputs:
+            if allocate is None:
+                buffer = values[given]
+                if role is not None:
+                    pointers[role] = addresses[given]
+            else:
+                buffer = allocate()
+                if role is not None:
+                    pointers[role] = address(buffer)
+            if filling is not None:
+                if isinstance(filling, Argument):
+                    filling = values[filling.position].reshape(-1, 1)
+                assign(buffer, filling)
+            buffers.append(buffer)
+        if self.plan is not None:
+            stream = 0 if self._current_stream is None else self._current_stream()
+            if self._unordered:
+                order_before([values[at] for at in self._unordered], stream)
+            if self._lengths_to_check:
+                self._check_lengths(pointers)
+            if self._workspace is None:
+                self.plan.execute(pointers, 0, stream)
+            else:
+                # Freed as it was made, in the order of the stream.
+                scratch = self._workspace()
+                self.plan.execute(pointers, address(scratch), stream)
+        if not self._hands_over:
+            return buffers
+        return [
+            buffer if made is None else to_caller(buffer, like)
+            for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
+        ]
+
+    def _check_lengths(self, pointers: Mapping[str, int]) -> None:
+        """Refuses cumulative lengths, in host memory, that leave the tensors."""
+        for role, name, count, bound in self._lengths_to_check:
+            numbers = (ctypes.c_int32 * count).from_address(pointers[role])
+            memory = np.ctypeslib.as_array(numbers)
+            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > bound:
+                raise InvalidArgumentError(
+                    f"{name}: expected numbers that never fall, from 0 to at most {bound}, the "
+                    f"tokens there are, got {memory.tolist()}."
+                )
+
+
+def _cu_seqlens(geometry: Geometry) -> list[tuple[str, str, int, int]]:
+    """Role, name, how many numbers, and the largest that may be."""
+    most = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
+    found = [(geometry.tensors.get(role), role, bound or 0) for role, bound in most.items()]
+    return [(role, spec.name, spec.dim[0], bound) for spec, role, bound in found if spec]
+
+
+def _output(
+    like: Any, output: Output
+) -> tuple[str | None, int, Callable[[], Any] | None, float | Argument | None]:
+    """Role, position of the caller's memory, what makes memory, and what fills it."""
+    if output.given is not None:
+        return output.role, output.given.position, None, output.fill
+    make = allocator(like, output.shape, compact_strides(output.shape), output.dtype)
+    return output.role, -1, make, output.fill
+
+
+def built(request: Request, target: Target) -> Plan:
+    """The best plan for a request, ready to run."""
+    problem, geometry = request.problem, request.geometry
+    kind = select(problem, geometry, target, settings().engine)[0]
+    plan = kind(problem, geometry, target)
+    plan.build()
+    log(2, f"{problem.direction.value} call on {target}: {plan.name}")
+    return plan

@@ -1,0 +1,129 @@
+"""What the tensors of a call say together: how many of everything there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dlattn.calls.arguments import Argument, Laid, integer, packed_spec, plain_spec
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
+from dlattn.problem import QUERY_ROLES, TensorSpec
+
+#: Arguments with cumulative lengths -> roles.
+CU_SEQLENS = {"cu_seqlens of q": "cu_seqlens_q", "cu_seqlens of k and v": "cu_seqlens_kv"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the tensors of a call say together.
+
+    Attributes:
+        seq_q, seq_kv: of packed sequences, bounds of their lengths.
+        tokens_q, tokens_kv: of packed sequences, rows in all.
+    """
+
+    batch: int
+    heads: int
+    seq_q: int
+    seq_kv: int
+    columns_v: int
+    tokens_q: int | None = None
+    tokens_kv: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query, or no key."""
+        rows = (self.seq_q if self.tokens_q is None else self.tokens_q, self.seq_kv)
+        return 0 in (self.batch, self.heads, *rows)
+
+    def shape(self, layout: str, columns: int) -> tuple[int, ...]:
+        """Of what has a row for each query of each head."""
+        extents = {"b": self.batch, "s": self.seq_q, "h": self.heads, "d": columns}
+        extents["t"] = self.tokens_q or 0
+        return tuple(extents[letter] for letter in layout)
+
+    def lse(self, layout: str) -> tuple[int, ...]:
+        if layout == "thd":
+            return (self.heads, self.tokens_q or 0)
+        return (self.batch, self.heads, self.seq_q)
+
+    def spec(self, role: str, it: Laid, layout: str) -> TensorSpec:
+        """A tensor as the problem sees it."""
+        if layout == "thd":
+            longest = self.seq_q if role in QUERY_ROLES else self.seq_kv
+            return packed_spec(it, "hs" if role == "stats" else "shd", self.batch, longest)
+        return plain_spec(it, "bhs" if role == "stats" else layout)
+
+
+def plain_sizes(there: Mapping[str, Argument], layout: str, most: tuple[Any, Any]) -> Sizes:
+    if "cu_seqlens of q" in there or "cu_seqlens of k and v" in there or most != (None, None):
+        raise InvalidArgumentError(
+            f"cu_seqlens and max_seqlens describe packed sequences; leave them out of layout "
+            f"{layout!r}, or give layout 'thd'."
+        )
+    q, k, v = (there[name] for name in "qkv")
+    said = f"({', '.join(layout)})"
+    q.expect_shape((None,) * 4, said)
+    batch, heads, seq_q, columns = (q.shape[layout.index(letter)] for letter in "bhsd")
+    fixed = {"b": batch, "d": columns}
+    k.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of q")
+    seq_kv = k.shape[layout.index("s")]
+    fixed = {"b": batch, "s": seq_kv}
+    v.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of k")
+    _check_heads(there, layout)
+    return Sizes(batch, heads, seq_q, seq_kv, v.shape[-1])
+
+
+def packed_sizes(there: Mapping[str, Argument], most: tuple[Any, Any]) -> Sizes:
+    q, k, v = (there[name] for name in "qkv")
+    q.expect_shape((None,) * 3, "(tokens, heads, D)")
+    k.expect_shape((None, None, q.shape[2]), "(tokens, heads, D of q)")
+    v.expect_shape((k.shape[0], None, None), "(tokens of k, heads, D)")
+    _check_heads(there, "thd")
+    if not all(name in there for name in CU_SEQLENS):
+        raise InvalidArgumentError(
+            "layout 'thd' packs sequences; give cu_seqlens, which says where they begin."
+        )
+    (count, *_) = there["cu_seqlens of q"].shape or (1,)
+    batch = max(0, count - 1)
+    for name in CU_SEQLENS:
+        there[name].expect_type(data_type.INT32)
+        there[name].expect_shape((batch + 1,), "the number of sequences and one more")
+        there[name].expect_contiguous()
+    longest = [
+        tokens if bound is None else integer("max_seqlens", bound)
+        for tokens, bound in zip((q.shape[0], k.shape[0]), most, strict=True)
+    ]
+    if min(longest) < 0:
+        raise InvalidArgumentError(f"max_seqlens: expected 0 or more, got {most}.")
+    seq_q, seq_kv = longest
+    return Sizes(batch, q.shape[1], seq_q, seq_kv, v.shape[2], q.shape[0], k.shape[0])
+
+
+def check_shared(shared: tuple[bool, bool], sizes: Sizes) -> None:
+    """Refuse one tensor for queries and keys of which there are not as many."""
+    alike = (
+        ("lengths", sizes.seq_q, sizes.seq_kv),
+        ("cu_seqlens", sizes.tokens_q, sizes.tokens_kv),
+    )
+    for is_shared, (name, of_q, of_kv) in zip(shared, alike, strict=True):
+        if is_shared and of_q != of_kv:
+            raise InvalidArgumentError(
+                f"{name}: one tensor is of q, k and v alike, but q has {of_q} rows and k {of_kv}; "
+                f"give a pair, {name}=(of q, of k and v), where None is all."
+            )
+
+
+def _check_heads(there: Mapping[str, Argument], layout: str) -> None:
+    heads = there["q"].shape[layout.index("h")]
+    for name in ("k", "v"):
+        own = there[name].shape[layout.index("h")]
+        if heads and (own == 0 or heads % own):
+            raise InvalidArgumentError(
+                f"{name}: expected a number of heads that divides the {heads} of q, got {own}."
+            )
+    for name in ("q", "v"):
+        if there[name].shape[-1] == 0:
+            raise InvalidArgumentError(f"{name}: expected one column or more, got none.")

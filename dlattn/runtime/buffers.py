@@ -1,0 +1,60 @@
+"""Memory of CuPy and NumPy, for frameworks whose own cannot be made, or written to, from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+
+Dims = tuple[int, ...]
+
+
+def _span(shape: Dims, stride: Dims) -> int:
+    """Elements from the first to the last, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+
+
+def to_device(array: Any, index: int) -> Any:
+    """A CuPy copy of a NumPy array on a device, complete when this returns."""
+    import cupy
+
+    with cupy.cuda.Device(index):
+        copy = cupy.asarray(array)
+        cupy.cuda.get_current_stream().synchronize()
+    return copy
+
+
+def empty_numpy(shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    element = dtypes.to_numpy(dtype)
+    buffer = np.empty(_span(shape, stride) * element.itemsize, np.uint8)
+    strides = [step * element.itemsize for step in stride]
+    return np.ndarray(shape, element, buffer, strides=strides)
+
+
+def empty_cupy(index: int, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+    import cupy
+
+    element = dtypes.to_numpy(dtype)
+    with cupy.cuda.Device(index):
+        memory = cupy.cuda.alloc(_span(shape, stride) * element.itemsize)
+    strides = tuple(step * element.itemsize for step in stride)
+    return cupy.ndarray(shape, element, memory, strides)
+
+
+def cuda_ordinal(pointer: int) -> int:
+    from cupy.cuda import runtime
+
+    return int(runtime.pointerGetAttributes(pointer).device) if pointer else 0
+
+
+def wait_for(producer: int, stream: int) -> None:
+    from cupy.cuda import Event, runtime
+
+    event = Event(disable_timing=True)
+    runtime.eventRecord(event.ptr, producer)
+    runtime.streamWaitEvent(stream, event.ptr)

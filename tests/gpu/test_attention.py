@@ -1,0 +1,72 @@
+"""``dlattn.attention`` on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+import dlattn
+from dlattn.attention import _CALLS
+from dlattn.runtime import jit
+from tests.calls import check_attention
+from tests.cases import Case
+from tests.drivers import gpu_library
+from tests.states import to_numpy
+from tests.strategies import call_cases
+
+pytestmark = pytest.mark.gpu
+
+
+@settings(settings.get_profile("gpu"))
+@given(call_cases("gpu"))
+def test_random(case: Case) -> None:
+    """A call is right for every case, and writes nothing but its outputs."""
+    check_attention(case, gpu_library())
+
+
+def tensors(*shape: int) -> list[Any]:
+    library = gpu_library()
+    return [library.cast(library.normal(shape, seed), "bfloat16") for seed in range(3)]
+
+
+def test_split_keys_merge() -> None:
+    """Attention over parts of the keys, merged, is attention over all of them."""
+    q, k, v = tensors(2, 300, 4, 128)
+    o, lse = dlattn.attention(q, k, v, return_lse=True)
+    parts = [
+        dlattn.attention(q, k[:, some], v[:, some], return_lse=True)
+        for some in (slice(0, 77), slice(77, 300))
+    ]
+    merged, sums = dlattn.merge_states(*parts[0], *parts[1])
+    assert abs(to_numpy(merged) - to_numpy(o)).max() < 2e-2
+    assert abs(to_numpy(sums) - to_numpy(lse)).max() < 1e-4
+
+
+def test_packed_sequences() -> None:
+    """Packed sequences give what each gives alone."""
+    q, k, v = tensors(500, 4, 64)
+    ends = (0, 100, 100, 351, 500)
+    cu = gpu_library().values(ends, "int32")
+    o, lse = dlattn.attention(q, k, v, layout="thd", cu_seqlens=cu, causal=True, return_lse=True)
+    for first, end in zip(ends, ends[1:], strict=False):
+        if first == end:
+            continue
+        own = slice(first, end)
+        alone, sums = dlattn.attention(
+            q[None, own], k[None, own], v[None, own], causal=True, return_lse=True
+        )
+        assert abs(to_numpy(o[own]) - to_numpy(alone[0])).max() < 1e-2
+        assert abs(to_numpy(lse[:, own]) - to_numpy(sums[0])).max() < 1e-4
+
+
+def test_a_second_call_compiles_nothing() -> None:
+    """A call like an earlier one finds its plan, one of another size its kernels."""
+    q, k, v = tensors(2, 200, 4, 128)
+    dlattn.attention(q, k, v, causal=True)
+    kept, compiled = len(_CALLS), jit.statistics.compiles
+    dlattn.attention(q, k, v, causal=True)
+    assert len(_CALLS) == kept
+    dlattn.attention(q[:1], k[:1, :100], v[:1, :100], causal=True)
+    assert jit.statistics.compiles == compiled

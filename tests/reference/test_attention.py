@@ -1,0 +1,203 @@
+"""``dlattn.attention`` on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import dlattn
+from dlattn.errors import InvalidArgumentError
+from tests.calls import check_attention
+from tests.cases import Case
+from tests.libraries import Library
+from tests.strategies import call_cases
+
+
+@settings(max_examples=150)
+@given(call_cases())
+def test_numpy(case: Case) -> None:
+    """Of NumPy arrays, a call is right for every case, and writes nothing but its outputs."""
+    check_attention(case, Library())
+
+
+@settings(max_examples=100)
+@given(call_cases())
+def test_torch(case: Case) -> None:
+    """Of torch tensors, a call is right for every case, and writes nothing but its outputs."""
+    check_attention(case, Library(pytest.importorskip("torch")))
+
+
+def random(*shape: int) -> Any:
+    return np.random.default_rng(sum(shape)).standard_normal(shape)
+
+
+LENGTHS = ((5, 9), (0, 4), (7, 0), (3, 3), (1, 12))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (2, 1)}, {"max_seqlens": (7, 12)}]
+)
+def test_packed_sequences(options: dict[str, Any]) -> None:
+    """Packed sequences give what each gives alone; others' rows are not written."""
+    cu_q, cu_kv = (
+        np.cumsum([0, *lengths], dtype=np.int32) for lengths in zip(*LENGTHS, strict=True)
+    )
+    q, k, v = random(cu_q[-1] + 2, 4, 8), random(cu_kv[-1], 2, 8), random(cu_kv[-1], 1, 16)
+    out = np.full((len(q), 4, 16), 7.0)
+    o, lse = dlattn.attention(
+        q, k, v, layout="thd", cu_seqlens=(cu_q, cu_kv), return_lse=True, out=out, **options
+    )
+    assert o is out and lse.shape == (4, len(q)) and lse.dtype == np.float64
+    options.pop("max_seqlens", None)
+    for b in range(len(LENGTHS)):
+        of_q, of_kv = (slice(cu[b], cu[b + 1]) for cu in (cu_q, cu_kv))
+        alone, sums = dlattn.attention(
+            q[None, of_q], k[None, of_kv], v[None, of_kv], return_lse=True, **options
+        )
+        np.testing.assert_allclose(o[of_q], alone[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(lse[:, of_q], sums[0], rtol=1e-12)
+    assert (o[cu_q[-1] :] == 7).all()
+
+
+def test_split_keys_merge() -> None:
+    """Attention over parts of the keys, merged, is attention over all of them."""
+    q, k, v = random(2, 6, 4, 8), random(2, 30, 2, 8), random(2, 30, 2, 8)
+    whole = dlattn.attention(q, k, v, return_lse=True)
+    parts = [
+        dlattn.attention(q, k[:, some], v[:, some], return_lse=True)
+        for some in (slice(0, 11), slice(11, 11), slice(11, 30))
+    ]
+    merged = dlattn.merge_states(*parts[0], *parts[1])
+    merged = dlattn.merge_states(*merged, *parts[2])
+    stacked = dlattn.merge_states(*(np.stack(x) for x in zip(*parts, strict=True)))
+    for found in (merged, stacked):
+        for got, want in zip(found, whole, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_one_tensor_of_lengths_is_of_queries_and_keys() -> None:
+    """Lengths alone cut q, k and v; a causal mask ends in the corner of what is left."""
+    q, k, v = (random(3, 6, 2, 8) for _ in range(3))
+    lengths = np.array([6, 2, 4], np.int64)
+    o = dlattn.attention(q, k, v, causal=True, lengths=lengths)
+    for b, n in enumerate(lengths):
+        alone = dlattn.attention(*(x[b : b + 1, :n] for x in (q, k, v)), causal=True)
+        np.testing.assert_allclose(o[b, :n], alone[0], rtol=1e-12)
+        assert (o[b, n:] == 0).all()
+
+
+def test_bias_broadcasts_as_in_numpy() -> None:
+    """A bias may lack dimensions in front."""
+    q, k, v = (random(2, 6, 4, 8) for _ in range(3))
+    bias = random(4, 1, 6)
+    np.testing.assert_array_equal(
+        dlattn.attention(q, k, v, bias=bias), dlattn.attention(q, k, v, bias=bias[None])
+    )
+
+
+def test_scale_is_that_of_the_paper() -> None:
+    """Unless given, scores are divided by the root of the head dimension."""
+    q, k, v = (random(1, 6, 2, 16) for _ in range(3))
+    np.testing.assert_array_equal(dlattn.attention(q, k, v), dlattn.attention(q, k, v, scale=0.25))
+
+
+@pytest.mark.parametrize("missing", ["keys", "queries", "batch"])
+def test_nothing_to_attend_to(missing: str) -> None:
+    """Without keys, outputs are 0 and log-sum-exps -inf; without queries there are none."""
+    batch, queries, keys = (
+        0 if missing == name else size for name, size in (("batch", 2), ("queries", 5), ("keys", 3))
+    )
+    o, lse = dlattn.attention(
+        random(batch, queries, 4, 8), *(random(batch, keys, 2, 8) for _ in "kv"), return_lse=True
+    )
+    assert o.shape == (batch, queries, 4, 8) and (o == 0).all()
+    assert lse.shape == (batch, 4, queries) and (lse == -np.inf).all()
+
+
+def test_sinks_alone() -> None:
+    """Without keys, a row's sum is its sink."""
+    sinks = random(4).astype(np.float32)
+    q, k = random(2, 5, 4, 8), random(2, 0, 2, 8)
+    o, lse = dlattn.attention(q, k, k, sinks=sinks, return_lse=True)
+    assert (o == 0).all() and (lse == sinks[:, None]).all()
+
+
+def test_jax() -> None:
+    """JAX arrays give JAX arrays."""
+    jax = pytest.importorskip("jax")
+    q, k, v = (random(2, 6, 4, 8).astype(np.float32) for _ in range(3))
+    o = dlattn.attention(*map(jax.numpy.asarray, (q, k, v)), causal=True)
+    assert isinstance(o, jax.Array)
+    np.testing.assert_allclose(np.asarray(o), dlattn.attention(q, k, v, causal=True), rtol=1e-6)
+
+
+def test_seeds_make_no_new_plan() -> None:
+    """Another seed is another mask, of the same plan."""
+    from dlattn.attention import _CALLS
+
+    q, k, v = (random(1, 40, 2, 8) for _ in range(3))
+    first = dlattn.attention(q, k, v, dropout=(0.5, 1, 0))
+    kept = len(_CALLS)
+    others = [dlattn.attention(q, k, v, dropout=(0.5, *at)) for at in ((2, 0), (1, 1), (1, 0))]
+    assert len(_CALLS) == kept
+    assert [(other == first).all() for other in others] == [False, False, True]
+
+
+Q, K = np.zeros((2, 5, 4, 8), np.float16), np.zeros((2, 7, 2, 8), np.float16)
+CU = np.array([0, 5], np.int32)
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "layout": ({"layout": "hsbd"}, "layout: expected one of"),
+    "alignment": ({"alignment": "centre"}, "alignment: expected one of"),
+    "dimensions": ({"q": Q[0]}, "q: expected shape"),
+    "columns of k": ({"k": K[..., :4]}, "k: expected shape"),
+    "keys of v": ({"v": K[:, :6]}, "v: expected shape"),
+    "heads": ({"k": K[:, :, [0, 1, 1]], "v": K[:, :, [0, 1, 1]]}, "k: expected a number of heads"),
+    "type": ({"v": K.astype(np.float32)}, "v: expected elements of HALF, as q has"),
+    "integers": ({"q": Q.astype(np.int32)}, "q: expected elements of HALF or"),
+    "columns apart": ({"q": np.zeros((2, 5, 4, 16), np.float16)[..., ::2]}, "q: expected a stride"),
+    "window": ({"window": 3}, r"window: expected a pair \(left, right\)"),
+    "window of floats": ({"window": (1.5, None)}, "window: expected an integer"),
+    "negative window": ({"window": (-2, None)}, "window: expected 0 or more"),
+    "scale": ({"scale": "1"}, "scale: expected a finite number"),
+    "softcap": ({"softcap": -1.0}, "softcap: expected more than 0"),
+    "bias": ({"bias": np.zeros((2, 3, 5, 7))}, r"bias: expected a shape that broadcasts"),
+    "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, "alibi_slopes: expected shape"),
+    "sinks": ({"sinks": np.zeros(4)}, "sinks: expected elements of FLOAT"),
+    "lengths of both": ({"lengths": np.array([1, 2])}, "lengths: one tensor is of q, k and v"),
+    "lengths": ({"lengths": (None, np.array([1]))}, "lengths of k and v: expected shape"),
+    "cu_seqlens": ({"cu_seqlens": CU}, "cu_seqlens and max_seqlens describe packed sequences"),
+    "packed": ({"layout": "thd", "q": Q[0], "k": K[0], "v": K[0]}, "give cu_seqlens"),
+    "packed alike": (
+        {"layout": "thd", "q": Q[0], "k": K[0], "v": K[0], "cu_seqlens": CU},
+        "cu_seqlens: one tensor is of q, k and v alike",
+    ),
+    "beyond the tokens": (
+        {"layout": "thd", "q": Q[0], "k": Q[0], "v": Q[0], "cu_seqlens": CU + 1},
+        "cu_seqlens of q: expected numbers that never fall",
+    ),
+    "dropout": ({"dropout": 0.5}, r"dropout: expected \(p, seed, offset\)"),
+    "p": ({"dropout": (1.0, 0, 0)}, "dropout: expected p of at least 0 and below 1"),
+    "seed": ({"dropout": (0.5, None, 0)}, "dropout: expected a seed"),
+    "float seed": ({"dropout": (0.5, 1.5, 0)}, "dropout's seed: Expected a tensor"),
+    "out": ({"out": Q[:, :4]}, "out: expected shape"),
+    "read-only out": ({"out": np.broadcast_to(Q[:1], Q.shape)}, "out: it is written to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    """Arguments that contradict each other are refused by name."""
+    changes, message = REFUSED[name]
+    with pytest.raises(InvalidArgumentError, match=message):
+        dlattn.attention(**{"q": Q, "k": K, "v": K, **changes})
+
+
+def test_other_devices() -> None:
+    """A tensor without memory is refused by name."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidArgumentError, match="q: This Tensor on device meta has no memory"):
+        dlattn.attention(*(torch.zeros(1, 1, 1, 8, device="meta") for _ in range(3)))

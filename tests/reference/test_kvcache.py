@@ -1,0 +1,172 @@
+"""``flash_attn_with_kvcache`` on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dlattn.errors import (
+    InvalidArgumentError,
+    InvalidVariantPackError,
+    cudnnGraphNotSupportedError,
+)
+from dlattn.flash import flash_attn_with_kvcache
+from dlattn.flash.kvcache import _calls
+from tests.callers import Caller
+from tests.kvcache import CacheCase, check_cache
+from tests.strategies import cache_cases
+
+
+@settings(max_examples=300)
+@given(cache_cases())
+def test_numpy(case: CacheCase) -> None:
+    """Of NumPy arrays, outputs and caches are right."""
+    check_cache(case, Caller("numpy"))
+
+
+@settings(max_examples=100)
+@given(cache_cases())
+def test_torch(case: CacheCase) -> None:
+    """Of torch tensors, outputs and caches are right."""
+    pytest.importorskip("torch")
+    check_cache(case, Caller("torch"))
+
+
+def test_signature() -> None:
+    """The arguments are FlashAttention-2's, in its order, with its defaults; more are keywords."""
+    given = inspect.signature(flash_attn_with_kvcache).parameters.values()
+    names = """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
+        cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved
+        alibi_slopes num_splits return_softmax_lse"""
+    assert [it.name for it in given if it.kind is not it.KEYWORD_ONLY] == names.split()
+    defaults = {it.name: it.default for it in given if it.default not in (None, it.empty)}
+    assert defaults == {
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True,
+        "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
+
+
+def zeros(*shape: int, dtype: Any = np.float16) -> Any:
+    return np.zeros(shape, dtype)
+
+
+def ints(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+GIVEN = {
+    "q": zeros(2, 1, 4, 8),
+    "k_cache": zeros(3, 48, 2, 8),
+    "v_cache": zeros(3, 48, 2, 8),
+    "cache_seqlens": ints(5, 7),
+}
+NEW = {"k": zeros(2, 1, 2, 8), "v": zeros(2, 1, 2, 8)}
+ANGLES = {"rotary_cos": zeros(48, 4), "rotary_sin": zeros(48, 4)}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no cache": ({"k_cache": None}, "k_cache: expected a tensor, got None"),
+    "dimensions": ({"q": zeros(2, 4, 8)}, "q: expected shape"),
+    "no query": ({"q": zeros(2, 0, 4, 8)}, "q: expected one query or more"),
+    "heads": ({"q": zeros(2, 1, 3, 8)}, "k_cache: expected a number of heads"),
+    "columns": ({"k_cache": zeros(3, 48, 2, 16)}, "k_cache: expected shape"),
+    "rows of v": ({"v_cache": zeros(3, 47, 2, 8)}, "v_cache: expected shape"),
+    "entries": ({"q": zeros(4, 1, 4, 8)}, "k_cache: expected an entry for each of 4 sequences"),
+    "type": ({"v_cache": zeros(3, 48, 2, 8, dtype=np.float32)}, "v_cache: expected elements of"),
+    "lengths": ({"cache_seqlens": ints(1, 2, 3)}, "cache_seqlens: expected shape"),
+    "negative length": ({"cache_seqlens": -1}, "cache_seqlens: expected 0 or more"),
+    "k alone": ({"k": NEW["k"]}, "k and v are given together"),
+    "k without lengths": ({**NEW, "cache_seqlens": None}, "cache_seqlens: k and v are written"),
+    "new heads": ({**NEW, "k": zeros(2, 1, 1, 8)}, "k: expected shape"),
+    "read-only": (
+        {**NEW, "k_cache": np.broadcast_to(zeros(1, 48, 2, 8), (3, 48, 2, 8))},
+        "k_cache: it is written to",
+    ),
+    "angles without k": (ANGLES, "rotary_cos and rotary_sin turn queries and new keys"),
+    "one angle": ({**NEW, "rotary_cos": zeros(48, 4)}, "rotary_cos and rotary_sin are given"),
+    "few angles": (
+        {**NEW, "rotary_cos": zeros(47, 4), "rotary_sin": zeros(47, 4)},
+        "rotary_cos: expected a row for each of the 48 positions",
+    ),
+    "wide angles": (
+        {**NEW, "rotary_cos": zeros(48, 5), "rotary_sin": zeros(48, 5)},
+        "rotary_cos: expected 1 to 4 columns",
+    ),
+    "angles apart": (
+        {**NEW, "rotary_cos": zeros(48, 8)[:, ::2], "rotary_sin": zeros(48, 4)},
+        "rotary_cos: expected a contiguous tensor",
+    ),
+    "table": ({"block_table": ints(0, 1)}, "block_table: expected shape"),
+    "table and entries": (
+        {"block_table": ints(0, 1).reshape(2, 1), "cache_batch_idx": ints(0, 1)},
+        "cache_batch_idx: a cache in pages has no entries",
+    ),
+    "table and padding": (
+        {"block_table": ints(0, 1).reshape(2, 1), "cache_leftpad": ints(0, 1)},
+        "cache_leftpad: a cache in pages has no entries",
+    ),
+    "padding": ({"cache_leftpad": ints(0)}, "cache_leftpad: expected shape"),
+    "window": ({"window_size": 3}, r"window_size: expected \(left, right\)"),
+    "splits": ({"num_splits": -1}, "num_splits: expected 0 or more"),
+    "slopes": ({"alibi_slopes": zeros(3, dtype=np.float32)}, "alibi_slopes: expected shape"),
+    "out": ({"out": zeros(2, 1, 4, 16)}, "out: expected shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    """Arguments that contradict each other are refused by name."""
+    changes, message = REFUSED[name]
+    with pytest.raises(InvalidArgumentError, match=message):
+        flash_attn_with_kvcache(**{**GIVEN, **changes})
+
+
+@pytest.mark.parametrize("rows", [44, 48])
+def test_full_cache(rows: int) -> None:
+    """In host memory, tokens that do not fit are refused, and nothing is written."""
+    cache = zeros(2, 48, 2, 8)
+    given = {**GIVEN, "k_cache": cache, "v_cache": cache, "cache_seqlens": ints(3, rows)}
+    new = {name: np.ones((2, 5, 2, 8), np.float16) for name in ("k", "v")}
+    with pytest.raises(InvalidVariantPackError, match="do not fit the 48 rows"):
+        flash_attn_with_kvcache(**given, **new)
+    assert not cache.any()
+
+
+def test_no_page() -> None:
+    """In host memory, a page that the cache does not have is refused."""
+    table = ints(0, 1, 2, 7).reshape(2, 2)
+    given = {**GIVEN, "cache_seqlens": ints(5, 48), "block_table": table}
+    with pytest.raises(InvalidVariantPackError, match="block_table"):
+        flash_attn_with_kvcache(**given, **NEW)
+
+
+def test_pages_that_cannot_be_divided() -> None:
+    """Pages at no whole number of rows from each other are read if they are of a power of two."""
+    memory = zeros(4 * 60)
+    pages = np.lib.stride_tricks.as_strided(memory, (4, 3, 2, 8), (100, 32, 16, 2))
+    given = {"q": GIVEN["q"], "block_table": ints(0, 1).reshape(2, 1), "cache_seqlens": ints(2, 3)}
+    with pytest.raises(cudnnGraphNotSupportedError, match="Pass contiguous caches"):
+        flash_attn_with_kvcache(k_cache=pages, v_cache=pages, **given)
+
+
+def test_a_step_makes_no_new_plan() -> None:
+    """The number of cached tokens is no part of what a call looks like."""
+    cache = [zeros(2, 48, 2, 8) for _ in "kv"]
+    flash_attn_with_kvcache(GIVEN["q"], *cache, *NEW.values(), cache_seqlens=0, causal=True)
+    kept = len(_calls)
+    for step in range(1, 20):
+        flash_attn_with_kvcache(GIVEN["q"], *cache, *NEW.values(), cache_seqlens=step, causal=True)
+    assert len(_calls) == kept
+
+
+def test_jax() -> None:
+    """JAX arrays, which nothing can write to, are attended to, and not appended to."""
+    jax = pytest.importorskip("jax")
+    arrays = {name: jax.numpy.asarray(x) for name, x in GIVEN.items()}
+    assert isinstance(flash_attn_with_kvcache(**arrays), jax.Array)
+    new = {name: jax.numpy.asarray(x) for name, x in NEW.items()}
+    with pytest.raises(InvalidArgumentError, match="k_cache: it is written to"):
+        flash_attn_with_kvcache(**arrays, **new)

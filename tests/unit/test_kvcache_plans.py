@@ -1,0 +1,27 @@
+"""Which plans attend to a cache on GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlattn.flash.kvcache import _calls
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.select import select
+from dlattn.runtime.target import KNOWN
+from tests.callers import Caller
+from tests.kvcache import SMALL, check_cache
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_cache_has_a_plan(name: str, arch: str) -> None:
+    """Every cache is reduced to what CUDA plans take; on Hopper its own, where rows are aligned."""
+    _calls.clear()
+    check_cache(SMALL[name], Caller("numpy"))
+    (call,) = _calls._calls.values()
+    plan = getattr(call.plan, "attention", call.plan)
+    chosen = select(plan.problem, plan.geometry, KNOWN[arch])[0]
+    assert issubclass(chosen, CudaPlan)
+    if arch == "sm_90a":
+        assert (chosen is FwdSm80) == (name == "element-wise access")
