@@ -133,27 +133,21 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             terms = np.prod(p.shape) / np.prod(reach.shape)
             d_bias["dBias"] = sum_of_shared(case, e, keys(each) + alike)
             d_bias["dBias"] = d_bias["dBias"] + (1 + terms / 36) * (eps * reach) ** 2
-        inside = {"debug_softmax": p_variance} if case.looks_inside else {}
-        return (
-            d_bias
-            | inside
-            | {
-                "o": o_own,
-                "stats": stats_variance,
-                "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,
-                "score_sum_exp": sum_variance,
-                "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
-                "dK": scale
-                * product(
-                    transposed(d_s), e.q, transposed(d_s_variance + (slope * p) ** 2 * delta)
-                ),
-                "dV": product(
-                    transposed(kept * p), e.d_o, transposed((rounding(p) + p_variance) * kept**2)
-                ),
-                "dSink_token": sum_of_rows(e, d_sink_variance)
-                + (1 + d_sink.shape[1] / 36) * (eps * sum_of_rows(e, abs(d_sink))) ** 2,
-            }
-        )
+        asked = {**d_bias, **({"debug_softmax": p_variance} if case.looks_inside else {})}
+        return asked | {
+            "o": o_own,
+            "stats": stats_variance,
+            "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,
+            "score_sum_exp": sum_variance,
+            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
+            "dK": scale
+            * product(transposed(d_s), e.q, transposed(d_s_variance + (slope * p) ** 2 * delta)),
+            "dV": product(
+                transposed(kept * p), e.d_o, transposed((rounding(p) + p_variance) * kept**2)
+            ),
+            "dSink_token": sum_of_rows(e, d_sink_variance)
+            + (1 + d_sink.shape[1] / 36) * (eps * sum_of_rows(e, abs(d_sink))) ** 2,
+        }
 
     variance = by_entry(case, given, entry, "float64", dead=0.0)
     return {

@@ -57,22 +57,18 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
         delta = row_sum(e, p * d_p)
         d_edited = p * (d_p - delta)
         d_s = case.scale_value * slope * d_edited
-        d_bias = {"dBias": sum_of_shared(case, e, d_edited)} if case.d_bias else {}
-        inside = {"debug_softmax": p} if case.looks_inside else {}
-        return (
-            d_bias
-            | inside
-            | {
-                "o": (kept * p) @ e.v,
-                "stats": rows.stats,
-                "score_max": rows.largest,
-                "score_sum_exp": rows.total,
-                "dQ": d_s @ e.k,
-                "dK": transposed(d_s) @ e.q,
-                "dV": transposed(kept * p) @ e.d_o,
-                "dSink_token": sum_of_rows(e, -rows.sink * delta),
-            }
-        )
+        asked = {"dBias": sum_of_shared(case, e, d_edited)} if case.d_bias else {}
+        asked |= {"debug_softmax": p} if case.looks_inside else {}
+        return asked | {
+            "o": (kept * p) @ e.v,
+            "stats": rows.stats,
+            "score_max": rows.largest,
+            "score_sum_exp": rows.total,
+            "dQ": d_s @ e.k,
+            "dK": transposed(d_s) @ e.q,
+            "dV": transposed(kept * p) @ e.d_o,
+            "dSink_token": sum_of_rows(e, -rows.sink * delta),
+        }
 
     return by_entry(case, given, entry, "float64")
 
@@ -102,22 +98,18 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         delta = row_sum(e, e.d_o * o)
         d_edited = p * (d_p - delta / scale)
         d_s = store(slope * d_edited) * scale
-        d_bias = {"dBias": sum_of_shared(case, e, d_edited * scale)} if case.d_bias else {}
-        inside = {"debug_softmax": store(p)} if case.looks_inside else {}
-        return (
-            d_bias
-            | inside
-            | {
-                "o": o,
-                "stats": stats,
-                "score_max": store(rows.largest, RESULT_TYPES["score_max"]),
-                "score_sum_exp": store(rows.total, RESULT_TYPES["score_sum_exp"]),
-                "dQ": store(case.scale_value * (d_s @ e.k)),
-                "dK": case.scale_value * (transposed(d_s) @ e.q),
-                "dV": transposed(store(p) * e.kept) @ e.d_o * scale,
-                "dSink_token": sum_of_rows(e, -e.xp.exp(e.sink - alive_stats) * delta),
-            }
-        )
+        asked = {"dBias": sum_of_shared(case, e, d_edited * scale)} if case.d_bias else {}
+        asked |= {"debug_softmax": store(p)} if case.looks_inside else {}
+        return asked | {
+            "o": o,
+            "stats": stats,
+            "score_max": store(rows.largest, RESULT_TYPES["score_max"]),
+            "score_sum_exp": store(rows.total, RESULT_TYPES["score_sum_exp"]),
+            "dQ": store(case.scale_value * (d_s @ e.k)),
+            "dK": case.scale_value * (transposed(d_s) @ e.q),
+            "dV": transposed(store(p) * e.kept) @ e.d_o * scale,
+            "dSink_token": sum_of_rows(e, -e.xp.exp(e.sink - alive_stats) * delta),
+        }
 
     results = by_entry(case, given, entry, compute)
     # Only now, because these are sums of several heads, or batch entries, before they are rounded.
