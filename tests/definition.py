@@ -78,6 +78,8 @@ def by_entry(
     like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
     if case.d_bias:
         like["dBias"] = cast(given["bias"], dtype)
+    if case.looks_inside:
+        like["debug_softmax"] = xp.zeros_like(row) + xp.zeros_like(k[:, :1, None, :, 0])
     full = {role: xp.zeros_like(x) for role, x in like.items()}
     full["stats"], full["score_max"] = full["stats"] + dead, full["score_max"] + dead
     sink = full["dSink_token"][0] - np.inf
@@ -122,6 +124,8 @@ def by_entry(
                 full[role][index, :, :n] = x[:, :n]
             elif role == "dSink_token":
                 full[role][0] += x
+            elif role == "debug_softmax":
+                full[role][index, :, :m, :n] = x[..., :n]
             elif role == "dBias":
                 at, rows, columns = index % full[role].shape[0], x.shape[1], min(n, x.shape[2])
                 full[role][at, :, :rows, :columns] += x[..., :columns]

@@ -133,7 +133,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             terms = np.prod(p.shape) / np.prod(reach.shape)
             d_bias["dBias"] = sum_of_shared(case, e, keys(each) + alike)
             d_bias["dBias"] = d_bias["dBias"] + (1 + terms / 36) * (eps * reach) ** 2
-        return d_bias | {
+        asked = {**d_bias, **({"debug_softmax": p_variance} if case.looks_inside else {})}
+        return asked | {
             "o": o_own,
             "stats": stats_variance,
             "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,

@@ -150,17 +150,18 @@ CASES = {
         dtype="bfloat16", batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=333,
         head_dim_qk=128, head_dim_v=128, scale=0.09, len_q=(77, 200), len_kv=(333, 47),
         dropout=0.17, dropout_algorithm="flash", dropout_as="host", rng_dump=True, right=0,
+        debug_softmax=True,
     ),
     "FlashAttention's dropout, narrow heads, ragged": Case(
         dtype="float16", batch=3, heads_q=2, heads_k=2, heads_v=2, seq_q=300, seq_kv=260,
         head_dim_qk=64, head_dim_v=64, scale=0.125, len_q=(300, 17, 140), len_kv=(33, 260, 129),
         dropout=0.5, dropout_algorithm="flash", rng_dump=True,
-        ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV"),
+        ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV"), debug_softmax=True,
     ),
     "FlashAttention's dropout, tiles of 16 keys, a bias and its gradient": Case(
         dtype="float16", heads_q=2, heads_k=1, heads_v=2, seq_q=100, seq_kv=210, head_dim_qk=512,
         head_dim_v=512, scale=0.04, dropout=0.3, dropout_algorithm="flash", bias="float32",
-        bias_axes="hqk", d_bias="float16", dropout_as="value",
+        bias_axes="hqk", d_bias="float16", dropout_as="value", debug_softmax=True,
     ),
     "dropout by a boolean mask of a row of keys": Case(
         batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=130, seq_kv=150, head_dim_qk=128,

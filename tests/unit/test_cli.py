@@ -142,19 +142,22 @@ def test_show_prints_source_and_registers(
     assert printed.count("registers per thread") == printed.count("__global__")
 
 
-def test_show_takes_every_edit_and_dropout(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("dropout", "form"), [("philox", "Philox"), ("flash", "Flash")])
+def test_show_takes_every_edit_and_dropout(
+    dropout: str, form: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What may follow the scale stands in the printed source, in order; so do masks."""
     try:
         nvrtc.load(cache)
     except CompileError:
         pytest.skip("NVRTC is not installed")
-    edits = ["--softcap", "--bias", "bool", "--alibi", "slopes", "--dropout", "philox"]
+    edits = ["--softcap", "--bias", "bool", "--alibi", "slopes", "--dropout", dropout]
     edits += ["--causal", "--block-mask"]
     assert main(["show", "--head-dim", "64", "--arch", "sm_80", *edits]) == 0
     printed = capsys.readouterr().out
     assert "Edits<PositiveScale, SoftCap, Bias<bool, true, false>, Alibi<true>>" in printed
     assert "Masks<Padding, Band<false, true>, BlockMask>" in printed
-    assert "using Dropout = PhiloxDropout;" in printed
+    assert f"using Dropout = {form}Dropout;" in printed
 
 
 @pytest.mark.parametrize(("page", "plan"), [("4", "fwd_sm80"), ("16", "fwd_sm90")])
