@@ -31,6 +31,27 @@ struct PagedRows {
   DLATTN_DEVICE Unit unit(int row, int column) const { return {*this, row, column}; }
 };
 
+// Rows that the lanes of a warp have found: row i is that of lane first_lane + i.
+template <class T>
+struct GatheredRows {
+  static constexpr bool has_gaps = true;
+  const T* own;  // of this lane; null where there is none
+  int first_lane;
+
+  struct Unit {
+    const T* own;
+    int lane, column;
+
+    // For all lanes.
+    DLATTN_DEVICE const T* at(bool) const {
+      const uint64 address = __shfl_sync(0xffffffffu, reinterpret_cast<uint64>(own), lane);
+      return address == 0 ? nullptr : reinterpret_cast<const T*>(address) + column;
+    }
+    DLATTN_DEVICE void advance(int more) { lane += more; }
+  };
+  DLATTN_DEVICE Unit unit(int row, int column) const { return {own, first_lane + row, column}; }
+};
+
 // The rows of a sequence's keys or values, or of their gradients, from `first` and first_column on.
 template <class Problem, bool paged, class T = typename Problem::Element>
 DLATTN_DEVICE Either<paged, PagedRows<T>, StridedRows<T>> key_rows(const TensorRef& tensor,

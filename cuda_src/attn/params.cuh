@@ -175,6 +175,13 @@ struct BlockMaskRef {
   }
 };
 
+// What blocks of a decode leave to each other (kernels/decode.cuh).
+struct PartsRef {
+  void* data;     // a part for each block
+  uint64* marks;  // likewise: `mark` where the part is there
+  uint64 mark;
+};
+
 struct Params {
   TensorRef q;      // (batch, heads_q, seq_q, head_dim_qk)
   TensorRef k;      // (batch, heads_k, seq_kv, head_dim_qk); paged: (pages, heads_k, slots, ...)
@@ -198,6 +205,7 @@ struct Params {
   PageTableRef k_pages, v_pages;
   RaggedRef ragged;  // in ragged problems, the lengths above are in the workspace
   BlockMaskRef block_mask;
+  PartsRef parts;
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
@@ -211,8 +219,9 @@ struct Params {
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;     // cuDNN's diagonal bounds
   int bottom_right;              // the diagonal ends in the bottom right corner
-  int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2
-  int heads_per_block;  // query heads that a backward item has: whole groups of K and V
+  int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
+                        // decode, items that blocks walk side by side
+  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V
   int dq_places;        // for how many pairs there are sums of dQ
   int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item so many before

@@ -15,7 +15,16 @@ struct Lengths {
         shift(p.bottom_right ? kv - q : 0) {}
 
   // Full ones.
-  DLATTN_DEVICE explicit Lengths(const Params& p) : q(p.seq_q), kv(p.seq_kv), shift(0) {}
+  DLATTN_DEVICE explicit Lengths(const Params& p) : Lengths(p, p.seq_q, p.seq_kv) {}
+
+  // Of an entry that the lane alone asks for.
+  static DLATTN_DEVICE Lengths of_lane(const Params& p, int batch) {
+    return {p, p.seq_len_q.at(batch, p.seq_q), p.seq_len_kv.at(batch, p.seq_kv)};
+  }
+
+ private:
+  DLATTN_DEVICE Lengths(const Params& p, int length_q, int length_kv)
+      : q(length_q), kv(length_kv), shift(p.bottom_right ? kv - q : 0) {}
 };
 
 }  // namespace dlattn

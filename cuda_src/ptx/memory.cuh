@@ -20,6 +20,14 @@ DLATTN_DEVICE void cp_async_16(uint32 shared, const void* global, bool valid) {
 // PTX ISA 9.7.9.25.3.3 (cp.async.wait_all): this thread's copies have landed.
 DLATTN_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// 9.7.9.25.3.2 (cp.async.commit_group, cp.async.wait_group): all but the latest `pending` groups of this
+// thread's copies have landed.
+DLATTN_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int pending>
+DLATTN_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 // 16 bytes of zeros. PTX ISA 9.7.9.12 (st).
 DLATTN_DEVICE void store_shared_zeros(uint32 shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
@@ -81,6 +89,19 @@ DLATTN_DEVICE float4 load_relaxed(const float4* global) {
                : "l"(global)
                : "memory");
   return v;
+}
+DLATTN_DEVICE float load_relaxed(const float* global) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(global) : "memory");
+  return v;
+}
+DLATTN_DEVICE uint64 load_acquire(const uint64* global) {
+  uint64 value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(global) : "memory");
+  return value;
+}
+DLATTN_DEVICE void store_release(uint64* global, uint64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(global), "l"(value) : "memory");
 }
 DLATTN_DEVICE int load_acquire(const int* global) {
   int value;

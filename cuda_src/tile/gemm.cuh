@@ -88,10 +88,11 @@ template <class Tile, bool row_major>
 struct SharedRight {
   uint32 base;
 
-  DLATTN_DEVICE SharedRight(Tile& s_tile, int first_n) {
+  DLATTN_DEVICE SharedRight(Tile& s_tile, int first_n, int first_k = 0) {
     const int lane = threadIdx.x % 32;
-    base = row_major ? s_tile.address(lane % 16, first_n + lane / 16 * 8)
-                     : s_tile.address(first_n + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+    base = row_major
+               ? s_tile.address(first_k + lane % 16, first_n + lane / 16 * 8)
+               : s_tile.address(first_n + lane % 8 + lane / 16 * 8, first_k + lane / 8 % 2 * 8);
   }
   DLATTN_DEVICE uint32 address(int n, int k_step) const {
     const int row = row_major ? 16 * k_step : 8 * n, column = row_major ? 8 * n : 16 * k_step;

@@ -25,6 +25,15 @@ struct SharedTile {
   DLATTN_DEVICE uint32 address(int row, int column) const {
     return shared_address(data) + (row * pitch + column) * 2;
   }
+
+  // Addresses of 16-byte units, at distances from one of them.
+  struct UnitAddress {
+    uint32 first;
+    DLATTN_DEVICE uint32 at(int down, int right) const {
+      return first + (down * pitch + right) * 2;
+    }
+  };
+  DLATTN_DEVICE UnitAddress unit(int row, int column) const { return {address(row, column)}; }
 };
 
 // How a block's threads divide a tile into units of 8 columns. Neighbouring threads share a row, as
@@ -40,6 +49,8 @@ struct Units {
   const int first_row, first_column;
 
   DLATTN_DEVICE Units() : Units(opaque(threadIdx.x)) {}
+  DLATTN_DEVICE explicit Units(int thread)
+      : first_row(thread / threads_per_row), first_column(thread % threads_per_row * 8) {}
 
   // Calls visit(row, column) for each unit of this thread.
   template <class Visit>
@@ -54,10 +65,6 @@ struct Units {
       }
     }
   }
-
- private:
-  DLATTN_DEVICE explicit Units(int thread)
-      : first_row(thread / threads_per_row), first_column(thread % threads_per_row * 8) {}
 };
 
 // Where the rows of a tile are in global memory: at equal distances. Other kinds of rows (some lie in
@@ -85,20 +92,22 @@ DLATTN_DEVICE StridedRows<T> strided(T* first, int64 stride) {
   return {first, stride};
 }
 
-// Starts loading rows [0, valid_rows) into a tile; the other rows and the columns from
-// valid_columns on become zeros, and memory outside the valid part is never read.
-// Wait with cp_async_wait_all() and a barrier. access_bytes 16 needs 16-byte aligned rows.
-template <int threads, int valid_columns, int access_bytes, class Tile, class Rows>
-DLATTN_DEVICE void load_tile(Tile& s_tile, const Rows& rows, int valid_rows) {
-  using U = Units<threads, Tile::rows, Tile::columns>;
-  const U units;
+// Starts loading rows into some rows of a tile, from first_row on, by some threads of which this is
+// one. Those beyond valid_rows, and columns from valid_columns on, become zeros, and memory outside the
+// valid part is never read. Wait for the copies and at a barrier. access_bytes 16 needs 16-byte aligned
+// rows.
+template <int threads, int rows, int valid_columns, int access_bytes, class Tile, class Rows>
+DLATTN_DEVICE void load_rows(Tile& s_tile, int first_row, const Rows& g_rows, int valid_rows,
+                             int thread) {
+  using U = Units<threads, rows, Tile::columns>;
+  const U units(thread);
   const int column = units.first_column;
-  auto g_at = rows.unit(units.first_row, column);
-  const uint32 s_unit = s_tile.address(units.first_row, column);
+  auto g_at = g_rows.unit(units.first_row, column);
+  const auto s_unit = s_tile.unit(first_row + units.first_row, column);
 #pragma unroll
   for (int pass = 0; pass < U::passes; ++pass, g_at.advance(U::rows_per_pass)) {
     const int row = units.first_row + pass * U::rows_per_pass;
-    if (Tile::rows % U::rows_per_pass != 0 && row >= Tile::rows) return;
+    if (rows % U::rows_per_pass != 0 && row >= rows) return;
     const auto* g_unit = g_at.at(row < valid_rows);
     const bool exists = Rows::has_gaps ? g_unit != nullptr : row < valid_rows;
 #pragma unroll
@@ -106,16 +115,23 @@ DLATTN_DEVICE void load_tile(Tile& s_tile, const Rows& rows, int valid_rows) {
       const bool valid =
           exists && (valid_columns == Tile::columns || column + step < valid_columns);
       if constexpr (access_bytes == 16) {
-        cp_async_16(s_unit + (pass * U::rows_per_pass * Tile::pitch + step) * 2, g_unit + step,
-                    valid);
+        cp_async_16(s_unit.at(pass * U::rows_per_pass, step), g_unit + step, valid);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          s_tile.at(row, column + step)[i] = valid ? g_unit[step + i] : typename Tile::Element{0};
+          s_tile.at(first_row + row, column + step)[i] =
+              valid ? g_unit[step + i] : typename Tile::Element{0};
         }
       }
     }
   }
+}
+
+// The same of all rows, by all threads of a block.
+template <int threads, int valid_columns, int access_bytes, class Tile, class Rows>
+DLATTN_DEVICE void load_tile(Tile& s_tile, const Rows& g_rows, int valid_rows) {
+  load_rows<threads, Tile::rows, valid_columns, access_bytes>(s_tile, 0, g_rows, valid_rows,
+                                                              opaque(threadIdx.x));
 }
 
 // Stores the first valid_rows rows and valid_columns columns of a tile.

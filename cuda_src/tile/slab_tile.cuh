@@ -28,6 +28,16 @@ struct SlabTile {
     return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
   }
 
+  // Addresses of such units, at distances from one of them.
+  struct UnitAddress {
+    const SlabTile& tile;
+    int row, column;
+    DLATTN_DEVICE uint32 at(int down, int right) const {
+      return tile.unit_address(row + down, (column + right) / 8);
+    }
+  };
+  DLATTN_DEVICE UnitAddress unit(int row, int column) const { return {*this, row, column}; }
+
   // Starts loading rows from `row` and columns from first_column on of one head; arrives on the barrier
   // with `bytes` bytes.
   DLATTN_DEVICE void load(const TensorMap& map, uint64& barrier, int row, int head, int batch,

@@ -31,6 +31,21 @@ DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c, const Left& left, i
   wgmma_commit();
 }
 
+// The same, with a left operand in registers.
+template <bool accumulate = false, int k_steps, class Right, int n_tiles>
+DLATTN_DEVICE void start_product(Accumulator<1, n_tiles>& c,
+                                 const RegisterLeft<typename Right::Element, 1, k_steps>& left,
+                                 const Right& right, int first_column = 0) {
+  auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < k_steps; ++k) {
+    WgmmaShape<8 * n_tiles>::template register_shared<typename Right::Element, 0>(
+        d, left.at[0][k], right.along_columns(first_column, k), accumulate || k > 0);
+  }
+  wgmma_commit();
+}
+
 // Starts c += left (rows of right from 16 first_step on). A product of more columns than most_columns
 // is halved: an instruction's registers must fit what a thread is launched with.
 template <int most_columns = 256, int k_steps, class Right, int n_tiles>

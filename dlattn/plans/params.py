@@ -149,6 +149,16 @@ class RaggedRef(ctypes.Structure):
     ]
 
 
+class PartsRef(ctypes.Structure):
+    """Where blocks of a decode leave parts for each other, and how they say so."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("marks", ctypes.c_uint64),
+        ("mark", ctypes.c_uint64),
+    ]
+
+
 class BlockMaskRef(BiasRef):
     """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
 
@@ -169,6 +179,7 @@ class Params(ctypes.Structure):
         ("v_pages", PageTableRef),
         ("ragged", RaggedRef),
         ("block_mask", BlockMaskRef),
+        ("parts", PartsRef),
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),

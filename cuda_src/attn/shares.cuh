@@ -1,0 +1,118 @@
+// Key tiles of all items, divided evenly among blocks (Stream-K: Osama et al. 2023, section 4).
+//
+// An item is what the queries of one batch entry attend to through one head of K and V. A column of
+// items, one of each of some heads, has as many blocks side by side, which read the same keys' rows, one
+// next to the other, at about the same time. Tiles of a column are numbered from its first key on, those
+// of all columns one after the other, and each team of blocks takes as many as any other, wherever that
+// cuts a column. It walks from its last tile to its first. So what it leaves of an item for another
+// block to complete comes first, and what it completes last: whoever completes an item has its last
+// tile, and waits for blocks of lower numbers only, which began before.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/schedule.cuh"
+
+namespace dlattn {
+
+// The tiles of an item of one batch entry. At least one: rows without keys are stored, too.
+template <class Mask, int tile_k>
+struct ItemKeys {
+  int first, last, tiles;
+
+  ItemKeys() = default;
+  DLATTN_DEVICE ItemKeys(const Lengths& length, const Params& p) {
+    Interval keys = Mask::keys({0, length.q}, length, p);
+    if (length.q == 0 || keys.empty()) keys = {0, 0};
+    first = keys.first / 16 * 16;
+    last = keys.last;
+    tiles = most(1, ceil_div(last - first, tile_k));
+  }
+};
+
+// The tiles of a block, of which it is at one. Every lane of a warp must be there.
+template <class Mask, int tile_k>
+struct Share {
+  using Keys = ItemKeys<Mask, tile_k>;
+  const Params& p;
+  const int width, lane;  // blocks of a team, and which of them this is
+  const int team;
+  int columns;       // of a batch entry
+  int teams, total;  // that have a share, and tiles of all columns
+  int begin, left;   // the share's first tile, and how many are left: the last is the place
+  int batch, column, tile;
+  Lengths length;  // of the batch entry
+  Keys keys;
+
+  DLATTN_DEVICE explicit Share(const Params& params)
+      : p(params),
+        width(params.heads_per_wave),
+        lane(blockIdx.x % params.heads_per_wave),
+        team(blockIdx.x / params.heads_per_wave),
+        columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
+        length(params) {
+    const bool alike = p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr;
+    total = alike ? p.batch * columns * Keys(length, p).tiles : total_of_different();
+    teams = least(gridDim.x / width, total);
+    begin = first_of(team);
+    left = team < teams ? first_of(team + 1) - begin : 0;
+    if (left == 0) return;
+    const int end = begin + left - 1;
+    if (alike) {
+      batch = end / (total / p.batch);
+      tile = end - batch * (total / p.batch);
+    } else {
+      BatchWalk walk;
+      walk.find(end, p.batch, [&](int b) { return tiles_of(b); });
+      batch = walk.batch;
+      tile = walk.rest;
+    }
+    enter();
+    column = tile / keys.tiles;
+    tile -= column * keys.tiles;
+  }
+
+  // Of the heads of K and V, or of queries that share them.
+  DLATTN_DEVICE int group() const { return column * width + lane; }
+  DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
+
+  // Of this item, the least tile in the share.
+  DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
+  DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
+  // The team that has the first tile of the item.
+  DLATTN_DEVICE int first_team() const {
+    const int first = begin + left - 1 - tile;
+    const int before = total % teams * (total / teams + 1);  // of the teams that have one tile more
+    if (first < before) return first / (total / teams + 1);
+    return total % teams + (first - before) / (total / teams);
+  }
+  DLATTN_DEVICE int block_of(int team) const { return team * width + lane; }
+
+  DLATTN_DEVICE void advance() {
+    if (--left == 0 || --tile >= 0) return;
+    if (--column < 0) {
+      column = columns - 1;
+      --batch;
+      enter();
+    }
+    tile = keys.tiles - 1;
+  }
+
+ private:
+  DLATTN_DEVICE void enter() {
+    length = Lengths(p, batch);
+    keys = Keys(length, p);
+  }
+  DLATTN_DEVICE int first_of(int team) const {
+    return team * (total / teams) + least(team, total % teams);
+  }
+  DLATTN_DEVICE int tiles_of(int b) const {
+    return columns * Keys(Lengths::of_lane(p, b), p).tiles;
+  }
+  DLATTN_DEVICE int total_of_different() const {
+    int sum = 0;
+    for (int b = threadIdx.x % 32; b < p.batch; b += 32) sum += tiles_of(b);
+    return __reduce_add_sync(0xffffffffu, sum);
+  }
+};
+
+}  // namespace dlattn

@@ -1,0 +1,70 @@
+// The two products of a decode, by warps or by warpgroups: tiles of keys and values as each needs them,
+// and how queries, in registers, meet them.
+#pragma once
+
+#include "ptx/tma.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared_tile.cuh"
+#include "tile/slab_tile.cuh"
+#include "tile/warpgroup_gemm.cuh"
+
+namespace dlattn {
+
+// A warp's, by mma.
+template <class T, int tile_k, int head_dim_qk, int head_dim_v>
+struct WarpProducts {
+  static constexpr int dim_qk = round_up(head_dim_qk, 16), dim_v = round_up(head_dim_v, 16);
+  using KTile = SharedTile<T, tile_k, dim_qk>;
+  using VTile = SharedTile<T, tile_k, dim_v>;
+
+  // Copies of this thread have landed: the products of others may read them after a barrier.
+  static DLATTN_DEVICE void publish() {}
+
+  // Scores of the keys from first_key on.
+  template <int n_tiles, int k_steps>
+  static DLATTN_DEVICE void scores(Accumulator<1, n_tiles>& c,
+                                   const RegisterLeft<T, 1, k_steps>& queries, KTile& s_keys,
+                                   int first_key) {
+    c.clear();
+    gemm<T, k_steps>(c, queries, SharedRight<KTile, false>(s_keys, first_key));
+  }
+  // c += probabilities x values from first_key on.
+  template <int n_tiles, int k_steps>
+  static DLATTN_DEVICE void add(Accumulator<1, n_tiles>& c,
+                                const RegisterLeft<T, 1, k_steps>& probabilities, VTile& s_values,
+                                int first_key) {
+    gemm<T, k_steps>(c, probabilities, SharedRight<VTile, true>(s_values, 0, first_key));
+  }
+};
+
+// A warpgroup's, by wgmma: its four warps read each tile once.
+template <class T, int tile_k, int head_dim_qk, int head_dim_v>
+struct WarpgroupProducts {
+  static constexpr int dim_qk = round_up(head_dim_qk, 16);
+  // Widths that wgmma_shapes.cuh has.
+  static constexpr int dim_v =
+      head_dim_v <= 128 ? round_up(head_dim_v, 32) : round_up(head_dim_v, 64);
+  using KTile = SlabTile<T, tile_k, dim_qk>;
+  using VTile = SlabTile<T, tile_k, dim_v>;
+
+  static DLATTN_DEVICE void publish() { fence_proxy_async(); }
+
+  template <int n_tiles, int k_steps>
+  static DLATTN_DEVICE void scores(Accumulator<1, n_tiles>& c,
+                                   const RegisterLeft<T, 1, k_steps>& queries, KTile& s_keys,
+                                   int first_key) {
+    start_product(c, queries, s_keys, first_key);
+    wgmma_wait<0>();
+    tie(c);
+  }
+  template <int n_tiles, int k_steps>
+  static DLATTN_DEVICE void add(Accumulator<1, n_tiles>& c,
+                                const RegisterLeft<T, 1, k_steps>& probabilities, VTile& s_values,
+                                int first_key) {
+    start_accumulation(c, probabilities, s_values, first_key / 16);
+    wgmma_wait<0>();
+    tie(c);
+  }
+};
+
+}  // namespace dlattn

@@ -1,0 +1,188 @@
+"""The decode: ``cuda_src/kernels/decode.cuh``, of few queries to many keys, for compute capability
+8.0 and up."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+from dlattn.plans.cuda import (
+    MOST_HOPPER_HEAD_DIM,
+    CudaPlan,
+    KernelLaunch,
+    refusal,
+    round_up,
+    tile_bytes,
+)
+from dlattn.plans.mapped import slab_bytes
+from dlattn.plans.source import kernel_source
+from dlattn.problem import Direction, Geometry, Problem
+from dlattn.runtime.jit import KernelSource
+from dlattn.runtime.target import Target
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """How a block divides its work (``DecodeTiling`` in the kernel).
+
+    Attributes:
+        warps: warps per block, each of which loads 16 keys and values of a tile.
+        row_groups: warps that share keys, for 16 rows each.
+        stages: tiles of keys and values in shared memory.
+        warpgroups: four warps multiply together, with Hopper's instructions.
+        min_blocks: blocks that a multiprocessor runs at a time.
+    """
+
+    warps: int
+    row_groups: int
+    stages: int
+    warpgroups: bool = False
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def cpp(self) -> str:
+        warpgroups = str(self.warpgroups).lower()
+        return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {warpgroups}>"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_groups
+
+    def columns_v(self, problem: Problem) -> int:
+        """Columns of the output product (``dim_v`` in the kernel)."""
+        if not self.warpgroups:
+            return round_up(problem.head_dim_v, 16)
+        return round_up(problem.head_dim_v, 32 if problem.head_dim_v <= 128 else 64)
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the kernel's ``SharedMemory``."""
+        dim_qk, dim_v = round_up(problem.head_dim_qk, 16), self.columns_v(problem)
+        alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
+        keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
+        stage = round_up(max(keys, 4 * self.rows * (dim_v + 8)), alignment)
+        teams = self.warps // self.row_groups
+        return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+
+    def part_bytes(self, problem: Problem) -> int:
+        """Bytes of what a block leaves to another one (``Left`` in the kernel)."""
+        return 4 * self.rows * (self.columns_v(problem) + 2)
+
+
+def heads_per_item(geometry: Geometry) -> int:
+    """Query heads that share both a head of K and one of V."""
+    heads = geometry.heads_q
+    return gcd(heads // geometry.heads_k, heads // geometry.heads_v)
+
+
+def items_side_by_side(geometry: Geometry, blocks: int) -> int:
+    """Items of one batch entry that blocks walk side by side, of so many blocks in all: as many items
+    as leave hardly any block out."""
+    groups = geometry.heads_q // heads_per_item(geometry)
+    widths = [w for w in range(1, min(groups, blocks) + 1) if groups % w == 0]
+    used = {width: blocks // width * width for width in widths}
+    enough = [width for width in widths if used[width] > 0.95 * blocks]
+    return max(enough, default=max(widths, key=lambda width: used[width]))
+
+
+#: Warps and stages, the best first.
+_SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
+
+
+def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
+    """For at most 16, 32, 64 and 128 rows, those for which shared memory has room."""
+    found = []
+    for row_groups in (1, 2, 4, 8):
+        warpgroups = row_groups % 4 == 0 and target.capability == (9, 0)
+        tilings = (DecodeTiling(warps, row_groups, stages, warpgroups) for warps, stages in _SIZES)
+        fitting = [
+            tiling
+            for tiling in tilings
+            if tiling.warps >= row_groups and tiling.shared_memory(problem) <= target.shared_memory
+        ]
+        found += fitting[:1]
+    return tuple(found)
+
+
+class Decode(CudaPlan):
+    """Split keys, packed heads: as many bytes of K and V on their way as the memory system takes."""
+
+    name = "decode"
+
+    def __init__(
+        self,
+        problem: Problem,
+        geometry: Geometry,
+        target: Target,
+        tiling: DecodeTiling | None = None,
+    ) -> None:
+        super().__init__(problem, geometry, target)
+        rows = geometry.seq_q * heads_per_item(geometry)
+        self.tiling = tiling or next(t for t in tilings(problem, target) if t.rows >= rows)
+        self._params.heads_per_block = heads_per_item(geometry)
+        self._most_blocks = self.tiling.min_blocks * target.multiprocessors
+        self._params.heads_per_wave = items_side_by_side(geometry, self._most_blocks)
+        self._params.parts.mark = secrets.randbits(64) | 1
+
+    @classmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        reason = refusal(
+            problem, geometry, target, Direction.FORWARD, cls.name, MOST_HOPPER_HEAD_DIM
+        )
+        if reason is not None:
+            return reason
+        rows = geometry.seq_q * heads_per_item(geometry)
+        most_rows = max((tiling.rows for tiling in tilings(problem, target)), default=0)
+        if rows > most_rows:
+            return (
+                f"it takes at most {most_rows} rows, queries times heads that share keys; the "
+                f"graph has {rows}."
+            )
+        if problem.access_bytes != 16:
+            return "it needs 16-byte aligned tensors and strides."
+        if problem.dropout is not None:
+            return "it has no dropout, which decoding never has."
+        if problem.has_blocks:
+            return "its few queries are in one block of a block mask, which skips nothing else."
+        if geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 64) >= 2**31:
+            return "batch x heads x (keys / 64) must be below 2**31."
+        return None
+
+    @cached_property
+    def _blocks(self) -> int:
+        """As many as run at a time: none waits for one that has not begun."""
+        geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
+        columns = geometry.batch * geometry.heads_q // (heads_per_item(geometry) * width)
+        tiles = columns * (1 + -(-geometry.seq_kv // keys))
+        return width * min(tiles, self._most_blocks // width)
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        return round_up(self._blocks * (self.tiling.part_bytes(self.problem) + 8), 256)
+
+    def place_workspace(self, workspace: int) -> None:
+        parts = self._params.parts
+        parts.data = workspace
+        parts.marks = workspace + self._blocks * self.tiling.part_bytes(self.problem)
+
+    def kernels(self) -> list[KernelLaunch]:
+        source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
+        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+
+    def companions(self) -> list[KernelSource]:
+        others = tilings(self.problem, self.target)
+        return [self._source(tiling) for tiling in others if tiling != self.tiling]
+
+    def _source(self, tiling: DecodeTiling) -> KernelSource:
+        return kernel_source(
+            self.name,
+            self.problem,
+            tiling,
+            tiling.shared_memory(self.problem),
+            constants={"part_bytes": tiling.part_bytes(self.problem)},
+        )
