@@ -152,7 +152,8 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     size = st.sampled_from(profile.edges) | st.integers(1, profile.longest)
     if kind.blocks is not None:
         size = st.sampled_from(profile.block_edges) | size
-    seq_q, seq_kv = draw(size), draw(size)
+    few = st.integers(1, 16)
+    seq_q, seq_kv = draw(size | size | few), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
     if kind.page_k or kind.page_v:
         padded = "both"

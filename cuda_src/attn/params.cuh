@@ -1,4 +1,4 @@
-// The one argument of every kernel. dlattn/plans/params.py mirrors this layout; generated sources
+// The one argument of every kernel. dlattn/plans/argument.py mirrors this layout; generated sources
 // assert the size that Python computed.
 #pragma once
 

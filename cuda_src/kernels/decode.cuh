@@ -45,7 +45,8 @@ struct Decode : DecodeLoads<Problem, Tiling> {
   using typename Base::SharedMemory;
   using typename Base::Tiles;
   static constexpr int threads = 32 * Base::warps;
-  static constexpr int step_k = least(tile_k, 64);  // keys of which a warp has scores at a time
+  // Keys of which a warp has scores at a time: as many as registers allow.
+  static constexpr int step_k = least(tile_k, Tiling::warpgroups ? 64 : dim_qk > 128 ? 16 : 32);
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;
   using Scores = Accumulator<1, step_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;

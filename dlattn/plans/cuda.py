@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
+from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Plan
-from dlattn.plans.params import Params, SlopeRef, address_slot, number_slot, params_for
+from dlattn.plans.params import address_slot, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes

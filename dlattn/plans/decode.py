@@ -9,7 +9,6 @@ from functools import cached_property
 from math import gcd
 
 from dlattn.plans.cuda import (
-    MOST_HOPPER_HEAD_DIM,
     CudaPlan,
     KernelLaunch,
     refusal,
@@ -81,14 +80,22 @@ def heads_per_item(geometry: Geometry) -> int:
 
 
 def items_side_by_side(geometry: Geometry, blocks: int) -> int:
-    """Items of one batch entry that blocks walk side by side, of so many blocks in all: as many items
-    as leave hardly any block out."""
+    """Items of one batch entry that blocks walk side by side, of so many blocks in all.
+
+    As many as leave hardly any block out: side by side, blocks read rows that are neighbours.
+    """
     groups = geometry.heads_q // heads_per_item(geometry)
     widths = [w for w in range(1, min(groups, blocks) + 1) if groups % w == 0]
     used = {width: blocks // width * width for width in widths}
     enough = [width for width in widths if used[width] > 0.95 * blocks]
     return max(enough, default=max(widths, key=lambda width: used[width]))
 
+
+#: More of them fill tiles of their own.
+MOST_QUERIES = 16
+
+#: For which a warp has the registers.
+MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
@@ -110,7 +117,7 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
 
 
 class Decode(CudaPlan):
-    """Split keys, packed heads: as many bytes of K and V on their way as the memory system takes."""
+    """Keys split among all blocks, and heads that share keys packed into the rows of products."""
 
     name = "decode"
 
@@ -131,11 +138,17 @@ class Decode(CudaPlan):
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        reason = refusal(
-            problem, geometry, target, Direction.FORWARD, cls.name, MOST_HOPPER_HEAD_DIM
-        )
+        reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
         if reason is not None:
             return reason
+        for name, dim, most in (
+            ("q and k", problem.head_dim_qk, MOST_HEAD_DIM_QK),
+            ("v", problem.head_dim_v, MOST_HEAD_DIM_V),
+        ):
+            if dim > most:
+                return f"the head dimension of {name} must be at most {most}; got {dim}."
+        if geometry.seq_q > MOST_QUERIES:
+            return f"it takes at most {MOST_QUERIES} queries; the graph has {geometry.seq_q}."
         rows = geometry.seq_q * heads_per_item(geometry)
         most_rows = max((tiling.rows for tiling in tilings(problem, target)), default=0)
         if rows > most_rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
     MOST_HOPPER_HEAD_DIM,
@@ -17,7 +18,6 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
-from dlattn.plans.params import MappedFwdParams
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source

@@ -11,8 +11,9 @@ from math import gcd
 from operator import itemgetter
 from typing import ClassVar
 
+from dlattn.plans.argument import MappedParams, Params
 from dlattn.plans.cuda import CudaPlan
-from dlattn.plans.params import MappedParams, Params, params_for
+from dlattn.plans.params import params_for
 from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target

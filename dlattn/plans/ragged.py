@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dlattn.dtypes import data_type
-from dlattn.plans.params import LengthRef, Params
+from dlattn.plans.argument import LengthRef, Params
 from dlattn.plans.source import kernel_source
 from dlattn.problem import RAGGED_ROLES, Direction, Geometry, Padding, Problem, Scale
 from dlattn.runtime.jit import KernelSource

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dlattn.dtypes import to_cpp
-from dlattn.plans.params import Params
+from dlattn.plans.argument import Params
 from dlattn.problem import Problem
 from dlattn.runtime.jit import KernelSource
 
@@ -69,7 +69,7 @@ struct Problem {{
   static constexpr int shared_memory = {shared_memory};{extra}
 }};
 using Tiling = {tiling.cpp};
-static_assert(sizeof({argument.__name__}) == {ctypes.sizeof(argument)}, "dlattn/plans/params.py");
+static_assert(sizeof({argument.__name__}) == {ctypes.sizeof(argument)}, "dlattn/plans/argument.py");
 
 extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_blocks})
 {entry}(const __grid_constant__ {argument.__name__} p) {{

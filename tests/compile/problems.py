@@ -11,6 +11,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.decode import MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V, MOST_QUERIES, Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
@@ -42,6 +43,7 @@ from dlattn.runtime.target import KNOWN
 FAMILIES: dict[type[CudaPlan], tuple[str, ...]] = {
     FwdSm80: tuple(KNOWN),
     BwdSm80: tuple(KNOWN),
+    Decode: tuple(KNOWN),
     FwdSm90: ("sm_90a",),
     BwdSm90: ("sm_90a",),
 }
@@ -107,18 +109,27 @@ def is_left_to_portable(problem: Problem) -> bool:
     return widest and crowded and problem.dropout is not None
 
 
+def is_decoded(problem: Problem) -> bool:
+    """Whether the decode takes a problem, if queries are few."""
+    narrow = problem.head_dim_qk <= MOST_HEAD_DIM_QK and problem.head_dim_v <= MOST_HEAD_DIM_V
+    plain = problem.dropout is None and not problem.has_blocks
+    return narrow and plain and problem.access_bytes == 16
+
+
 def plan_for(
     family: type[CudaPlan],
     problem: Problem,
     arch: str,
     *,
-    seq: int = 300,
+    seq: int | None = None,
     left: int | None = 64,
     right: int | None = 0,
 ) -> CudaPlan:
     """A plan on an arbitrary geometry: the code must not depend on it."""
 
     paged = {"k": problem.paged_k, "v": problem.paged_v}
+    if seq is None:
+        seq = MOST_QUERIES if family is Decode else 300
 
     def spec(role: str, heads: int, head_dim: int) -> TensorSpec:
         if paged.get(role):
@@ -242,4 +253,6 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         replace(p, dropout=FlashDropout(), ragged=i % 2 == 0 and not (p.paged_k or p.paged_v))
         for i, p in enumerate(drawn)
     ]
+    if family is Decode:
+        return [p for p in every if is_decoded(p)]
     return [p for p in every if not (family is BwdSm90 and is_left_to_portable(p))]

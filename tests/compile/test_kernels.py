@@ -22,6 +22,7 @@ from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
@@ -45,6 +46,7 @@ from tests.compile.problems import (
     WIDE_HEAD_DIMS,
     direction_of,
     every_source,
+    is_decoded,
     is_too_wide,
     plan_for,
     problems,
@@ -176,7 +178,7 @@ def test_shared_memory_fits(family: type[CudaPlan], archs: tuple[str, ...]) -> N
             direction_of(family), data_type.HALF, *head_dims, (Scale(),), (Padding(),),
             data_type.FLOAT,
         )  # fmt: skip
-        if is_too_wide(problem, smallest):
+        if is_too_wide(problem, smallest) or (family is Decode and not is_decoded(problem)):
             continue
         if problem.direction is Direction.BACKWARD and head_dims not in wide:
             bias = Bias(data_type.FLOAT, contiguous=True)
@@ -206,6 +208,10 @@ def test_sizes_are_run_time_values(family: type[CudaPlan]) -> None:
         role: replace(spec, dim=(5, 2 * spec.dim[1], 7000, spec.dim[3]), stride=(9**9, 16, 8**8, 1))
         for role, spec in plan.geometry.tensors.items()
     }
+    if family is Decode:
+        for role in ("q", "o"):
+            batch, heads, _, head_dim = tensors[role].dim
+            tensors[role] = replace(tensors[role], dim=(batch, 8 * heads, 2, head_dim))
     other = type(plan)(problem, Geometry(tensors, 3.0, bottom_right=True), plan.target)
     assert {k.source for k in other.kernels()} <= set(every_source(plan))
 

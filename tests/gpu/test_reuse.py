@@ -20,7 +20,7 @@ CASE = Case(
 OTHERS = [
     replace(CASE, batch=3),
     replace(CASE, heads_q=6, heads_k=1, heads_v=3),
-    replace(CASE, seq_q=1, seq_kv=300),
+    replace(CASE, seq_q=17, seq_kv=300),
     replace(CASE, scale=0.25),
     replace(CASE, right=7, bottom_right=True),
     replace(CASE, len_q=(3, 96), len_kv=(96, 50)),
@@ -33,6 +33,21 @@ def test_other_sizes_compile_nothing() -> None:
     check(CASE, gpu_library(), run_graph)
     before = jit.statistics.compiles
     for case in OTHERS:
+        check(case, gpu_library(), run_graph)
+    assert jit.statistics.compiles == before
+
+
+def test_other_sizes_of_a_decode_compile_nothing() -> None:
+    """Among few queries, their number and that of heads that share keys are run-time values."""
+    few = replace(CASE, seq_q=1, seq_kv=300, stats=None)
+    check(few, gpu_library(), run_graph)
+    before = jit.statistics.compiles
+    for case in (
+        replace(few, batch=7, seq_kv=3000),
+        replace(few, seq_q=16, heads_q=8, heads_k=1, heads_v=1),
+        replace(few, seq_q=5, heads_q=6, heads_k=1, heads_v=3),
+        replace(few, len_q=(1, 0), len_kv=(300, 50)),
+    ):
         check(case, gpu_library(), run_graph)
     assert jit.statistics.compiles == before
 

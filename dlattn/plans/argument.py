@@ -1,0 +1,241 @@
+"""The one argument of every kernel, mirrored from ``cuda_src/attn/params.cuh``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from typing import Self
+
+#: Roles that are (batch, head, row, column) tensors, in the order of the struct.
+TENSOR_ROLES = (
+    *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump", "delta"),
+)
+LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
+CU_SEQLENS_ROLES = ("cu_seqlens_q", "cu_seqlens_kv")
+#: Roles that are a ``BiasRef``, in the order of the struct.
+BIAS_ROLES = ("bias", "dBias", "dropout_mask")
+
+
+class TensorRef(ctypes.Structure):
+    """Address and strides (in elements) of a tensor whose columns are contiguous; of a ragged one,
+    also the address of its offsets."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class LengthRef(ctypes.Structure):
+    """Address of one length per batch entry; null when every sequence is full."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("stride", ctypes.c_int64),
+        ("is_int64", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class SlopeRef(ctypes.Structure):
+    """Address of one number per head, or per batch entry and head; strides in elements."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    ]
+
+
+class BiasRef(ctypes.Structure):
+    """Address and strides (in elements) of a tensor that broadcasts to (B, H, S_q, S_kv)."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("column", ctypes.c_int64),
+    ]
+
+
+class IntegerRef(ctypes.Structure):
+    """Address of a number on the device, or null, and then the number."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("number", ctypes.c_int64),
+        ("is_int64", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class FloatRef(ctypes.Structure):
+    """Address of an fp32 number on the device, or null, and then the number."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("number", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class PageTableRef(ctypes.Structure):
+    """Address and strides (in elements) of a page table, and what its pages are."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int64),
+        ("page", ctypes.c_int64),
+        ("offsets", ctypes.c_uint64),
+        ("has_int64_offsets", ctypes.c_int32),
+        ("log2_rows", ctypes.c_int32),
+        ("pages", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class SoftCapSeries(ctypes.Structure):
+    """Coefficients of the odd powers of a raw product, and up to where they hold."""
+
+    _fields_ = [
+        ("of", 4 * ctypes.c_float),
+        ("most", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("inverse_bound", ctypes.c_float),
+        ("zero", ctypes.c_uint32),
+    ]
+
+
+class RaggedRef(ctypes.Structure):
+    """What the first kernel of a ragged problem reads, and where it writes."""
+
+    _fields_ = [
+        ("given_q", LengthRef),
+        ("given_kv", LengthRef),
+        *((role, ctypes.c_uint64) for role in CU_SEQLENS_ROLES),
+        ("entries", ctypes.c_uint64),
+        ("order", ctypes.c_uint64),
+        ("items", ctypes.c_uint64),
+        ("mapped", ctypes.c_uint64),
+        ("tile_q", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("item_rows", ctypes.c_int32),
+        ("items_of_keys", ctypes.c_int32),
+        ("last_first", ctypes.c_int32),
+        ("tokens_q", ctypes.c_int32),
+        ("tokens_kv", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class PartsRef(ctypes.Structure):
+    """Where blocks of a decode leave parts for each other, and how they say so."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("marks", ctypes.c_uint64),
+        ("mark", ctypes.c_uint64),
+    ]
+
+
+class BlockMaskRef(BiasRef):
+    """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
+
+
+class Params(ctypes.Structure):
+    """What every kernel is given, by value."""
+
+    _fields_ = [
+        *((role, TensorRef) for role in TENSOR_ROLES),
+        *((role, LengthRef) for role in LENGTH_ROLES),
+        ("alibi_slopes", SlopeRef),
+        *((role, BiasRef) for role in BIAS_ROLES),
+        ("dropout_seed", IntegerRef),
+        ("dropout_offset", IntegerRef),
+        ("dropout_scale", FloatRef),
+        ("dropout_scale_inv", FloatRef),
+        ("k_pages", PageTableRef),
+        ("v_pages", PageTableRef),
+        ("ragged", RaggedRef),
+        ("block_mask", BlockMaskRef),
+        ("parts", PartsRef),
+        ("attn_scale_device", ctypes.c_uint64),
+        ("schedule", ctypes.c_uint64),
+        ("items_taken", ctypes.c_uint64),
+        ("dq_accum", ctypes.c_uint64),
+        ("dq_arrivals", ctypes.c_uint64),
+        ("dq_stored", ctypes.c_uint64),
+        ("shares_taken", ctypes.c_uint64),
+        ("row_stats", ctypes.c_uint64),
+        ("sink_parts", ctypes.c_uint64),
+        ("batch", ctypes.c_int32),
+        ("heads_q", ctypes.c_int32),
+        ("seq_q", ctypes.c_int32),
+        ("seq_kv", ctypes.c_int32),
+        ("heads_per_k", ctypes.c_int32),
+        ("heads_per_v", ctypes.c_int32),
+        ("band_left", ctypes.c_int32),
+        ("band_right", ctypes.c_int32),
+        ("bottom_right", ctypes.c_int32),
+        ("heads_per_wave", ctypes.c_int32),
+        ("heads_per_block", ctypes.c_int32),
+        ("dq_places", ctypes.c_int32),
+        ("paged_rows", ctypes.c_int32),
+        ("dq_lag", ctypes.c_int32),
+        ("attn_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("softcap_inverse", ctypes.c_float),
+        ("dropout_addend", ctypes.c_uint32),
+        ("softcap_series", SoftCapSeries),
+        ("debug_softmax", TensorRef),
+    ]
+
+
+class MappedParams(ctypes.Structure):
+    """``Params``, and the tensor maps that the copy engine needs beside them; 64-byte aligned.
+
+    Attributes:
+        required: roles that have a map.
+        optional: roles that have one if their tensor is there and fit for it.
+    """
+
+    required: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
+    p: Params
+
+    @classmethod
+    def aligned(cls) -> Self:
+        """A zeroed instance at an address that the driver accepts for tensor maps."""
+        memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 63)
+        return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+
+
+def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
+    return [
+        *((role, ctypes.c_uint8 * 128) for role in (*required, *MappedParams.optional)),
+        ("p", Params),
+        ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
+    ]
+
+
+class MappedFwdParams(MappedParams):
+    """Of the Hopper forward."""
+
+    required = ("q", "k", "v", "o")
+    _fields_ = _mapped_fields(required)
+
+
+class MappedBwdParams(MappedParams):
+    """Of the Hopper backward."""
+
+    required = ("q", "k", "v", "dO", "dK", "dV")
+    _fields_ = _mapped_fields(required)

@@ -1,0 +1,92 @@
+"""Few queries to many keys: shares of one item, of several, of none, on a GPU.
+
+Random cases (``test_random.py``) draw few queries, too, but seldom keys for more than one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import dlattn
+from tests.cases import Case
+from tests.drivers import check, gpu_library, run_graph
+
+pytestmark = pytest.mark.gpu
+
+_WIDE = {"head_dim_qk": 128, "head_dim_v": 128, "scale": 0.09}
+
+CASES = {
+    "one item, many blocks": Case(**_WIDE, heads_q=8, seq_kv=5000),
+    "heads of their own": Case(**_WIDE, heads_q=32, heads_k=32, heads_v=32, seq_kv=1024),
+    "scores far apart": Case(**_WIDE, heads_q=4, seq_kv=2000, logits=100.0),
+    "shares across items": Case(
+        **_WIDE, batch=3, heads_q=8, heads_k=2, heads_v=2, seq_kv=5000, right=0, bottom_right=True
+    ),
+    "more items than blocks": Case(**_WIDE, batch=150, heads_q=2, seq_kv=200),
+    "no keys": Case(**_WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
+                    len_q=(1, 1), len_kv=(700, 0)),
+    "several queries, sink, lengths": Case(
+        **_WIDE, batch=3, heads_q=8, seq_q=4, seq_kv=600, len_q=(4, 0, 2), len_kv=(555, 600, 1),
+        right=0, bottom_right=True, sink=0.0,
+    ),
+    "64 rows, pages": Case(
+        **_WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
+        right=0, bottom_right=True, page_k=16, page_v=16,
+    ),
+    "128 rows, a window": Case(
+        **_WIDE, batch=3, heads_q=8, seq_q=16, seq_kv=900, left=100, right=0, bottom_right=True
+    ),
+    "everything that scores are edited by, and all statistics": Case(
+        **_WIDE, batch=2, heads_q=12, heads_k=4, heads_v=2, seq_q=5, seq_kv=900, left=100, right=0,
+        bottom_right=True, alibi="BH", softcap=30.0, row_outputs=("score_max", "score_sum_exp"),
+    ),
+    "40 lengths, small pages": Case(
+        **_WIDE, batch=40, heads_q=4, heads_k=2, heads_v=2, seq_kv=300, len_q=(1,) * 40,
+        len_kv=tuple(37 * entry % 301 for entry in range(40)), page_k=1, page_v=4,
+    ),
+    "narrow heads, a bias": Case(
+        batch=2, heads_q=8, seq_q=3, seq_kv=2000, head_dim_qk=64, head_dim_v=64, scale=0.125,
+        bias="bfloat16",
+    ),
+    "unequal head dimensions": Case(
+        batch=2, heads_q=8, heads_k=2, heads_v=2, seq_q=2, seq_kv=600, head_dim_qk=192,
+        head_dim_v=128, scale=0.07,
+    ),
+    "ragged, odd head dimensions": Case(
+        batch=2, heads_q=8, heads_k=4, heads_v=8, seq_q=15, seq_kv=333, head_dim_qk=72,
+        head_dim_v=40, scale=0.1, ragged=("q", "o", "stats", "k", "v"), lengths_as="offsets",
+        len_q=(15, 11), len_kv=(333, 14),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name: str, dtype: str) -> None:
+    """It is right however items are divided."""
+    check(replace(CASES[name], dtype=dtype), gpu_library(), run_graph)
+
+
+def test_a_workspace_serves_again() -> None:
+    """Each of many calls with one workspace, which held other things before, has the same bits."""
+    cupy = pytest.importorskip("cupy")
+    q = cupy.random.default_rng(0).standard_normal((2, 8, 1, 128)).astype(cupy.float16)
+    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, 6000, 128)).astype(cupy.float16)
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.HALF,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v)]
+    output, _ = graph.sdpa(*inputs, attn_scale=0.09, is_inference=True)
+    output.set_output(True).set_dim(q.shape).set_stride([stride // 2 for stride in q.strides])
+    graph.build([dlattn.heur_mode.A])
+    assert graph.get_plan_name_at_index(0) == "decode"
+    workspace = cupy.full(graph.get_workspace_size(), 0xFF, cupy.uint8)
+    results = []
+    for _ in range(20):
+        results.append(cupy.empty_like(q))
+        graph.execute(dict(zip((*inputs, output), (q, k, v, results[-1]), strict=True)), workspace)
+    assert all((result == results[0]).all() for result in results)

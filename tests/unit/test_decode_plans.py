@@ -1,0 +1,119 @@
+"""When a problem is decoded, and how its keys are divided among blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dlattn.dtypes import data_type
+from dlattn.plans.decode import Decode, heads_per_item, items_side_by_side, tilings
+from dlattn.plans.select import select
+from dlattn.problem import (
+    BlockMask,
+    Direction,
+    Geometry,
+    Padding,
+    Philox,
+    Problem,
+    Scale,
+    TensorSpec,
+)
+from dlattn.runtime.target import KNOWN
+
+HOPPER = KNOWN["sm_90a"]
+PROBLEM = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
+
+
+def geometry(
+    *, batch: int = 2, heads: tuple[int, int, int] = (8, 2, 2), queries: int = 1, keys: int = 1000
+) -> Geometry:
+    """Contiguous tensors; ``heads`` of q, k and v."""
+
+    def spec(role: str, count: int, rows: int) -> TensorSpec:
+        dim = (batch, count, rows, 128)
+        stride = (count * rows * 128, rows * 128, 128, 1)
+        return TensorSpec(role, dim, stride, data_type.HALF)
+
+    q, k, v = heads
+    return Geometry(
+        {
+            "q": spec("q", q, queries),
+            "k": spec("k", k, keys),
+            "v": spec("v", v, keys),
+            "o": spec("o", q, queries),
+        }
+    )
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_few_queries_are_decoded(arch: str) -> None:
+    """On every architecture, if the rows of all heads that share keys fit its registers."""
+    assert select(PROBLEM, geometry(), KNOWN[arch])[0] is Decode
+    assert select(PROBLEM, geometry(queries=16), KNOWN[arch])[0] is Decode
+    assert select(PROBLEM, geometry(queries=17), KNOWN[arch])[0] is not Decode
+
+
+@pytest.mark.parametrize(
+    ("problem", "sizes", "said"),
+    [
+        (PROBLEM, {"queries": 17}, "at most 16 queries; the graph has 17."),
+        (PROBLEM, {"heads": (16, 1, 1), "queries": 9}, "at most 128 rows, .*; the graph has 144."),
+        (replace(PROBLEM, head_dim_qk=200), {}, "dimension of q and k must be at most 192; got"),
+        (replace(PROBLEM, head_dim_v=136), {}, "dimension of v must be at most 128; got 136."),
+        (replace(PROBLEM, access_bytes=2), {}, "16-byte aligned"),
+        (replace(PROBLEM, dropout=Philox()), {}, "no dropout"),
+        (replace(PROBLEM, masks=(Padding(), BlockMask())), {}, "block mask"),
+        (replace(PROBLEM, direction=Direction.BACKWARD), {}, "forward pass only"),
+    ],
+)
+def test_what_is_not_decoded(problem: Problem, sizes: dict[str, int], said: str) -> None:
+    """A sentence says why."""
+    reason = Decode.supports(problem, geometry(**sizes), HOPPER)
+    assert reason is not None and re.search(said, reason)
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@given(dim_qk=st.integers(1, 24), dim_v=st.integers(1, 16))
+def test_tilings_fit(arch: str, dim_qk: int, dim_v: int) -> None:
+    """They have room in shared memory, two stages at least, and more rows one after the other."""
+    target = KNOWN[arch]
+    problem = replace(PROBLEM, head_dim_qk=8 * dim_qk, head_dim_v=8 * dim_v)
+    found = tilings(problem, target)
+    assert found and all(t.shared_memory(problem) <= target.shared_memory for t in found)
+    assert all(t.stages >= 2 and t.warps % t.row_groups == 0 for t in found)
+    assert [t.rows for t in found] == sorted({t.rows for t in found})
+    assert all(t.row_groups % 4 == 0 and arch == "sm_90a" for t in found if t.warpgroups)
+
+
+@given(
+    heads_q=st.sampled_from((1, 2, 6, 8, 12, 40, 48, 64, 128)),
+    groups=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    batch=st.integers(1, 70),
+    keys=st.integers(1, 70000),
+)
+def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, keys: int) -> None:
+    """There are no more than multiprocessors, in whole teams, with a part of the workspace each;
+    where there is work for all, hardly one is left out that a narrower team would use."""
+    assume(heads_q % groups[0] == 0 and heads_q % groups[1] == 0)
+    sizes = geometry(
+        batch=batch, heads=(heads_q, heads_q // groups[0], heads_q // groups[1]), keys=keys
+    )
+    plan = Decode(PROBLEM, sizes, HOPPER)
+    shared = heads_per_item(sizes)
+    assert groups[0] % shared == 0 and groups[1] % shared == 0
+    width = items_side_by_side(sizes, HOPPER.multiprocessors)
+    assert heads_q // shared % width == 0
+    blocks = plan.kernels()[0].grid[0]
+    assert 0 < blocks <= HOPPER.multiprocessors and blocks % width == 0
+    assert plan.workspace_size >= blocks * (plan.tiling.part_bytes(PROBLEM) + 8)
+    if batch * keys > 128 * HOPPER.multiprocessors:
+        best = max(
+            HOPPER.multiprocessors // w * w
+            for w in range(1, HOPPER.multiprocessors + 1)
+            if heads_q // shared % w == 0
+        )
+        assert blocks > 0.95 * HOPPER.multiprocessors or blocks == best
