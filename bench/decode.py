@@ -1,0 +1,248 @@
+"""Decoding beside its peers: ``python -m bench.decode --out decode.csv``.
+
+A call reads caches that no call before it has left in L2: contenders replay a CUDA graph of calls
+over copies of them in turn. Rounds are interleaved. Prints microseconds, bandwidth (keys and values
+once) and the ratio to FlashAttention-3; each contender's output is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench.peers.flash import load_flash3
+from bench.timing import time_once
+
+#: Bytes of caches that calls take in turn: several times what L2 holds.
+ROTATED = 3 * 10**8
+#: What the largest error of an output may be, of its largest element.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem: ``heads`` of q, and of k and v; ``page`` rows of a page, or none."""
+
+    batch: int
+    heads: tuple[int, int]
+    keys: int
+    queries: int = 1
+    page: int | None = None
+    head_dim: int = 128
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.heads[1] * self.keys * self.head_dim * 4
+
+    @property
+    def name(self) -> str:
+        heads = "/".join(map(str, self.heads))
+        page = "" if self.page is None else f" page{self.page}"
+        return f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}{page}"
+
+
+_SIZES = {
+    (64, 8): ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (8, 65536), (64, 1024),
+              (64, 8192)),
+    (32, 32): ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (16, 4096), (64, 1024),
+               (64, 8192)),
+}  # fmt: skip
+#: Those of one query, of pages of 64; then of smaller pages, and of several queries.
+ROWS = (
+    *(
+        Row(batch, heads, keys, page=page)
+        for heads, sizes in _SIZES.items()
+        for (batch, keys), page in product(sizes, (None, 64))
+    ),
+    *(Row(batch, (64, 8), keys, page=16) for batch, keys in ((8, 8192), (64, 1024))),
+    *(Row(8, (64, 8), 8192, 8, page) for page in (None, 64)),
+    Row(16, (32, 32), 4096, 8),
+)
+
+
+class Data:
+    """Tensors of a row: as many copies of the caches as are taken in turn, bf16."""
+
+    def __init__(self, row: Row) -> None:
+        import torch
+
+        batch, (heads, heads_kv), dim = row.batch, row.heads, row.head_dim
+        copies = max(1, min(20, math.ceil(ROTATED / row.bytes)))
+        shape = (batch, row.keys, heads_kv, dim)
+        self.table = None
+        if row.page is not None:
+            pages = batch * row.keys // row.page
+            shape = (pages, row.page, heads_kv, dim)
+            self.table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1)
+
+        def normal(*dim: int) -> Any:
+            return torch.empty(*dim, device="cuda", dtype=torch.bfloat16).normal_()
+
+        self.q = [normal(batch, row.queries, heads, dim) for _ in range(copies)]
+        self.k, self.v = ([normal(*shape) for _ in range(copies)] for _ in range(2))
+        self.o = [torch.empty_like(q) for q in self.q]
+        self.lengths = torch.full((batch,), row.keys, device="cuda", dtype=torch.int32)
+
+
+Calls = list[Callable[[], Any]]
+
+
+def dlattn_calls(row: Row, data: Data) -> Calls:
+    """``execute`` of one graph, on each copy."""
+    import torch
+
+    import dlattn
+
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.BFLOAT16,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    first = [t[0].transpose(1, 2) for t in (data.q, data.k, data.v)]
+    inputs = [graph.tensor_like(t) for t in first]
+    options: dict[str, Any] = {
+        "diagonal_alignment": dlattn.diagonal_alignment.BOTTOM_RIGHT,
+        "diagonal_band_right_bound": 0,
+    }
+    fixed = {}
+    if data.table is not None:
+        queries = torch.full_like(data.lengths, row.queries)
+        given = {
+            "seq_len_q": queries.view(-1, 1, 1, 1),
+            "seq_len_kv": data.lengths.view(-1, 1, 1, 1),
+            "paged_attention_k_table": data.table.view(row.batch, 1, -1, 1),
+            "paged_attention_v_table": data.table.view(row.batch, 1, -1, 1),
+        }
+        declared = {role: graph.tensor_like(t) for role, t in given.items()}
+        options |= declared | {
+            "use_padding_mask": True,
+            "paged_attention_max_seq_len_kv": row.keys,
+        }
+        fixed = {declared[role]: t for role, t in given.items()}
+    output, _ = graph.sdpa(*inputs, attn_scale=row.head_dim**-0.5, is_inference=True, **options)
+    o = data.o[0].transpose(1, 2)
+    output.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
+    graph.build([dlattn.heur_mode.A])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
+    packs = [
+        dict(zip((*inputs, output), (t.transpose(1, 2) for t in tensors), strict=True)) | fixed
+        for tensors in zip(data.q, data.k, data.v, data.o, strict=True)
+    ]
+    return [lambda pack=pack: graph.execute(pack, workspace) for pack in packs]
+
+
+def flash3_calls(row: Row, data: Data) -> Calls:
+    """FlashAttention-3, which chooses the number of splits."""
+    import torch
+
+    options: dict[str, Any] = {
+        "softmax_scale": row.head_dim**-0.5,
+        "is_causal": row.queries > 1,
+    }
+    if data.table is not None:
+        options |= {"seqused_k": data.lengths, "page_table": data.table}
+    forward = torch.ops.flash_attn_3.fwd
+    return [
+        lambda q=q, k=k, v=v, o=o: forward(q, k, v, out=o, **options)
+        for q, k, v, o in zip(data.q, data.k, data.v, data.o, strict=True)
+    ]
+
+
+def reference(row: Row, data: Data) -> Any:
+    """The output for the first batch entry of the first copy, in fp32."""
+    import torch
+
+    q = data.q[0][0].float()
+    if data.table is None:
+        k, v = data.k[0][0].float(), data.v[0][0].float()
+    else:
+        k, v = (t[0][data.table[0]].flatten(0, 1).float() for t in (data.k, data.v))
+    shared = row.heads[0] // row.heads[1]
+    k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * row.head_dim**-0.5
+    last = torch.arange(row.queries, device=q.device)[:, None] + row.keys - row.queries
+    scores.masked_fill_(torch.arange(row.keys, device=q.device) > last, -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def check(row: Row, data: Data, name: str, call: Callable[[], Any], expected: Any) -> None:
+    """Raises unless a call's output is right."""
+    data.o[0].fill_(math.nan)
+    call()
+    error = (data.o[0][0].float() - expected).abs().max() / expected.abs().max()
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"{name} is wrong: {row.name}, an error of {float(error):.3g}")
+
+
+def microseconds(contenders: dict[str, Calls], rounds: int) -> dict[str, float]:
+    """Median time of a call in a replayed graph, by contender."""
+    import torch
+
+    replays = {}
+    for name, calls in contenders.items():
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        graph, count = torch.cuda.CUDAGraph(), max(4, min(40, 2 * len(calls)))
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for i in range(count):
+                calls[i % len(calls)]()
+        replays[name] = graph.replay, count
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, (replay, count) in replays.items():
+            samples[name].append(1e3 * time_once(replay, 1) / count)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def measure(row: Row, rounds: int, with_flash3: bool) -> dict[str, float]:
+    """Microseconds of each contender, all of which are right."""
+    data = Data(row)
+    contenders = {"dlattn": dlattn_calls(row, data)}
+    if with_flash3:
+        contenders["fa3"] = flash3_calls(row, data)
+    expected = reference(row, data)
+    for name, calls in contenders.items():
+        check(row, data, name, calls[0], expected)
+    return microseconds(contenders, rounds)
+
+
+def main() -> None:
+    """Measures every row, and prints and writes each when it is done."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="CSV with a line for each row and contender")
+    options = parser.parse_args()
+    missing = load_flash3()
+    if missing:
+        print(missing)
+    lines = []
+    torch.manual_seed(0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for number, row in enumerate(ROWS, 1):
+            times = measure(row, options.rounds, not missing)
+            for name, us in times.items():
+                lines.append([*(getattr(row, f.name) for f in fields(row)), name, f"{us:.2f}"])
+            ratio = "" if missing else f"  {times['dlattn'] / times['fa3']:.3f} of fa3's time"
+            shown = "  ".join(
+                f"{name} {us:.1f} us, {row.bytes / us / 1e6:.2f} TB/s" for name, us in times.items()
+            )
+            print(f"[{number}/{len(ROWS)}] {row.name:36} {shown}{ratio}", flush=True)
+    if options.out:
+        with options.out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*(f.name for f in fields(Row)), "impl", "us"])
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()
