@@ -26,7 +26,8 @@ class Case:
             or ``"BH11"``; ``None`` for none.
         bias: element type of the bias, of which ``"bool"`` and ``"uint8"`` mask; ``None`` for none.
         bias_axes: its axes, of ``"bhqk"``, that are not of size 1.
-        bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are.
+        bias_layout: ``"keys"`` if keys are its last axis in memory, ``"queries"`` if queries are,
+            ``"aligned"`` if keys are and each row begins at 16 bytes (of 16-bit elements).
         blocks: the share of blocks of 128 x 128 that a block mask keeps; ``None`` for no mask.
         blocks_axes: its axes, of ``"bh"``, that are not of size 1.
         blocks_layout: its last axis in memory, as of a bias.
@@ -254,7 +255,10 @@ class Case:
 
 
 def _gapped_stride(dim: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """With gaps after each head."""
+    """With gaps after each head, or each row."""
     _, h, q, k = dim
+    if layout == "aligned":
+        row = -(-k // 8) * 8
+        return (h * q * row, q * row, row, 1)
     head = q * k + 3
     return (h * head, head, *((k, 1) if layout == "keys" else (1, q)))

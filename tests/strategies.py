@@ -126,7 +126,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
         bias=bias,
         d_bias=draw(st.sampled_from((None, *_FLOATS))) if bias in _FLOATS else None,
-        bias_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
+        bias_layout=draw(st.sampled_from(("keys", "aligned", "aligned", "queries"))),
         blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),
         right=draw(st.sampled_from((None, 0))),
