@@ -116,6 +116,11 @@ def register_refusal(problem: Problem) -> str | None:
             "dropout beside both a soft cap and a bias or slopes takes more registers than "
             "head dimensions above 384 in sum leave."
         )
+    if widest and problem.paged_v and crowded:
+        return (
+            "pages beside both a soft cap and a bias or slopes take more registers than "
+            "head dimensions above 384 in sum leave."
+        )
     if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
         return (
             "dropout by a mask beside a soft cap takes more registers than head dimensions "

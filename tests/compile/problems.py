@@ -106,7 +106,7 @@ def is_left_to_portable(problem: Problem) -> bool:
             return True
     if problem.has_blocks:
         return problem.adds_to_scores if widest else problem.head_dim_v > 192
-    return widest and crowded and problem.dropout is not None
+    return widest and crowded and (problem.dropout is not None or problem.paged_v)
 
 
 def is_decoded(problem: Problem) -> bool:
