@@ -159,7 +159,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         padded = "both"
     page = st.sampled_from(_PAGE_SIZES)
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
-    bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0)
+    bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0) | st.integers(-20, 0)
     # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
     exact_stats = kind.stats != "bfloat16"
     logits = (1.0, 1.0, 1.0, 0.01, 10.0, 10.0, *([100.0, 1000.0] * exact_stats))
@@ -237,6 +237,8 @@ def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
         alibi=draw(st.sampled_from((None, "H", "BH"))) if case.alibi else None,
         blocks=None,
         d_bias=None,
+        left=None if case.left is None else max(1, case.left),
+        right=None if case.right is None else max(0, case.right),
         page_k=None,
         page_v=None,
         ragged=(),

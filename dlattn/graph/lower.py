@@ -189,7 +189,7 @@ def _is_contiguous(it: Attributes) -> bool:
 
 
 def _near(bound: int | None) -> int | None:
-    return None if bound is None else min(bound, FARTHEST)
+    return None if bound is None else max(-FARTHEST, min(bound, FARTHEST))
 
 
 def _access_bytes(tensors: Mapping[str, tensor]) -> int:

@@ -285,8 +285,8 @@ def _diagonal(given: Mapping[str, Any]) -> Diagonal:
         raise TypeError(
             f"diagonal_alignment must be a dlattn.diagonal_alignment; got {alignment!r}."
         )
-    left = _bound("diagonal_band_left_bound", given["diagonal_band_left_bound"], least=1)
-    right = _bound("diagonal_band_right_bound", given["diagonal_band_right_bound"], least=0)
+    left = _bound("diagonal_band_left_bound", given["diagonal_band_left_bound"])
+    right = _bound("diagonal_band_right_bound", given["diagonal_band_right_bound"])
     window = _bound("sliding_window_length", given["sliding_window_length"], least=1)
 
     if top_left and bottom_right:
@@ -315,7 +315,7 @@ def _diagonal(given: Mapping[str, Any]) -> Diagonal:
     )
 
 
-def _bound(name: str, value: Any, least: int) -> int | None:
+def _bound(name: str, value: Any, least: int | None = None) -> int | None:
     if value is None:
         return None
     try:
@@ -324,7 +324,7 @@ def _bound(name: str, value: Any, least: int) -> int | None:
         bound = None
     if bound is None:
         raise InvalidArgumentError(f"{name} must be an int or None; got {value!r}.")
-    if bound < least:
+    if least is not None and bound < least:
         raise InvalidArgumentError(
             f"{name} must be at least {least}, or None to leave it out; got {bound}."
         )

@@ -93,9 +93,11 @@ class Operations(ABC):
             sliding_window_length: another name for ``diagonal_band_left_bound``.
             diagonal_alignment: where the diagonal starts; ``shift`` below is 0 for ``TOP_LEFT``
                 and ``seq_len_kv - seq_len_q`` for ``BOTTOM_RIGHT``.
-            diagonal_band_left_bound: W >= 1 keeps keys with ``key + W > query + shift``: W keys,
-                the diagonal included.
-            diagonal_band_right_bound: R >= 0 keeps keys with ``key <= query + shift + R``.
+            diagonal_band_left_bound: W keeps keys with ``key + W > query + shift``: of those up to
+                the diagonal the last W, the diagonal included. Below 1, which cuDNN refuses, only
+                keys beyond the diagonal.
+            diagonal_band_right_bound: R keeps keys with ``key <= query + shift + R``; below 0,
+                which cuDNN refuses, only keys before the diagonal.
             dropout: ``(p, seed, offset)`` drops each probability with the chance p, 0 <= p < 1, and
                 multiplies those that are kept by ``1 / (1 - p)``. Seed and offset are integers,
                 or tensors of one INT32 or INT64 on the device or the host; with position they

@@ -160,13 +160,8 @@ LIFTED["F14"] = right(alibi="cudnn", right=0, bottom_right=True)
 LIFTED["F15"] = right(dropout=0.1, right=0, bottom_right=True)
 LIFTED["F16"] = right(seq_q=40, right=0, bottom_right=True)
 LIFTED["F17"] = right(seq_q=40, left=9)
-REFUSED["F18"] = all_of(
-    refuses(
-        Forward, {"diagonal_band_right_bound": -1}, "right_bound must be at least 0", RuntimeError
-    ),
-    refuses(
-        Forward, {"diagonal_band_left_bound": 0}, "left_bound must be at least 1", RuntimeError
-    ),
+LIFTED["F18"] = all_of(
+    right(right=-1), right(left=0, right=5), right(left=-3, right=2, bottom_right=True)
 )
 LIFTED["F19"] = all_of(right(left=9, bias="float32"), right(left=9, right=0, bias="float32"))
 LIFTED["F20"] = right(alibi="cudnn")
@@ -247,9 +242,7 @@ LIFTED["B6"] = all_of(
     right(bias="float16", alibi="H", right=0, bottom_right=True),
     right(seq_q=40, right=0, bottom_right=True),
 )
-REFUSED["B7"] = refuses(
-    Backward, {"diagonal_band_left_bound": 0}, "left_bound must be at least 1", RuntimeError
-)
+LIFTED["B7"] = all_of(right(left=0, right=9), right(left=-3, seq_q=40))
 LIFTED["B8"] = right(seq_q=40, left=9, right=2)
 LIFTED["B9"] = right(**_ragged, lengths_as="offsets", left=9, right=2)
 REFUSED["B10"] = refuses(Backward, _score_mod, _no_score_mod)
