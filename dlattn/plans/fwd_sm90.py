@@ -108,7 +108,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         if largest <= 64:
             tiling = replace(tiling, stages=3, q_stages=2)
         return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
-    if problem.keeps_scores and problem.has_bias and 64 < largest and dim_qk <= 192 and dim_v <= 128:
+    crowded = problem.keeps_scores and problem.has_bias and largest > 64
+    if crowded and dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 64, ping_pong=True, o_slabs=min(2, -(-dim_v // 64))),)
     # Three consumers have no registers for edits or dropout, and do not divide blocks.
     if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
