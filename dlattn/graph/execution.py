@@ -219,7 +219,8 @@ class TransposedSlot(Slot):
         if super()._misfit(shape, stride) is None:
             return None
         swapped = copy.copy(self)
-        swapped.spec = replace(self.spec, dim=_swap(self.spec.dim), stride=_swap(self.spec.stride))
+        dim, stride = _swap(self.spec.dim), _swap(self.spec.stride)
+        swapped.spec = replace(self.spec, dim=dim, stride=canonical_stride(dim, stride))
         return Slot._misfit(swapped, shape, stride)
 
 

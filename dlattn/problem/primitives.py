@@ -43,7 +43,10 @@ def _pointwise(step: Step, arrays: Arrays) -> Array:
     # One element broadcasts to every rank.
     operands = [x.reshape(()) if x.size == 1 else x for x in operands]
     if operation.arithmetic is Arithmetic.MOVES:
-        return np.asarray(operation.function(*operands))
+        *moved, mask = operands
+        if len({x.dtype for x in moved}) > 1:
+            moved = [x.astype(to_numpy(step.compute)) for x in moved]
+        return np.asarray(operation.function(*moved, mask))
     if operation.arithmetic is Arithmetic.BOOLEANS:
         dtype: np.dtype[Any] = np.dtype(bool)
     else:

@@ -214,7 +214,10 @@ def _results(node: PrimitiveNode) -> dict[str, Dim | None]:
 
 def _broadcast(node: PrimitiveNode, dims: Mapping[str, Dim]) -> Dim:
     """Tensors of one element fit every rank; the others have one rank, and sizes of 1 fit all."""
-    ranked = [dim for dim in dims.values() if math.prod(dim) > 1] or [max(dims.values(), key=len)]
+    ranked = [dim for dim in dims.values() if math.prod(dim) > 1]
+    if not ranked:
+        inputs = [t.attributes for t in node.inputs.values()]
+        return max((it.dim for it in inputs if it.value is None), key=len, default=inputs[0].dim)
     sizes = list(zip(*ranked, strict=True)) if len({*map(len, ranked)}) == 1 else []
     together = tuple(max(size) for size in sizes)
     if not sizes or any({*size} - {1, most} for size, most in zip(sizes, together, strict=True)):

@@ -190,7 +190,7 @@ def _add(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
     it = b.tensor.attributes
     if a.keep != Predicate() or a.bias is not None:
         _refuse(node, "adds to scores after a mask or another bias; add one bias before masks.")
-    if not b.is_plain or len(it.dim) != 4 or it.is_pass_by_value or it.dtype not in _FLOATS:
+    if not b.is_plain or len(it.dim) != 4 or it.value is not None or it.dtype not in _FLOATS:
         _refuse(
             node,
             f"adds {b.tensor.get_name() or 'a tensor'} of dim {it.dim}; a bias is a tensor of "
