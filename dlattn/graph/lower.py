@@ -99,6 +99,11 @@ class Lowered:
     numbers: tuple[HostNumber, ...] = ()
 
     @property
+    def held(self) -> list[tensor]:
+        """What packs hold."""
+        return [*self.tensors.values(), *(number.tensor for number in self.numbers)]
+
+    @property
     def model(self) -> tensor | None:
         """The input that outputs are allocated like: q, or the first that is in memory."""
         inputs = (t for role, t in self.tensors.items() if role not in self.outputs)

@@ -213,7 +213,7 @@ class Graph(Operations):
         twice = [said_name(t) for t, count in listed.items() if count > 1]
         if twice:
             raise InvalidGraphError(f"inputs and outputs have {', '.join(twice)} more than once.")
-        missing = [said_name(t) for t in lowered.tensors.values() if t not in listed]
+        missing = [said_name(t) for t in lowered.held if t not in listed]
         if missing:
             raise InvalidGraphError(
                 f"inputs and outputs leave out {', '.join(missing)}, which the graph uses; add it."
@@ -273,7 +273,7 @@ class Graph(Operations):
         """Execute, with memory for the outputs that the pack leaves out; those outputs."""
         lowered = self._graph.lowered
         outputs = [lowered.tensors[role] for role in lowered.tensors if role in lowered.outputs]
-        missing = [t for t in lowered.tensors.values() if t not in pack]
+        missing = [t for t in lowered.held if t not in pack]
         absent = [said_name(t) for t in missing if t not in outputs]
         if absent:
             raise InvalidArgumentError(f"The call lacks the inputs {', '.join(absent)}; add them.")

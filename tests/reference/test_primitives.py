@@ -211,3 +211,55 @@ def test_wrapper() -> None:
     with cudnn.Graph(inputs=["sum::a", "sum::b"], outputs=["exp::OUT_0"]) as made:
         made.exp(made.add(x, y, name="sum"), name="exp").set_output(True)
     np.testing.assert_allclose(made(x, y), np.exp(x + y))
+
+
+def test_wrapper_finds_attention() -> None:
+    """In ``Graph``, too, what is attention runs as that."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 3, 5, 8))
+    fill = np.full((1, 1, 1, 1), -1e20, np.float32)
+    inputs = ["bmm1::A", "bmm1::B", "bmm2::B", "select::input1"]
+    with cudnn.Graph(inputs=inputs, outputs=["bmm2::C"]) as made:
+        p = made.matmul(q, k.swapaxes(2, 3), name="bmm1")
+        keep = made.cmp_ge(made.gen_index(p, 2), made.gen_index(p, 3))
+        s, _ = made.softmax(made.binary_select(p, fill, keep, name="select"))
+        made.matmul(s, v, name="bmm2").set_output(True)
+    with cudnn.Graph(inputs=[q, k, v], outputs=["sdpa::O"]) as wanted:
+        o, _ = wanted.sdpa(q, k, v, is_inference=True, use_causal_mask=True, name="sdpa")
+        o.set_output(True)
+    np.testing.assert_array_equal(made(q, k, v, fill), wanted(q, k, v))
+    np.testing.assert_array_equal(made(q, k.swapaxes(2, 3), v, fill), wanted(q, k, v))
+
+
+def test_backward_of_attention() -> None:
+    """cuDNN's Mha-bprop, from S of the forward, gives the gradients of ``sdpa_backward``."""
+    rng = np.random.default_rng(0)
+    dim, square = (2, 3, 16, 8), (2, 3, 16, 16)
+    q, k, v, d_o = rng.standard_normal((4, *dim))
+    with cudnn.Graph(inputs=[q, k, v], outputs=["sdpa::O", "sdpa::Stats"]) as forward:
+        for out in forward.sdpa(q, k, v, attn_scale=0.5, generate_stats=True, name="sdpa"):
+            out.set_output(True).set_data_type(DOUBLE)
+    o, stats = forward(q, k, v)
+    made = graph(io_data_type=DOUBLE, intermediate_data_type=DOUBLE)
+    p = q @ k.swapaxes(2, 3) / 2
+    arrays = {"q": q, "k": k, "v": v, "dO": d_o, "s": np.exp(p - stats)}
+    t = {name: made.tensor_like(x, name) for name, x in arrays.items()}
+    strides = (3 * 16 * 16, 16 * 16, 1, 16)
+    turned = [made.reshape(t["s"]).set_dim(square).set_stride(strides)]  # g5
+    d_v = made.matmul(turned[0], t["dO"])
+    d_s = made.matmul(t["dO"], made.transpose(t["v"], (0, 1, 3, 2)))
+    product = made.mul(d_s, t["s"])  # g6
+    total = made.reduction(product, Mode.ADD).set_dim((2, 3, 16, 1))
+    d_p = made.scale(made.mul(made.sub(d_s, total), t["s"]), made.tensor_scalar(0.5))
+    d_q = made.matmul(d_p, t["k"])
+    d_k = made.matmul(made.reshape(d_p).set_dim(square).set_stride(strides), t["q"])  # g7
+    outputs = [x.set_output(True) for x in (d_q, d_k, d_v)]
+    made.build()
+    found = {out: np.empty(dim) for out in outputs}
+    made.execute({t[name]: x for name, x in arrays.items()} | found)
+    inputs = [q, k, v, o, d_o, stats]
+    with cudnn.Graph(inputs=inputs, outputs=["b::dQ", "b::dK", "b::dV"]) as backward:
+        for out in backward.sdpa_backward(*inputs, attn_scale=0.5, name="b"):
+            out.set_output(True)
+    for got, wanted in zip(found.values(), backward(*inputs), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)

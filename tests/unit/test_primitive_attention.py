@@ -152,7 +152,12 @@ def _rank_three(made: Any) -> None:
     made.matmul(made.tensor((2, 8, 32)), made.tensor((2, 32, 16)), name="bmm").set_output(True)
 
 
+def _larger(made: Any) -> None:
+    ended(made, made.add(scores(made), made.tensor((4, 2, 8, 16)), name="more"))
+
+
 MISFITS = {
+    _larger: r"add 'more' makes \(4, 2, 8, 16\) of scores of \(1, 2, 8, 16\)",
     _tanh: "tanh 'cap' is no part of attention",
     _no_softmax: "matmul 'bmm2' multiplies neither q by k nor a softmax by v",
     _only_scores: "matmul 'bmm1' writes bmm1::C to memory",

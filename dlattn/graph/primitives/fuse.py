@@ -86,7 +86,9 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
         if meaning is not means and isinstance(meaning, OfScores):
             if t.get_data_type() is not data_type.FLOAT:
                 raise Misfit(other, f"writes {t.get_name()} as {t.get_data_type()}, not FLOAT.")
-    return _attention(node, means, {role: t for role, (t, _, _) in outputs.items()})
+    asked = {it.compute_data_type for it, _ in known.values()}
+    compute = data_type.DOUBLE if data_type.DOUBLE in asked else node.compute_data_type
+    return _attention(node, means, {role: t for role, (t, _, _) in outputs.items()}, compute)
 
 
 def _role(means: Meaning) -> str | None:
@@ -101,7 +103,9 @@ def _scores_of(means: Meaning) -> Scores | None:
     return means.scores if isinstance(means, OfScores) else None
 
 
-def _attention(node: PrimitiveNode, found: Output, outputs: dict[str, Tensor]) -> Attention:
+def _attention(
+    node: PrimitiveNode, found: Output, outputs: dict[str, Tensor], compute: data_type
+) -> Attention:
     weights, scores = found.weights, found.weights.scores
     numbers: list[HostNumber] = [
         _number(t, f"a number of at most {MASKED:g}, for masked scores", lambda x: x <= MASKED)
@@ -120,7 +124,7 @@ def _attention(node: PrimitiveNode, found: Output, outputs: dict[str, Tensor]) -
         "score_max": outputs.get("score_max"),
         "score_sum_exp": outputs.get("score_sum_exp"),
         "rng_dump": outputs.get("rng_dump"),
-        "compute_data_type": node.compute_data_type,
+        "compute_data_type": compute,
         **_dropout(node, weights, numbers),
     }
     found_node = sdpa_node(node.name, given)
@@ -164,15 +168,12 @@ def _constant(node: PrimitiveNode, factors: tuple[Factor, ...]) -> float:
 
 def _masks(node: PrimitiveNode, scores: Scores) -> dict[str, Any]:
     """The bias, lengths and diagonals, as arguments of ``sdpa``."""
-    seq_q, seq_kv = (x.tensor.attributes.dim[2] for x in (scores.q, scores.k))
-    if not scores.k.transposed:
-        seq_kv = scores.k.tensor.attributes.dim[3]
+    batch, _, seq_q, seq_kv = scores.dim
     found = band(scores.keep.conditions, seq_q, seq_kv)
     if found is None:
         raise Misfit(
             node, "ends an attention whose masks are neither lengths nor one diagonal band."
         )
-    batch = scores.q.tensor.attributes.dim[0]
     for t in (found.seq_len_q, found.seq_len_kv):
         if t is not None and t.attributes.dim[0] != batch:
             raise Misfit(node, f"ends an attention with {t.get_name()}, not a length per batch.")
@@ -197,7 +198,7 @@ def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -
     if isinstance(mask, Given):
         return {"dropout": (mask.tensor, _scale(node, weights.scales))}
     keep = mask.node.numbers["bernoulli_probability"]
-    _check_drawn(mask.node, weights.scores, keep)
+    _check_drawn(mask.node, weights.scores)
     unknown = [x.tensor for x in weights.scales if x.tensor.attributes.value is None]
     known = tuple(x for x in weights.scales if x.tensor.attributes.value is not None)
     if known and (unknown or not math.isclose(_constant(node, known), 1 / keep, rel_tol=1e-3)):
@@ -215,12 +216,10 @@ def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -
     return {"dropout": (1 - keep, seed, offset)}
 
 
-def _check_drawn(rng: PrimitiveNode, scores: Scores, keep: float) -> None:
+def _check_drawn(rng: PrimitiveNode, scores: Scores) -> None:
     (drawn,) = (t.attributes.dim for t in rng.outputs.values())
-    dims = [x.tensor.attributes.dim for x in (scores.q, scores.k)]
-    seq_kv = dims[1][2 if scores.k.transposed else 3]
-    if drawn != (*dims[0][:3], seq_kv):
-        raise Misfit(rng, f"draws {drawn}; expected {(*dims[0][:3], seq_kv)}, as scores are.")
+    if drawn != scores.dim:
+        raise Misfit(rng, f"draws {drawn}; expected {scores.dim}, as scores are.")
 
 
 def _number(t: Tensor, wanted: str, accepts: Any) -> HostNumber:

@@ -60,6 +60,8 @@ def read(nodes: Sequence[PrimitiveNode]) -> dict[tensor, tuple[PrimitiveNode, Me
         means = _READERS.get(node.operation, _unknown)(node, *operands)
         if not isinstance(means, (Affine, Predicate, Given, Drawn)):
             _check_floats(node)
+        if isinstance(means, (Scores, Weights)):
+            _check_dim(node, means if isinstance(means, Scores) else means.scores)
         for operand, t in node.outputs.items():
             if operand == "Stats" and isinstance(means, Weights):
                 known[t] = node, OfScores("stats", means.scores)
@@ -84,6 +86,13 @@ def _check_floats(node: PrimitiveNode) -> None:
     for t in node.outputs.values():
         if t.get_data_type() not in _FLOATS:
             raise Misfit(node, f"rounds to {t.get_data_type()}; fused kernels keep floats.")
+
+
+def _check_dim(node: PrimitiveNode, scores: Scores) -> None:
+    """Scores broadcast to nothing larger."""
+    dim = node.result.attributes.dim
+    if dim != scores.dim:
+        raise Misfit(node, f"makes {dim} of scores of {scores.dim}; give operands of those sizes.")
 
 
 def _refuse(node: PrimitiveNode, why: str) -> NoReturn:

@@ -19,7 +19,14 @@ class Given:
 
     @property
     def is_plain(self) -> bool:
+        """Whether nothing was done to it."""
         return not (self.transposed or self.scales)
+
+    @property
+    def dim(self) -> tuple[int, ...]:
+        """Of a k that the first product takes transposed: (B, H, Skv, D)."""
+        dim = self.tensor.attributes.dim
+        return dim if self.transposed else (*dim[:2], dim[3], dim[2])
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,11 @@ class Scores:
     bias: Tensor | None = None
     keep: Predicate = Predicate()
     fills: tuple[Tensor, ...] = ()
+
+    @property
+    def dim(self) -> tuple[int, ...]:
+        """(B, H, Sq, Skv)."""
+        return (*self.q.tensor.attributes.dim[:3], self.k.dim[2])
 
 
 @dataclass(frozen=True)
