@@ -31,6 +31,7 @@ class Mha:
         scale_by: ``"constant"``, ``"value"`` (in the pack) or ``"div"`` (by a constant).
         bias: which sizes of the bias are whole, or None without.
         padding: which of q and k have lengths.
+        overrides: products are told lengths, too.
         causal: keys that a query sees beyond the diagonal, or None.
         window: keys before the diagonal and on it, or None.
         bottom_right: where the diagonal ends.
@@ -57,6 +58,7 @@ class Mha:
     scale_by: str = "constant"
     bias: tuple[bool, bool, bool, bool] | None = None
     padding: str = ""
+    overrides: bool = False
     causal: int | None = None
     window: int | None = None
     bottom_right: bool = False
@@ -203,7 +205,8 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
     scale = graph.div if case.scale_by == "div" else graph.scale
     q = scale(q, factor, name="scale_q") if case.scale == "q" else q
     k = scale(k, factor, name="scale_k") if case.scale == "k" else k
-    scores = graph.matmul(q, k, name="bmm1")
+    lengths = case.overrides and {"m_override": t.get("len_q"), "n_override": t.get("len_k")}
+    scores = graph.matmul(q, k, padding=-5.0, name="bmm1", **lengths or {})
     if case.scale == "scores":
         scores = scale(scores, factor, name="scale_scores")
     if case.bias is not None:
@@ -225,7 +228,10 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
             output.set_data_type(FLOAT)
     if keep_s:
         built.outputs["s"] = weights.set_output(True)
-    built.outputs["o"] = graph.matmul(weights, t["v"], name="bmm2").set_output(True)
+    if lengths:
+        lengths["k_override"] = lengths.pop("n_override")
+    o = graph.matmul(weights, t["v"], name="bmm2", **lengths or {})
+    built.outputs["o"] = o.set_output(True)
     return built
 
 

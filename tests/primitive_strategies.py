@@ -40,6 +40,7 @@ def mhas(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> Mha:
         "scale_by": draw(st.sampled_from(("constant", "value", "div"))),
         "bias": bias,
         "padding": draw(st.sampled_from(("", "", "q", "k", "qk"))),
+        "overrides": draw(st.booleans()),
         "causal": draw(_BOUNDS),
         "window": draw(st.none() | st.integers(1, 12)),
         "bottom_right": draw(st.booleans()),

@@ -10,7 +10,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVariantPackError
 from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
 from dlattn.graph.operations import Operations
-from dlattn.graph.primitives.nodes import OPERANDS, PrimitiveNode, primitive_node
+from dlattn.graph.primitives.nodes import OPERANDS, OPTIONAL, PrimitiveNode, primitive_node
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
@@ -21,7 +21,10 @@ _BUILDERS = {"sdpa": sdpa_node, "sdpa_backward": sdpa_backward_node}
 
 def tensor_arguments(operation: str) -> tuple[str, ...]:
     """An operation's arguments that are tensors of the graph."""
-    return TENSOR_ARGUMENTS.get(operation) or OPERANDS[operation]
+    return TENSOR_ARGUMENTS.get(operation) or (
+        *OPERANDS[operation],
+        *OPTIONAL.get(operation, ()),
+    )
 
 
 class Declarations(Operations):

@@ -59,7 +59,21 @@ def _matmul(step: Step, arrays: Arrays, made: Mapping[str, Value]) -> Arrays:
     dtype = to_numpy(step.compute)
     batch = made["C"].dim[:-2]
     a, b = (_batched(arrays[operand].astype(dtype), batch) for operand in "AB")
-    return {"C": a @ b}
+    if "k_override" in arrays:
+        a, b = _up_to(arrays["k_override"], a, -1, 0), _up_to(arrays["k_override"], b, -2, 0)
+    product: Array = a @ b
+    for operand, axis in (("m_override", -2), ("n_override", -1)):
+        if operand in arrays:
+            product = _up_to(arrays[operand], product, axis, step.numbers["padding"])
+    return {"C": product}
+
+
+def _up_to(lengths: Array, x: Array, axis: int, beyond: float) -> Array:
+    """What an axis holds up to lengths (B, 1, ..., 1), and a number beyond."""
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    within = np.arange(x.shape[axis]).reshape(shape) < lengths
+    return np.where(within, x, x.dtype.type(beyond))
 
 
 def _batched(x: Array, batch: tuple[int, ...]) -> Array:

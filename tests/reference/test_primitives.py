@@ -102,6 +102,24 @@ def test_matmul(sizes: tuple[int, ...], grouped: bool, batch_b: int | None) -> N
     np.testing.assert_allclose(found, np.einsum("bhmk,bhkn->bhmn", x, full + 0 * x[:, :, :1, :1]))
 
 
+def test_matmul_of_lengths() -> None:
+    """Beyond M and N there is padding, beyond K nothing is read."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 1, 3, 4)), rng.standard_normal((2, 1, 4, 5))
+    lengths = {"m_override": (2, 3), "n_override": (5, 1), "k_override": (3, 0)}
+    sizes = {name: np.array(n, np.int32).reshape(2, 1, 1, 1) for name, n in lengths.items()}
+    expected = np.full((2, 1, 3, 5), 7.0)
+    expected[0, 0, :2] = x[0, 0, :2, :3] @ y[0, 0, :3]
+    expected[1, 0, :, :1] = 0
+    x[0, :, :, 3:] = y[1] = np.nan
+    made = graph()
+    tensors = {name: made.tensor_like(n) for name, n in sizes.items()}
+    tx, ty = made.tensor_like(x), made.tensor_like(y)
+    pack = {tx: x, ty: y} | {t: sizes[name] for name, t in tensors.items()}
+    found = run(made, made.matmul(tx, ty, padding=7.0, **tensors), pack)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
 @given(st.permutations(range(4)))
 def test_transpose(permutation: list[int]) -> None:
     """Axis i of the result is axis permutation[i]."""

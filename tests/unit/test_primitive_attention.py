@@ -156,7 +156,31 @@ def _larger(made: Any) -> None:
     ended(made, made.add(scores(made), made.tensor((4, 2, 8, 16)), name="more"))
 
 
+def _length_without_mask(made: Any) -> None:
+    weights, _ = made.softmax(scores(made))
+    length = made.tensor((1, 1, 1, 1), data_type=cudnn.data_type.INT32, name="n")
+    v = made.tensor((1, 2, 16, 32))
+    made.matmul(weights, v, name="bmm2", k_override=length).set_output(True)
+
+
+def _head_dim(made: Any) -> None:
+    length = made.tensor((1, 1, 1, 1), data_type=cudnn.data_type.INT32, name="n")
+    q, k = made.tensor((1, 2, 8, 32)), made.tensor((1, 2, 32, 16))
+    made.matmul(q, k, k_override=length, name="bmm1").set_output(True)
+
+
+def _dump_of_nothing(made: Any) -> None:
+    drawn = made.rng(
+        made.tensor_scalar(1), made.tensor_scalar(2), bernoulli_probability=0.5, name="rng"
+    )
+    drawn.set_dim((1, 2, 8, 16)).set_output(True)
+    ended(made, scores(made))
+
+
 MISFITS = {
+    _length_without_mask: "matmul 'bmm2' ends an attention of which a product has the length n",
+    _head_dim: "matmul 'bmm1' is given k_override",
+    _dump_of_nothing: "rng 'rng' writes rng::Y, by which nothing is dropped",
     _larger: r"add 'more' makes \(4, 2, 8, 16\) of scores of \(1, 2, 8, 16\)",
     _tanh: "tanh 'cap' is no part of attention",
     _no_softmax: "matmul 'bmm2' multiplies neither q by k nor a softmax by v",

@@ -83,7 +83,9 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
     for t, other, meaning in outputs.values():
         if _scores_of(meaning) not in (None, means.weights.scores):
             raise Misfit(other, f"writes {t.get_name()}, which is of other scores.")
-        if meaning is not means and isinstance(meaning, OfScores):
+        if isinstance(meaning, Drawn) and means.weights.mask is not meaning:
+            raise Misfit(other, f"writes {t.get_name()}, by which nothing is dropped.")
+        if isinstance(meaning, OfScores):
             if t.get_data_type() is not data_type.FLOAT:
                 raise Misfit(other, f"writes {t.get_name()} as {t.get_data_type()}, not FLOAT.")
     asked = {it.compute_data_type for it, _ in known.values()}
@@ -120,7 +122,7 @@ def _attention(
         "v": found.v.tensor,
         "generate_stats": "stats" in outputs,
         "attn_scale": _scale(node, scores.scales),
-        **_masks(node, scores),
+        **_masks(node, scores, found.lengths),
         "score_max": outputs.get("score_max"),
         "score_sum_exp": outputs.get("score_sum_exp"),
         "rng_dump": outputs.get("rng_dump"),
@@ -166,7 +168,9 @@ def _constant(node: PrimitiveNode, factors: tuple[Factor, ...]) -> float:
     return product
 
 
-def _masks(node: PrimitiveNode, scores: Scores) -> dict[str, Any]:
+def _masks(
+    node: PrimitiveNode, scores: Scores, lengths: tuple[tuple[str, Tensor], ...]
+) -> dict[str, Any]:
     """The bias, lengths and diagonals, as arguments of ``sdpa``."""
     batch, _, seq_q, seq_kv = scores.dim
     found = band(scores.keep.conditions, seq_q, seq_kv)
@@ -177,6 +181,14 @@ def _masks(node: PrimitiveNode, scores: Scores) -> dict[str, Any]:
     for t in (found.seq_len_q, found.seq_len_kv):
         if t is not None and t.attributes.dim[0] != batch:
             raise Misfit(node, f"ends an attention with {t.get_name()}, not a length per batch.")
+    masked = {"q": found.seq_len_q, "kv": found.seq_len_kv}
+    for side, length in (*scores.lengths, *lengths):
+        if masked[side] is not length:
+            raise Misfit(
+                node,
+                f"ends an attention of which a product has the length {length.get_name()}, but no "
+                "padding mask has; mask positions beyond it.",
+            )
     biases = [*([] if scores.bias is None else [scores.bias]), *scores.keep.masks]
     if len(biases) > 1:
         raise Misfit(node, "ends an attention with a bias and a mask tensor, or two; give one.")

@@ -237,7 +237,16 @@ def _product(node: PrimitiveNode, a: Dim, b: Dim) -> Dim:
             "K) and (..., K, N), with batch sizes that divide each other. Transpose one, or set "
             "other strides."
         )
-    return (*(max(pair) for pair in batches), a[-2], b[-1])
+    product = (*(max(pair) for pair in batches), a[-2], b[-1])
+    for operand in set(node.inputs) - {"A", "B"}:
+        it = node.inputs[operand].attributes
+        ones = (1,) * (len(product) - 1)
+        if it.dim not in ((1, *ones), (product[0], *ones)) or it.dtype not in _INTEGERS:
+            raise InvalidGraphError(
+                f"{node.label(operand)} has dim {it.dim} and is {it.dtype}; {operand} must be "
+                f"integers of {(product[0], *ones)}."
+            )
+    return product
 
 
 def _check_shape_given(node: PrimitiveNode, operand: str) -> None:

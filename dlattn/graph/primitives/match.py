@@ -111,30 +111,47 @@ def _is_one(x: Meaning) -> bool:
     return isinstance(x, Given) and x.is_plain and x.tensor.attributes.elements == 1
 
 
-def _matmul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
+#: Which lengths of scores the actual sizes are, of the product with k and of that with v.
+_SIDES = (
+    {"m_override": "q", "n_override": "kv"},
+    {"m_override": "q", "k_override": "kv"},
+)
+
+
+def _matmul(node: PrimitiveNode, a: Meaning, b: Meaning, *overrides: Meaning) -> Meaning:
     if not isinstance(b, Given) or not isinstance(a, (Given, Weights)):
         _refuse(node, "multiplies neither q by k nor a softmax by v.")
-    dims = [t.attributes.dim for t in (*node.inputs.values(), node.result)]
-    first, second, product = dims
+    first, second, product = (
+        t.attributes.dim for t in (node.inputs["A"], node.inputs["B"], node.result)
+    )
     if len(product) != 4 or first[:2] != product[:2] or second[0] != product[0]:
         _refuse(
             node,
             f"multiplies {first} by {second}; fused kernels take (B, H, ., .), where the second "
             "may have fewer heads only.",
         )
+    lengths = []
+    for operand, t in list(node.inputs.items())[2:]:
+        side = _SIDES[isinstance(a, Weights)].get(operand)
+        if side is None:
+            _refuse(node, f"is given {operand}; the head dimension has one size.")
+        lengths.append((side, t))
     if isinstance(a, Weights):
         if not b.is_plain:
             _refuse(node, "takes a v that is transposed or scaled; give v as it is.")
         if a.scales and a.mask is None:
             _refuse(node, "takes weights that are scaled without dropout.")
-        return Output(a, b)
+        if "m_override" in node.inputs and node.numbers["padding"] != 0:
+            _refuse(node, "pads o with something else than 0.")
+        return Output(a, b, tuple(lengths))
     if a.transposed:
         _refuse(node, "takes a q that is transposed; give q as (B, H, Sq, D).")
     for given in (a, b):
         if given.tensor.get_data_type() not in _FLOATS:
             _refuse(node, f"multiplies {given.tensor.get_data_type()}; q and k must be floats.")
     scales = a.scales + b.scales
-    return Scores(replace(a, scales=()), replace(b, scales=()), scales)
+    q, k = replace(a, scales=()), replace(b, scales=())
+    return Scores(q, k, scales, lengths=tuple(lengths))
 
 
 def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:

@@ -47,6 +47,7 @@ class Scores:
         bias: what is added then.
         keep: which positions are kept of those.
         fills: what masked scores were set to: tensors of one element.
+        lengths: side -> what the product takes for the lengths of ``"q"`` and ``"kv"``.
     """
 
     q: Given
@@ -55,6 +56,7 @@ class Scores:
     bias: Tensor | None = None
     keep: Predicate = Predicate()
     fills: tuple[Tensor, ...] = ()
+    lengths: tuple[tuple[str, Tensor], ...] = ()
 
     @property
     def dim(self) -> tuple[int, ...]:
@@ -93,6 +95,7 @@ class Output:
 
     weights: Weights
     v: Given
+    lengths: tuple[tuple[str, Tensor], ...] = ()
 
 
 Meaning = Given | Scores | OfScores | Drawn | Weights | Output | Affine | Predicate

@@ -67,12 +67,20 @@ class Primitives(ABC):
         compute_data_type: data_type = _NOT_SET,
         padding: float = 0.0,
         name: str = "",
+        *,
+        m_override: Any = None,
+        n_override: Any = None,
+        k_override: Any = None,
     ) -> Any:
         """Matrix products: (..., M, K) times (..., K, N) is (..., M, N).
 
         Of batch dimensions that differ, one divides the other: of n entries with m matrices, entry
-        i takes matrix ``i * m // n``, as grouped heads do. ``padding`` pads nothing here: lengths
-        are not given to a product.
+        i takes matrix ``i * m // n``, as grouped heads do.
+
+        Args:
+            m_override, n_override, k_override: actual sizes for each batch entry, integers of
+                (B, 1, ..., 1), as in cuDNN's C++: results beyond M and N are ``padding``, and sums
+                end at K.
         """
         return self._add("matmul", arguments(locals()))[0]
 

@@ -15,7 +15,7 @@ from dlattn.graph.tensor import Attributes, integers, tensor
 from dlattn.graph.vocabulary import reduction_mode, reshape_mode, rng_distribution
 from dlattn.problem import POINTWISE
 
-#: Operation -> its operands, in order; all are needed.
+#: Operation -> the operands that it needs, in order.
 OPERANDS: dict[str, tuple[str, ...]] = {
     **{name: operation.operands for name, operation in POINTWISE.items()},
     "matmul": ("A", "B"),
@@ -26,6 +26,9 @@ OPERANDS: dict[str, tuple[str, ...]] = {
     "transpose": ("input",),
     "reshape": ("input",),
 }
+
+#: Operation -> operands that may be left out.
+OPTIONAL: dict[str, tuple[str, ...]] = {"matmul": ("m_override", "n_override", "k_override")}
 
 #: Operation -> its result, as cuDNN names it; of the others, ``OUT_0``.
 _RESULTS = {"matmul": "C", "softmax": "S"} | dict.fromkeys(
@@ -90,6 +93,9 @@ def primitive_node(operation: str, name: str, given: Mapping[str, Any]) -> Primi
         if given[operand] is None:
             raise TypeError(f"{operation} needs the tensor {operand}; got None.")
         inputs[operand] = given[operand]
+    for operand in OPTIONAL.get(operation, ()):
+        if given.get(operand) is not None:
+            inputs[operand] = given[operand]
     results = [_RESULTS.get(operation, "OUT_0")]
     if operation == "softmax" and _flag("generate_stats", given["generate_stats"]):
         results.append("Stats")
@@ -171,8 +177,7 @@ def _reshape(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _matmul(given: Mapping[str, Any]) -> dict[str, Any]:
-    _number("padding", given["padding"])
-    return {}
+    return {"padding": _number("padding", given["padding"])}
 
 
 _NUMBERS = {
