@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -101,3 +102,41 @@ _NUMBERS = {
     "leaky_relu": (("negative_slope", 0.25, 0.5),),
     "swish": (("swish_beta", 0.5, 2.0),),
 }
+
+
+#: An expression of positions: a leaf, or two of them added or subtracted.
+_LEAVES = st.sampled_from(("row", "col", "len_q", "len_k")) | st.integers(-3, 3)
+_EXPRESSIONS = st.recursive(
+    _LEAVES, lambda x: st.tuples(st.sampled_from(("add", "sub")), x, x), max_leaves=4
+)
+_COMPARISONS = st.tuples(
+    st.sampled_from(("cmp_ge", "cmp_gt", "cmp_le", "cmp_lt")), _EXPRESSIONS, _EXPRESSIONS
+)
+_USUAL = st.sampled_from(
+    [
+        ("cmp_lt", "col", "len_k"),
+        ("cmp_gt", "len_q", "row"),
+        ("cmp_ge", "row", "col"),
+        ("cmp_ge", ("add", "row", ("sub", "len_k", "len_q")), "col"),
+        ("cmp_lt", ("sub", "row", 3), "col"),
+    ]
+)
+
+#: A mask: comparisons joined.
+MASKS = st.recursive(
+    _USUAL | _COMPARISONS,
+    lambda x: (
+        st.tuples(st.just("logical_not"), x)
+        | st.tuples(st.sampled_from(("logical_and", "logical_or")), x, x)
+    ),
+    max_leaves=3,
+)
+
+#: What happens to scores, in order.
+EDITS = st.lists(
+    st.tuples(st.just("scale"), st.sampled_from((0.5, 2.0, -1.0)))
+    | st.tuples(st.just("div"), st.sampled_from((0.5, 4.0)))
+    | st.tuples(st.just("bias"), st.tuples(*4 * [st.booleans()]))
+    | st.tuples(st.sampled_from(("keep", "drop")), st.sampled_from((-1e20, -math.inf)), MASKS),
+    max_size=4,
+)
