@@ -177,7 +177,29 @@ def _dump_of_nothing(made: Any) -> None:
     ended(made, scores(made))
 
 
+def _rounded_bias(made: Any) -> None:
+    whole = made.identity(made.tensor((1, 1, 8, 16), name="b"), name="whole")
+    ended(made, made.bias(scores(made), whole.set_data_type(cudnn.data_type.INT8)))
+
+
+def _rounded_positions(made: Any) -> None:
+    p = scores(made)
+    row = made.gen_index(p, 2, name="rows").set_data_type(HALF)
+    keep = made.cmp_ge(row, made.gen_index(p, 3))
+    ended(made, made.binary_select(p, made.tensor_scalar(-1e20), keep))
+
+
+def _mask_of_integers(made: Any) -> None:
+    weights, _ = made.softmax(scores(made))
+    mask = made.tensor((1, 2, 8, 16), data_type=cudnn.data_type.INT32)
+    v = made.tensor((1, 2, 16, 32))
+    made.matmul(made.mul(weights, mask, name="drop"), v).set_output(True)
+
+
 MISFITS = {
+    _mask_of_integers: "mul 'drop' multiplies weights by another mask than one of floats",
+    _rounded_bias: "identity 'whole' rounds to data_type.INT8",
+    _rounded_positions: "gen_index 'rows' rounds to data_type.HALF",
     _length_without_mask: "matmul 'bmm2' ends an attention of which a product has the length n",
     _head_dim: "matmul 'bmm1' is given k_override",
     _dump_of_nothing: "rng 'rng' writes rng::Y, by which nothing is dropped",

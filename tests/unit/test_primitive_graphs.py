@@ -190,7 +190,7 @@ def _bad_seed(made: Any) -> None:
         (_integers_of_floats, "neg 'neg' has compute_data_type .* operands are HALF"),
         (_untyped, "no storage type"),
         (_bad_length, r"l has dim \(3, 1, 1\) .*; m_override must be integers of \(2, 1, 1\)"),
-        (_bad_seed, "s has dim .* expected one integer"),
+        (_bad_seed, "s has dim .* expected one INT32 or INT64"),
     ],
 )
 def test_wrong_graphs(declare: Callable[[Any], None], said: str) -> None:

@@ -273,10 +273,11 @@ def _check_shape_given(node: PrimitiveNode, operand: str) -> None:
         if len(it.dim) != 4:
             raise InvalidGraphError(f"{label} has dim {it.dim}; expected (B, H, Sq, Skv).")
         for name, t in node.inputs.items():
-            if t.attributes.elements != 1 or t.get_data_type() not in _INTEGERS:
+            whole = (data_type.INT32, data_type.INT64)
+            if t.attributes.elements != 1 or t.get_data_type() not in whole:
                 raise InvalidGraphError(
                     f"{node.label(name)} has dim {t.attributes.dim} and is {t.get_data_type()}; "
-                    "expected one integer."
+                    "expected one INT32 or INT64."
                 )
 
 

@@ -28,12 +28,13 @@ from dlattn.graph.tensor import tensor
 
 _FLOATS = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
+_POSITIONS = (*_INTEGERS, data_type.FLOAT, data_type.DOUBLE)
 _BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
 
 #: Scores at most this are masked: their weights are 0 beside any other.
 MASKED = -1e4
 
-#: Steps of a softmax: (operation, its operands) -> its result.
+#: Steps of a softmax: (operation, its operand) -> its result.
 _SOFTMAX = {
     ("exp", "shifted"): "exp",
     ("reciprocal", "sum"): "inverse",
@@ -58,8 +59,7 @@ def read(nodes: Sequence[PrimitiveNode]) -> dict[tensor, tuple[PrimitiveNode, Me
     for node in needed(nodes):
         operands = [known[t][1] if t in known else Given(t) for t in node.inputs.values()]
         means = _READERS.get(node.operation, _unknown)(node, *operands)
-        if not isinstance(means, (Affine, Predicate, Given, Drawn)):
-            _check_floats(node)
+        _check_types(node, means)
         if isinstance(means, (Scores, Weights)):
             _check_dim(node, means if isinstance(means, Scores) else means.scores)
         for operand, t in node.outputs.items():
@@ -82,10 +82,19 @@ def needed(nodes: Sequence[PrimitiveNode]) -> list[PrimitiveNode]:
     return kept[::-1]
 
 
-def _check_floats(node: PrimitiveNode) -> None:
+def _check_types(node: PrimitiveNode, means: Meaning) -> None:
+    """Floats stay floats, positions stay exact, and what is true or false is so in any type."""
+    if isinstance(means, (Predicate, Drawn)):
+        return
+    kept: tuple[data_type, ...] = _FLOATS
+    if isinstance(means, Affine):
+        kept = _POSITIONS
+    elif isinstance(means, Given) and means.tensor.get_data_type() not in _FLOATS:
+        kept = (means.tensor.get_data_type(),)
     for t in node.outputs.values():
-        if t.get_data_type() not in _FLOATS:
-            raise Misfit(node, f"rounds to {t.get_data_type()}; fused kernels keep floats.")
+        if t.get_data_type() not in kept:
+            names = ", ".join(dtype.name for dtype in kept)
+            raise Misfit(node, f"rounds to {t.get_data_type()}; fused kernels know {names} here.")
 
 
 def _check_dim(node: PrimitiveNode, scores: Scores) -> None:
@@ -161,10 +170,9 @@ def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
         assert isinstance(b, Given)
         return _scaled(node, a, Factor(b.tensor))
     if isinstance(a, Weights) and isinstance(b, (Drawn, Given)):
-        is_mask = isinstance(b, Drawn) or (b.is_plain and len(b.tensor.attributes.dim) == 4)
-        if is_mask and a.mask is None:
+        if a.mask is None and (isinstance(b, Drawn) or _is_keep_mask(b)):
             return replace(a, mask=b)
-        _refuse(node, "drops from weights that dropout was applied to.")
+        _refuse(node, "multiplies weights by another mask than one of floats or booleans.")
     pair = [x.what for x in (a, b) if isinstance(x, OfScores)]
     if sorted(pair) == ["exp", "inverse"]:
         return _softmax_of(node, a, b)
@@ -173,6 +181,11 @@ def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
         "multiplies by a tensor; before a softmax fused kernels multiply by one number only, and "
         "mask by binary_select.",
     )
+
+
+def _is_keep_mask(x: Given) -> bool:
+    it = x.tensor.attributes
+    return x.is_plain and len(it.dim) == 4 and it.dtype in (*_FLOATS, *_BOOLEANS)
 
 
 def _div(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
@@ -314,10 +327,9 @@ def _softmax(node: PrimitiveNode, x: Meaning) -> Meaning:
 
 
 def _unary(node: PrimitiveNode, x: Meaning) -> Meaning:
-    what = _SOFTMAX.get((node.operation, x.what)) if isinstance(x, OfScores) else None
-    if what is None or not isinstance(x, OfScores):
+    if not isinstance(x, OfScores) or (node.operation, x.what) not in _SOFTMAX:
         _unknown(node)
-    return OfScores(what, x.scores)
+    return OfScores(_SOFTMAX[node.operation, x.what], x.scores)
 
 
 def _identity(node: PrimitiveNode, x: Meaning) -> Meaning:
