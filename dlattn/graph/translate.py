@@ -12,7 +12,7 @@ from dlattn.graph.placement import choose_target
 from dlattn.graph.primitives import infer as primitive_infer
 from dlattn.graph.primitives import lower as primitive_lower
 from dlattn.graph.primitives.fuse import attention
-from dlattn.graph.primitives.match import Misfit
+from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.runtime.target import Target
 

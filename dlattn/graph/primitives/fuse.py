@@ -12,12 +12,13 @@ from dlattn.dtypes import data_type
 from dlattn.graph.lower import HostNumber, Lowered, lower, spec_of
 from dlattn.graph.nodes import AttentionNode, sdpa_node
 from dlattn.graph.operations import Operations
-from dlattn.graph.primitives.match import MASKED, Misfit, read
+from dlattn.graph.primitives.match import read
 from dlattn.graph.primitives.meanings import (
     Drawn,
     Factor,
     Given,
     Meaning,
+    Misfit,
     OfScores,
     Output,
     Scores,
@@ -25,6 +26,7 @@ from dlattn.graph.primitives.meanings import (
 )
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import band
+from dlattn.graph.primitives.readers import MASKED
 from dlattn.graph.tensor import Tensor
 from dlattn.graph.vocabulary import diagonal_alignment
 from dlattn.runtime.target import Target

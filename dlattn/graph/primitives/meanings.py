@@ -1,4 +1,5 @@
-"""What tensors inside an attention mean, from the product of q and k to the product with v."""
+"""What tensors inside an attention mean, from the product of q and k to the product with v; and the
+node whose result means nothing."""
 
 from __future__ import annotations
 
@@ -99,3 +100,10 @@ class Output:
 
 
 Meaning = Given | Scores | OfScores | Drawn | Weights | Output | Affine | Predicate
+
+
+class Misfit(Exception):
+    """The first node that is no part of an attention, and why."""
+
+    def __init__(self, node: PrimitiveNode, why: str) -> None:
+        super().__init__(f"{node} {why}")
