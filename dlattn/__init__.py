@@ -35,6 +35,7 @@ from dlattn.graph.vocabulary import knob_type as knob_type
 from dlattn.graph.vocabulary import numerical_note as numerical_note
 from dlattn.graph.vocabulary import reduction_mode as reduction_mode
 from dlattn.graph.vocabulary import reshape_mode as reshape_mode
+from dlattn.graph.vocabulary import rng_distribution as rng_distribution
 from dlattn.graph.vocabulary import scalar_type as scalar_type
 from dlattn.graph.vocabulary import tensor_reordering as tensor_reordering
 from dlattn.graph.wrapper import Graph as Graph

@@ -12,10 +12,11 @@ from tests.calls import Called
 from tests.cases import Case
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase
+from tests.mha import Mha
 from tests.states import States
 
 #: What ``--repro`` takes.
-_KINDS = (Case, Called, FlashCase, CacheCase, States)
+_KINDS = (Case, Called, FlashCase, CacheCase, States, Mha)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,7 @@ from tests.drivers import check, gpu_library, run_graph
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase, check_cache
 from tests.libraries import Library
+from tests.mha import Mha, check_mha
 from tests.states import States, check_states
 
 
@@ -35,6 +36,9 @@ def check_any(repro: Any, library: Library, callers: list[Caller]) -> None:
                 flash_check.check(repro, caller)
             else:
                 check_cache(repro, caller)
+    elif isinstance(repro, Mha):
+        for caller in callers:
+            check_mha(repro, caller)
     elif isinstance(repro, States):
         check_states(repro, library)
     elif isinstance(repro, Called):

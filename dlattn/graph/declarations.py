@@ -10,6 +10,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVariantPackError
 from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
 from dlattn.graph.operations import Operations
+from dlattn.graph.primitives.nodes import OPERANDS, OPTIONAL, PrimitiveNode, primitive_node
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
@@ -18,13 +19,21 @@ from dlattn.runtime.tensors import view
 _BUILDERS = {"sdpa": sdpa_node, "sdpa_backward": sdpa_backward_node}
 
 
+def tensor_arguments(operation: str) -> tuple[str, ...]:
+    """An operation's arguments that are tensors of the graph."""
+    return TENSOR_ARGUMENTS.get(operation) or (
+        *OPERANDS[operation],
+        *OPTIONAL.get(operation, ()),
+    )
+
+
 class Declarations(Operations):
     """The tensors and operations of a graph, in the order of their declaration."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tensors: list[Tensor] = []
-        self._nodes: list[AttentionNode] = []
+        self._nodes: list[AttentionNode | PrimitiveNode] = []
         self._is_built = False
 
     def tensor(
@@ -132,19 +141,25 @@ class Declarations(Operations):
             raise InvalidGraphError(
                 f"Graph {self._name!r} is built, so {operation} cannot be added; make a new graph."
             )
-        for argument in TENSOR_ARGUMENTS[operation]:
+        for argument in tensor_arguments(operation):
             value = given[argument]
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(
                     f"{operation}: {argument} must be a tensor of the graph, made by tensor() or "
                     f"tensor_like(); got a {type(value).__qualname__}."
                 )
-        node = _BUILDERS[operation](given["name"] or operation, given)
+        node = self._node(operation, given)
         self._nodes.append(node)
         self._keep_tensors_of(node)
         return list(node.returned)
 
-    def _keep_tensors_of(self, node: AttentionNode) -> None:
+    def _node(self, operation: str, given: dict[str, Any]) -> AttentionNode | PrimitiveNode:
+        if operation in _BUILDERS:
+            return _BUILDERS[operation](given["name"] or operation, given)
+        earlier = sum(node.operation == operation for node in self._nodes)
+        return primitive_node(operation, given["name"] or f"{operation}.{earlier}", given)
+
+    def _keep_tensors_of(self, node: AttentionNode | PrimitiveNode) -> None:
         for t in node.tensors.values():
             if not any(t is known for known in self._tensors):
                 t.attributes.inferred = frozenset()  # what another graph inferred is given here

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.tensor import Tensor, described
 
+Node = AttentionNode | PrimitiveNode
 
-def describe(node: AttentionNode) -> dict[str, Any]:
+
+def describe(node: Node) -> dict[str, Any]:
     """A node, its arguments and its tensors."""
+    if isinstance(node, PrimitiveNode):
+        return {
+            "operation": node.operation,
+            "name": node.name,
+            **node.numbers,
+            "compute_data_type": node.compute_data_type.name,
+            "tensors": {operand: described(t) for operand, t in node.tensors.items()},
+        }
     return {
         "operation": node.operation,
         "name": node.name,
@@ -30,17 +41,23 @@ def describe(node: AttentionNode) -> dict[str, Any]:
     }
 
 
-def key_of(node: AttentionNode, types: Mapping[str, data_type], place: str) -> int:
+def key_of(nodes: Sequence[Node], types: Mapping[str, data_type], place: str) -> int:
     """A hash of everything that execution depends on, the same in every process.
 
     Names do not count. Of the uids only those count that the user set, because only those are the
     same in two graphs whatever else they hold.
     """
-    it = describe(node)
-    it.pop("name")
-    it["tensors"] = {role: _nameless(t) for role, t in node.tensors.items()}
+    numbers: dict[Tensor, int] = {}
+    told = []
+    for node in nodes:
+        it = describe(node)
+        it.pop("name")
+        it["tensors"] = {role: _nameless(t) for role, t in node.tensors.items()}
+        # Which tensors of several nodes are the same ones.
+        places = [numbers.setdefault(t, len(numbers)) for t in node.tensors.values()]
+        told.append([it, places])
     types_by_name = {name: dtype.name for name, dtype in types.items()}
-    text = json.dumps([it, types_by_name, place], sort_keys=True)
+    text = json.dumps([told, types_by_name, place], sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 

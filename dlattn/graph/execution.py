@@ -6,9 +6,11 @@ made only once something differs.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,9 +19,10 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.lower import Lowered
+from dlattn.graph.lower import HostNumber, Lowered
 from dlattn.graph.tensor import Device, tensor
-from dlattn.plans.base import Plan
+from dlattn.plans.base import Runnable
+from dlattn.plans.host import host_array
 from dlattn.problem import TensorSpec, offset_role
 from dlattn.problem.layout import canonical_stride
 from dlattn.problem.problem import SCALAR_ROLES
@@ -121,7 +124,8 @@ class Slot:
     def _size(self, shape: tuple[int, ...]) -> Any:
         """What must be equal: the shape, or for scalars only that there is one element."""
         single = all(size == 1 for size in shape)
-        return () if single and self.role in SCALAR_ROLES else tuple(shape)
+        is_scalar = self.role in SCALAR_ROLES or self.by_value
+        return () if single and is_scalar else tuple(shape)
 
 
 #: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
@@ -208,7 +212,44 @@ class TableSlot(RaggedSlot):
         return f"expected entries one after the other, got shape {shape} and strides {stride}."
 
 
-def _slot_type(spec: TensorSpec) -> type[Slot]:
+class TransposedSlot(Slot):
+    """That of a tensor whose last two axes the graph has swapped; packs may, or may not."""
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        if super()._misfit(shape, stride) is None:
+            return None
+        swapped = copy.copy(self)
+        dim, stride = _swap(self.spec.dim), _swap(self.spec.stride)
+        swapped.spec = replace(self.spec, dim=dim, stride=canonical_stride(dim, stride))
+        return Slot._misfit(swapped, shape, stride)
+
+
+def _swap(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
+class NumberSlot(Slot):
+    """That of a number that plans do not read, because the graph knows what it has to be."""
+
+    def __init__(self, number: HostNumber, target: Target) -> None:
+        super().__init__("", number.tensor, number.spec, target, is_output=False)
+        self._number = number
+
+    def check(self, value: Any) -> None:
+        """Refuses another number than the graph was made for."""
+        if not isinstance(value, (float, np.floating)):
+            is_address = type(value) is int and not self.takes_int
+            address = self.checked_address(value) if is_address else self.admit(value)
+            value = host_array(address, self.spec).item()
+        if not self._number.accepts(float(value)):
+            raise InvalidVariantPackError(
+                f"{self.said}: expected {self._number.wanted}, got {value}; pass that."
+            )
+
+
+def _slot_type(role: str, spec: TensorSpec, lowered: Lowered) -> type[Slot]:
+    if role in lowered.transposed:
+        return TransposedSlot
     return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
 
 
@@ -223,7 +264,7 @@ class Execution:
     Calling it enqueues the work; calls from several threads do not disturb each other.
     """
 
-    def __init__(self, lowered: Lowered, plan: Plan) -> None:
+    def __init__(self, lowered: Lowered, plan: Runnable) -> None:
         self.plan = plan
         self._workspace_size = plan.workspace_size
         self._on_cpu = lowered.target.kind == "cpu"
@@ -231,7 +272,9 @@ class Execution:
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
         slots = [
-            _slot_type(specs[role])(role, t, specs[role], lowered.target, role in lowered.outputs)
+            _slot_type(role, specs[role], lowered)(
+                role, t, specs[role], lowered.target, role in lowered.outputs
+            )
             for role, t in lowered.tensors.items()
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
@@ -241,6 +284,7 @@ class Execution:
             for slot in slots
             if isinstance(slot, RaggedSlot) and self._on_cpu
         ]
+        self._numbers = [NumberSlot(number, lowered.target) for number in lowered.numbers]
         self._seen_workspace: tuple[Any, ...] | None = None
 
     def __call__(
@@ -273,6 +317,8 @@ class Execution:
                     unordered.append(value)
         for ragged_slot, offsets, spec in self._offsets_to_check:
             ragged_slot.check_offsets(pointers[offsets], spec)
+        for number in self._numbers:
+            number.check(_find(number, pack))
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
@@ -313,7 +359,9 @@ class Execution:
 
 
 def _find(slot: Slot, pack: Mapping[Any, Any]) -> Any:
-    """The value under another tensor object with this uid, such as a copy from the graph."""
+    """The value under the uid, or any tensor object with it, such as a copy from the graph."""
+    if pack.get(slot.uid) is not None:
+        return pack[slot.uid]
     for key, value in pack.items():
         if isinstance(key, tensor) and key.attributes.uid == slot.uid and value is not None:
             return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dlattn import dtypes
@@ -12,7 +12,7 @@ from dlattn.graph.dropout import dropout_numbers
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.pages import is_paged, max_seq_kv
 from dlattn.graph.ragged import has_ragged
-from dlattn.graph.tensor import Attributes, tensor
+from dlattn.graph.tensor import Attributes, Tensor, tensor
 from dlattn.problem import (
     PAGE_TABLES,
     Alibi,
@@ -26,6 +26,7 @@ from dlattn.problem import (
     Mask,
     Padding,
     Problem,
+    Program,
     Scale,
     SoftCap,
     TensorSpec,
@@ -63,19 +64,52 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
+class HostNumber:
+    """A number passed by value that plans do not read, because they know what it has to be.
+
+    Attributes:
+        wanted: what it has to be, in words.
+        accepts: whether a number is that.
+    """
+
+    tensor: Tensor
+    spec: TensorSpec
+    wanted: str
+    accepts: Callable[[float], bool]
+
+
+@dataclass(frozen=True)
 class Lowered:
     """A graph as plans see it.
 
     Attributes:
+        problem: what is to be computed; of primitive operations that are no attention, a program.
         tensors: role -> graph tensor; the roles of ``geometry.tensors``.
         outputs: the roles that are written.
+        transposed: the roles whose graph tensors have their last two axes swapped.
+        numbers: what the graph takes for granted of numbers that packs hold.
     """
 
-    problem: Problem
+    problem: Problem | Program
     geometry: Geometry
     tensors: Mapping[str, tensor]
     outputs: frozenset[str]
     target: Target
+    transposed: frozenset[str] = frozenset()
+    numbers: tuple[HostNumber, ...] = ()
+
+    @property
+    def held(self) -> list[tensor]:
+        """What packs hold."""
+        return [*self.tensors.values(), *(number.tensor for number in self.numbers)]
+
+    @property
+    def model(self) -> tensor | None:
+        """The input that outputs are allocated like: q, or the first that is in memory."""
+        inputs = (t for role, t in self.tensors.items() if role not in self.outputs)
+        return self.tensors.get("q") or next(
+            (t for t in inputs if not t.get_is_pass_by_value()), None
+        )
 
 
 def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) -> Lowered:
@@ -115,7 +149,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
     diagonal = node.diagonal
     geometry = Geometry(
         tensors={
-            role: _spec(
+            role: spec_of(
                 node.label(role),
                 t.attributes,
                 is_output=role in node.outputs,
@@ -137,7 +171,10 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
     return Lowered(problem, geometry, tensors, outputs, target)
 
 
-def _spec(label: str, it: Attributes, is_output: bool, ragged: bool) -> TensorSpec:
+def spec_of(
+    label: str, it: Attributes, is_output: bool = False, ragged: bool = False
+) -> TensorSpec:
+    """What plans know of a tensor with memory, under the user's name for it."""
     # A number cannot be written to, whatever a CPU tensor of one element was taken for.
     by_value = it.is_pass_by_value and not is_output
     stride, packed = canonical_stride(it.dim, it.stride), it.ragged_offset is not None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dlattn.graph.vocabulary import behavior_note, numerical_note
-from dlattn.plans.base import Plan
+from dlattn.plans.base import Plan, Runnable
 from dlattn.problem import Direction
 
 
-def behavior_notes(plan: Plan) -> set[behavior_note]:
+def behavior_notes(plan: Runnable) -> set[behavior_note]:
     """CUDA plans are compiled at run time."""
     return {behavior_note.RUNTIME_COMPILATION} if plan.target.kind == "cuda" else set()
 
 
-def numerical_notes(plan: Plan) -> set[numerical_note]:
+def numerical_notes(plan: Runnable) -> set[numerical_note]:
     """CUDA plans use tensor cores; a backward adds in any order unless asked for a fixed one."""
-    if plan.target.kind != "cuda":
+    if plan.target.kind != "cuda" or not isinstance(plan, Plan):
         return set()
     notes = {numerical_note.TENSOR_CORE}
     if plan.problem.direction is Direction.BACKWARD and not plan.problem.deterministic:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from dlattn.dtypes import data_type
+from dlattn.graph.primitives.methods import Primitives, arguments
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
 
 
-class Operations(ABC):
-    """A graph to which attention can be added.
+class Operations(Primitives):
+    """A graph to which attention, and primitive operations, can be added.
 
     Where an argument is a tensor, ``pygraph`` takes the graph's tensors, and ``Graph`` also takes
     tensors of any DLPack framework.
     """
-
-    @abstractmethod
-    def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
-        """Append one operation; its outputs, ``None`` where one was not asked for."""
 
     def sdpa(
         self,
@@ -167,7 +163,7 @@ class Operations(ABC):
             InvalidArgumentError: arguments contradict each other (a ``RuntimeError``).
             TypeError: an argument has the wrong Python type.
         """
-        return self._add("sdpa", _arguments(locals()))
+        return self._add("sdpa", arguments(locals()))
 
     def sdpa_backward(
         self,
@@ -247,7 +243,7 @@ class Operations(ABC):
                 ``RuntimeError``).
             TypeError: an argument has the wrong Python type.
         """
-        return self._add("sdpa_backward", _arguments(locals()))
+        return self._add("sdpa_backward", arguments(locals()))
 
     def scaled_dot_product_flash_attention(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Another name for :meth:`sdpa`."""
@@ -256,8 +252,3 @@ class Operations(ABC):
     def scaled_dot_product_flash_attention_backward(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Another name for :meth:`sdpa_backward`."""
         return self.sdpa_backward(*args, **kwargs)
-
-
-def _arguments(scope: dict[str, Any]) -> dict[str, Any]:
-    """A method's arguments by name, from its ``locals()`` before it has any others."""
-    return {name: value for name, value in scope.items() if name != "self"}

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.handle import pinned_target
-from dlattn.graph.nodes import AttentionNode
-from dlattn.graph.tensor import Device
+from dlattn.graph.tensor import Device, tensor
 from dlattn.runtime.target import CPU, Target, cuda_target, default_target
 
 
-def choose_target(node: AttentionNode, handle: int | None) -> Target:
-    """The device for a node.
+def choose_target(said: str, tensors: Iterable[tuple[str, tensor]], handle: int | None) -> Target:
+    """The device for operations.
 
     Only tensors made by ``tensor_like`` of a framework's tensor have a device; host scalars say
     nothing, because every device reads them.
+
+    Args:
+        said: what they are called in messages.
+        tensors: their tensors, and what those are called.
 
     Raises:
         InvalidGraphError: tensors on several devices, or not on the device that the handle pins.
     """
     seen: dict[Device, str] = {}
-    for role, t in node.tensors.items():
+    for label, t in tensors:
         if t.attributes.device is not None and not t.attributes.is_pass_by_value:
-            seen.setdefault(t.attributes.device, node.label(role))
+            seen.setdefault(t.attributes.device, label)
     if len(seen) > 1:
         places = ", ".join(f"{label} on {kind}:{index}" for (kind, index), label in seen.items())
         raise InvalidGraphError(
-            f"The tensors of {node.operation} {node.name!r} lie on several devices: {places}. Move "
-            "them to one."
+            f"The tensors of {said} lie on several devices: {places}. Move them to one."
         )
     pinned = pinned_target(handle)
     for (kind, index), label in seen.items():

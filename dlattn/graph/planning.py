@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from dlattn.config import settings
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.execution import Execution
 from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
-from dlattn.plans.base import Plan
-from dlattn.plans.select import select
+from dlattn.plans.base import Runnable
+from dlattn.plans.select import interpreter, select
+from dlattn.problem import Program
 
 
-def supported_plans(lowered: Lowered) -> list[type[Plan]]:
-    """The plans that can run a graph, best first.
+def supported_plans(lowered: Lowered) -> list[Callable[[], Runnable]]:
+    """What makes the plans that can run a graph, best first.
 
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
     """
-    return select(lowered.problem, lowered.geometry, lowered.target, settings().engine)
+    problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
+    if isinstance(problem, Program):
+        return [partial(interpreter(settings().engine), problem, geometry, target)]
+    kinds = select(problem, geometry, target, settings().engine)
+    return [partial(kind, problem, geometry, target) for kind in kinds]
 
 
 class Planning:
@@ -27,20 +33,19 @@ class Planning:
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
-        self._plans: list[Plan] = []
+        self._plans: list[Runnable] = []
         self._executions: dict[int, Execution] = {}
         self._chosen: int | None = None
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[Runnable]:
         return self._plans
 
-    def append(self, kind: type[Plan]) -> None:
+    def append(self, plan: Runnable) -> None:
         """Add one plan after the others."""
-        lowered = self._lowered
-        self._plans.append(kind(lowered.problem, lowered.geometry, lowered.target))
+        self._plans.append(plan)
 
-    def keep(self, wanted: Callable[[Plan], bool]) -> None:
+    def keep(self, wanted: Callable[[Runnable], bool]) -> None:
         """Drop the plans that are not wanted; what was built must be built again."""
         kept = [plan for plan in self._plans if wanted(plan)]
         if len(kept) < len(self._plans):
@@ -79,7 +84,7 @@ class Planning:
             self._executions[index] = Execution(self._lowered, plan)
         self._chosen = index
 
-    def at(self, index: int) -> Plan:
+    def at(self, index: int) -> Runnable:
         """The plan at an index.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The graph: one attention operation, validated, planned, built and executed."""
+"""The graph: attention, validated, planned, built and executed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNot
 from dlattn.graph.declarations import Declarations
 from dlattn.graph.description import describe, key_of
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.infer import complete
-from dlattn.graph.lower import Lowered, lower
-from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.lower import Lowered
 from dlattn.graph.notes import behavior_notes, numerical_notes
-from dlattn.graph.placement import choose_target
+from dlattn.graph.translate import translate
 from dlattn.graph.vocabulary import behavior_note, build_plan_policy, heur_mode, numerical_note
-from dlattn.plans.base import Plan
+from dlattn.plans.base import Runnable
 
 if TYPE_CHECKING:
     from dlattn.graph.planning import Planning
@@ -26,14 +24,18 @@ if TYPE_CHECKING:
 class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
     """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
 
-    Life: tensors and one operation -> ``validate`` -> ``build_operation_graph`` ->
+    It holds one ``sdpa`` or ``sdpa_backward``, or primitive operations. Those that together are
+    attention run as one, by the same plans; others run on the CPU, by the reference engine.
+
+    Life: tensors and operations -> ``validate`` -> ``build_operation_graph`` ->
     ``create_execution_plans`` -> ``check_support`` -> ``build_plans`` -> ``execute``. Each step
     takes the steps before it that were left out; ``build()`` takes them all.
 
     Args:
         name: for messages.
         io_data_type: element type of tensors that set none.
-        intermediate_data_type: accepted; nothing between nodes exists in memory.
+        intermediate_data_type: element type of virtual tensors that set none; in attention, nothing
+            between nodes exists in memory, or is rounded.
         compute_data_type: FLOAT, or DOUBLE on the reference engine.
         handle: stream and device, see :func:`create_handle`. ``None``: the device is that of the
             tensors, and execution follows the frameworks' current stream.
@@ -73,8 +75,8 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
             "is_override_shape_enabled": is_override_shape_enabled,
         }
         self._lowered: Lowered | None = None
-        self._kinds: list[type[Plan]] = []
-        self._filters: list[Callable[[Plan], bool]] = []
+        self._makers: list[Callable[[], Runnable]] = []
+        self._filters: list[Callable[[Runnable], bool]] = []
         self._planning: Planning | None = None
 
     # From declarations to plans ---------------------------------------------------------------
@@ -94,7 +96,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         """Assign the missing uids, and freeze the graph. Raises as :meth:`validate` does."""
         if self._lowered is not None:
             return
-        lowered, self._kinds = self._lower()
+        lowered, self._makers = self._lower()
         taken = {t.attributes.uid for t in self._tensors}
         free = (uid for uid in range(1, len(taken) + len(self._tensors) + 1) if uid not in taken)
         for t in self._tensors:
@@ -131,7 +133,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
             raise cudnnGraphNotSupportedError("Plans have no knobs to turn; leave knobs out.")
         if not 0 <= engine_id < self.get_engine_count():
             raise InvalidArgumentError(
-                f"There is no engine {engine_id}; {len(self._kinds)} can run this graph, counted "
+                f"There is no engine {engine_id}; {len(self._makers)} can run this graph, counted "
                 "from 0."
             )
         self._plan(keep_others=True, engines=[engine_id])
@@ -166,7 +168,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
     def get_engine_count(self) -> int:
         """How many plans can run the graph."""
         self.build_operation_graph()
-        return len(self._kinds)
+        return len(self._makers)
 
     def get_knobs_for_engine(self, engine_id: int) -> list[Any]:
         """None: plans choose their tiling themselves."""
@@ -282,7 +284,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         Names do not count; uids count when the user set them.
         """
         lowered = self._lowered or self._lower()[0]
-        return key_of(self._only_node(), self._types, str(lowered.target))
+        return key_of(self._nodes, self._types, str(lowered.target))
 
     def __repr__(self) -> str:
         types = {name: dtype.name for name, dtype in self._types.items()}
@@ -307,37 +309,19 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
 
     # Details ----------------------------------------------------------------------------------
 
-    def _lower(self) -> tuple[Lowered, list[type[Plan]]]:
+    def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]:
         from dlattn.graph.planning import supported_plans
 
-        node = self._only_node()
-        self._refuse_what_no_plan_knows(node)
-        self._keep_tensors_of(node)  # ragged offsets may have been set since the call
-        self._check_uids()
-        complete(node, self._types["io_data_type"])
-        target = choose_target(node, self._handle)
-        self._check_capability(target.capability if target.kind == "cuda" else None)
-        lowered = lower(node, target, self._types["compute_data_type"])
-        return lowered, supported_plans(lowered)
-
-    def _only_node(self) -> AttentionNode:
-        if len(self._nodes) != 1:
-            held = ", ".join(f"{n.operation} {n.name!r}" for n in self._nodes) or "nothing"
-            raise cudnnGraphNotSupportedError(
-                f"Graph {self._name!r} holds {held}; plans run graphs of exactly one sdpa or "
-                "sdpa_backward. Make one graph for each."
-            )
-        return self._nodes[0]
-
-    def _refuse_what_no_plan_knows(self, node: AttentionNode) -> None:
-        if node.not_supported:
-            raise cudnnGraphNotSupportedError(
-                f"{node.operation} {node.name!r} was given {', '.join(node.not_supported)}, which "
-                "no plan supports yet; leave it out, or compute this attention elsewhere."
-            )
         for argument, value in self._not_supported.items():
             if value:
                 raise _not_yet(f"The graph's argument {argument}")
+        for node in self._nodes:
+            self._keep_tensors_of(node)  # ragged offsets may have been set since the call
+        self._check_uids()
+        lowered = translate(self._name, self._nodes, self._types, self._handle)
+        target = lowered.target
+        self._check_capability(target.capability if target.kind == "cuda" else None)
+        return lowered, supported_plans(lowered)
 
     def _check_uids(self) -> None:
         named: dict[int, str] = {}
@@ -375,11 +359,11 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         if self._planning is None or not keep_others:
             self._planning = Planning(self._lowered)
         for engine in engines:
-            self._planning.append(self._kinds[engine])
+            self._planning.append(self._makers[engine]())
         for wanted in self._filters:
             self._planning.keep(wanted)
 
-    def _filter(self, wanted: Callable[[Plan], bool]) -> None:
+    def _filter(self, wanted: Callable[[Runnable], bool]) -> None:
         self._filters.append(wanted)
         if self._planning is not None:
             self._planning.keep(wanted)

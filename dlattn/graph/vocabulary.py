@@ -61,6 +61,15 @@ class reduction_mode(VocabularyEnum):
     NOT_SET = 9
 
 
+class rng_distribution(VocabularyEnum):
+    """Distributions of ``rng``; BERNOULLI is what attention drops by, and the one there is."""
+
+    NOT_SET = 0
+    BERNOULLI = 1
+    UNIFORM = 2
+    NORMAL = 3
+
+
 class scalar_type(VocabularyEnum):
     """When a ``tensor_scalar`` is known; either way the graph keeps its value."""
 

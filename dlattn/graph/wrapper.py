@@ -10,9 +10,9 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
+from dlattn.graph.declarations import tensor_arguments
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.names import Names, said_name
-from dlattn.graph.nodes import TENSOR_ARGUMENTS
 from dlattn.graph.operations import Operations
 from dlattn.graph.pygraph import pygraph
 from dlattn.graph.ragged import allocation_model
@@ -94,7 +94,8 @@ class Graph(Operations):
             return
         self._graph.build(self._heuristics)
         self._is_built = True
-        like = self._names.source_of(self._graph.lowered.tensors["q"])
+        model = self._graph.lowered.model
+        like = None if model is None else self._names.source_of(model)
         if self._workspace_alloc and like is not None and self.get_workspace_size():
             self._workspace = allocate_bytes(like, self.get_workspace_size())
         self._names.release()
@@ -149,20 +150,20 @@ class Graph(Operations):
             if argument == "name":
                 continue
             port = f"{node}::{argument}"
-            if argument in TENSOR_ARGUMENTS[operation] or argument == "attn_scale":
+            if argument in tensor_arguments(operation) or argument == "attn_scale":
                 value = self._operand(port, value)
             elif isinstance(value, tuple):
                 value = tuple(self._operand(f"{port}::{n}", item) for n, item in enumerate(value))
             if isinstance(value, Tensor):
                 self._names.add_port(f"{node}::{position}", value)
             arguments[argument] = value
-        outputs = getattr(self._graph, operation)(**arguments)
+        outputs = self._graph._add(operation, arguments)
         self._nodes.add(node)
         self._counts[operation] += 1
         for output in outputs:
             if output is not None:
                 self._names.add_port(output.get_name(), self._names.add(output))
-        return list(outputs)
+        return outputs
 
     def _operand(self, port: str, value: Any) -> Any:
         """The graph tensor for an operand; numbers and ``None`` stay what they are."""
@@ -212,7 +213,7 @@ class Graph(Operations):
         twice = [said_name(t) for t, count in listed.items() if count > 1]
         if twice:
             raise InvalidGraphError(f"inputs and outputs have {', '.join(twice)} more than once.")
-        missing = [said_name(t) for t in lowered.tensors.values() if t not in listed]
+        missing = [said_name(t) for t in lowered.held if t not in listed]
         if missing:
             raise InvalidGraphError(
                 f"inputs and outputs leave out {', '.join(missing)}, which the graph uses; add it."
@@ -235,7 +236,7 @@ class Graph(Operations):
         Returns:
             For positional calls the output, or a list of several; for dicts the same dict, with
             the outputs that it did not have. Outputs are made in the framework and on the device
-            of ``q``.
+            of ``q``, or of a primitive graph's first input.
 
         Raises:
             InvalidGraphError: a positional call without input and output names, or with another
@@ -272,11 +273,16 @@ class Graph(Operations):
         """Execute, with memory for the outputs that the pack leaves out; those outputs."""
         lowered = self._graph.lowered
         outputs = [lowered.tensors[role] for role in lowered.tensors if role in lowered.outputs]
-        missing = [t for t in lowered.tensors.values() if t not in pack]
+        missing = [t for t in lowered.held if t not in pack]
         absent = [said_name(t) for t in missing if t not in outputs]
         if absent:
             raise InvalidArgumentError(f"The call lacks the inputs {', '.join(absent)}; add them.")
-        like = pack[lowered.tensors["q"]]
+        like = None if lowered.model is None else pack[lowered.model]
+        if missing and like is None:
+            raise InvalidArgumentError(
+                "The graph has no input in memory that outputs could be allocated like; pass "
+                f"memory for {', '.join(map(said_name, missing))} too."
+            )
         made = {t: self._allocate(t, pack) for t in missing}
         chosen = self._handle if handle is None else _handle(handle)
         if made and self._is_unordered(like, chosen):
@@ -289,7 +295,8 @@ class Graph(Operations):
 
     def _allocate(self, t: Tensor, pack: dict[Tensor, Any]) -> Any:
         tensors, it = self._graph.lowered.tensors, t.attributes
-        dim, stride, model = it.dim, it.stride, tensors["q"]
+        dim, stride, model = it.dim, it.stride, self._graph.lowered.model
+        assert model is not None
         if it.ragged_offset is not None:
             role = next(role for role, other in tensors.items() if other is t)
             model = tensors[allocation_model(role)]

@@ -10,25 +10,18 @@ from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
 
-class Plan(ABC):
-    """One way to run one problem on one device.
+class Runnable(ABC):
+    """One way to run one graph on one device.
 
-    Life: ``supports`` (class) -> ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow:
-    compiles and loads) -> ``execute`` (often; thread-safe; never allocates device memory, copies
-    or synchronises).
+    Life: ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow: compiles and loads) ->
+    ``execute`` (often; thread-safe; never allocates device memory, copies or synchronises).
     """
 
     name: ClassVar[str]
 
-    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
-        self.problem = problem
+    def __init__(self, geometry: Geometry, target: Target) -> None:
         self.geometry = geometry
         self.target = target
-
-    @classmethod
-    @abstractmethod
-    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
-        """``None`` when this plan can run the problem, else one sentence that says why not."""
 
     @property
     @abstractmethod
@@ -53,3 +46,16 @@ class Plan(ABC):
             workspace: address of ``workspace_size`` bytes on the device (0 when none is needed).
             stream: CUDA stream handle (0 is the legacy default stream); ignored on the CPU.
         """
+
+
+class Plan(Runnable):
+    """One way to run one problem; ``supports`` comes first."""
+
+    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
+        super().__init__(geometry, target)
+        self.problem = problem
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
+        """``None`` when this plan can run the problem, else one sentence that says why not."""

@@ -9,6 +9,7 @@ from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.interpreter import Interpreter
 from dlattn.plans.reference import Reference
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
@@ -43,3 +44,17 @@ def select(
             f"No plan runs this graph on {target}. " + " ".join(f"[{r}]" for r in reasons)
         )
     return supported
+
+
+def interpreter(engine: str | None = None) -> type[Interpreter]:
+    """What runs programs.
+
+    Raises:
+        cudnnGraphNotSupportedError: ``engine``, of ``DLATTN_ENGINE``, is another one.
+    """
+    if engine not in (None, Interpreter.name):
+        raise cudnnGraphNotSupportedError(
+            f"Primitive operations that are no attention run on {Interpreter.name} alone, and "
+            f"DLATTN_ENGINE asks for {engine!r}; unset it."
+        )
+    return Interpreter

@@ -8,6 +8,8 @@ from dlattn.problem.dropout import (
     philox_dropout_mask,
 )
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
+from dlattn.problem.pointwise import POINTWISE, Arithmetic, Pointwise
+from dlattn.problem.primitives import evaluate
 from dlattn.problem.problem import (
     PAGE_TABLES,
     QUERY_ROLES,
@@ -19,14 +21,17 @@ from dlattn.problem.problem import (
     cu_seqlens_role,
     offset_role,
 )
+from dlattn.problem.program import Program, Step, Value
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
 
 __all__ = [
     "BLOCK",
     "PAGE_TABLES",
+    "POINTWISE",
     "QUERY_ROLES",
     "RAGGED_ROLES",
     "Alibi",
+    "Arithmetic",
     "Band",
     "Bias",
     "BlockMask",
@@ -39,14 +44,19 @@ __all__ = [
     "Mask",
     "Padding",
     "Philox",
+    "Pointwise",
     "Problem",
+    "Program",
     "Scale",
     "SoftCap",
+    "Step",
     "TensorSpec",
+    "Value",
     "Values",
     "Where",
     "alibi_slopes",
     "cu_seqlens_role",
+    "evaluate",
     "offset_role",
     "philox_dropout_mask",
 ]

@@ -1,0 +1,1 @@
+"""Graphs of primitive operations: their nodes, what they infer, and the attention among them."""

@@ -1,0 +1,89 @@
+"""From what a graph holds to what plans see: one attention, or primitive operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dlattn.dtypes import data_type
+from dlattn.errors import cudnnGraphNotSupportedError
+from dlattn.graph import infer, lower
+from dlattn.graph.nodes import AttentionNode
+from dlattn.graph.placement import choose_target
+from dlattn.graph.primitives import infer as primitive_infer
+from dlattn.graph.primitives import lower as primitive_lower
+from dlattn.graph.primitives.fuse import attention
+from dlattn.graph.primitives.meanings import Misfit
+from dlattn.graph.primitives.nodes import PrimitiveNode
+from dlattn.runtime.target import Target
+
+Node = AttentionNode | PrimitiveNode
+
+
+def translate(
+    name: str, nodes: Sequence[Node], types: Mapping[str, data_type], handle: int | None
+) -> lower.Lowered:
+    """Complete the nodes of a graph, choose its device, and lower it.
+
+    Args:
+        name: the graph's, for messages.
+        types: ``io_data_type``, ``intermediate_data_type`` and ``compute_data_type`` of the graph.
+
+    Raises:
+        InvalidGraphError: the graph is wrong.
+        cudnnGraphNotSupportedError: it is right, but no plan runs what it holds.
+    """
+    primitive = [node for node in nodes if isinstance(node, PrimitiveNode)]
+    if nodes and len(primitive) == len(nodes):
+        return _primitives(name, primitive, types, handle)
+    if len(nodes) != 1:
+        held = ", ".join(f"{node.operation} {node.name!r}" for node in nodes) or "nothing"
+        raise cudnnGraphNotSupportedError(
+            f"Graph {name!r} holds {held}; plans run graphs of exactly one sdpa or "
+            "sdpa_backward, or of primitive operations alone. Make one graph for each."
+        )
+    (node,) = nodes
+    assert isinstance(node, AttentionNode)
+    if node.not_supported:
+        raise cudnnGraphNotSupportedError(
+            f"{node.operation} {node.name!r} was given {', '.join(node.not_supported)}, which no "
+            "plan supports yet; leave it out, or compute this attention elsewhere."
+        )
+    infer.complete(node, types["io_data_type"])
+    tensors = ((node.label(role), t) for role, t in node.tensors.items())
+    target = choose_target(f"{node.operation} {node.name!r}", tensors, handle)
+    return lower.lower(node, target, types["compute_data_type"])
+
+
+def _primitives(
+    name: str,
+    nodes: Sequence[PrimitiveNode],
+    types: Mapping[str, data_type],
+    handle: int | None,
+) -> lower.Lowered:
+    """Attention if that is what they are; else, on the CPU, one operation after the other."""
+    primitive_infer.complete(nodes, types)
+    tensors = [(node.label(role), t) for node in nodes for role, t in node.tensors.items()]
+    target = choose_target(f"graph {name!r}", tensors, handle)
+    program = primitive_lower.lower(nodes, target, types["compute_data_type"])
+    try:
+        return _attention(nodes, target, types)
+    except Misfit as misfit:
+        if target.kind == "cuda":
+            raise cudnnGraphNotSupportedError(
+                f"Graph {name!r} runs on {target}, where kernels compute attention, and is not "
+                f"attention: {misfit} Run it on the CPU, or change this node."
+            ) from None
+    except cudnnGraphNotSupportedError:
+        if target.kind == "cuda":
+            raise
+    # What the attempt has inferred may differ.
+    primitive_infer.complete(nodes, types)
+    return program
+
+
+def _attention(
+    nodes: Sequence[PrimitiveNode], target: Target, types: Mapping[str, data_type]
+) -> lower.Lowered:
+    found = attention(nodes)
+    infer.complete(found.node, types["io_data_type"])
+    return found.lower(target, types["compute_data_type"])
