@@ -109,8 +109,9 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
             tiling = replace(tiling, stages=3, q_stages=2)
         return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
     crowded = problem.keeps_scores and problem.has_bias and largest > 64
-    if crowded and dim_qk <= 192 and dim_v <= 128:
-        return (Sm90FwdTiling(2, 64, ping_pong=True, o_slabs=min(2, -(-dim_v // 64))),)
+    if crowded and largest <= 192:
+        o_slabs = min(2, -(-dim_v // 64)) if dim_v <= 128 else 1
+        return (Sm90FwdTiling(2, 64, ping_pong=True, o_slabs=o_slabs),)
     # Three consumers have no registers for edits or dropout, and do not divide blocks.
     if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
