@@ -16,6 +16,7 @@
 #include "attn/epilogue.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/decode_loads.cuh"
+#include "tile/unit.cuh"
 
 namespace dlattn {
 
@@ -215,8 +216,7 @@ struct Decode : DecodeLoads<Problem, Tiling> {
       const float* s_o = &shared.stage[stage][t].part.o[row][column];
       part.reference = shared.reference[t][row];
       part.sum = shared.sum[t][row];
-      part.take(0, *reinterpret_cast<const float4*>(s_o));
-      part.take(4, *reinterpret_cast<const float4*>(s_o + 4));
+      load_unit(part.o, s_o);
     });
     constexpr int at_a_time = 8;
     for (int other = first; other < work.team; other += at_a_time) {
@@ -234,9 +234,7 @@ struct Decode : DecodeLoads<Problem, Tiling> {
 
   DLATTN_DEVICE void leave(const Unit& unit, int row, int column) const {
     Left& left = left_by(blockIdx.x);
-    auto* g_o = reinterpret_cast<float4*>(&left.o[row][column]);
-    g_o[0] = float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]};
-    g_o[1] = float4{unit.o[4], unit.o[5], unit.o[6], unit.o[7]};
+    store_unit(&left.o[row][column], unit.o);
     if (column == 0) {
       left.reference[row] = unit.reference;
       left.sum[row] = unit.sum;
@@ -262,15 +260,10 @@ struct Decode : DecodeLoads<Problem, Tiling> {
     }
     if (query >= p.o.template stored_rows<ragged>(work.length.q, p.seq_q)) return;
     const float scale = padded || unit.sum == 0.f ? 0.f : reciprocal_approx(unit.sum);
-    uint32 packed[Unit::columns / 2];
+    float values[Unit::columns];
 #pragma unroll
-    for (int i = 0; i < Unit::columns / 2; ++i) {
-      const float low = padded ? 0.f : unit.o[2 * i] * scale;
-      const float high = padded ? 0.f : unit.o[2 * i + 1] * scale;
-      packed[i] = Convert<T>::pack(low, high);
-    }
-    T* g_unit = p.o.template rows<T, ragged>(work.batch, head, query) + column;
-    *reinterpret_cast<uint4*>(g_unit) = uint4{packed[0], packed[1], packed[2], packed[3]};
+    for (int i = 0; i < Unit::columns; ++i) values[i] = padded ? 0.f : unit.o[i] * scale;
+    store_unit(p.o.template rows<T, ragged>(work.batch, head, query) + column, values);
   }
 
   // All threads, once every team has shared its part of the rows.

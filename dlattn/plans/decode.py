@@ -31,14 +31,16 @@ class DecodeTiling:
         row_groups: warps that share keys, for 16 rows each.
         stages: tiles of keys and values in shared memory.
         warpgroups: four warps multiply together, with Hopper's instructions.
-        min_blocks: blocks that a multiprocessor runs at a time.
     """
 
     warps: int
     row_groups: int
     stages: int
     warpgroups: bool = False
-    min_blocks: int = 1
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
 
     @property
     def threads(self) -> int:
@@ -101,19 +103,18 @@ MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
 
 
+def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling | None:
+    """The best for so many groups of rows, if shared memory has room for one."""
+    warpgroups = row_groups % 4 == 0 and target.capability == (9, 0)
+    sizes = [(warps, stages) for warps, stages in _SIZES if warps >= row_groups]
+    each = (DecodeTiling(warps, row_groups, stages, warpgroups) for warps, stages in sizes)
+    return next((t for t in each if t.shared_memory(problem) <= target.shared_memory), None)
+
+
 def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     """For at most 16, 32, 64 and 128 rows, those for which shared memory has room."""
-    found = []
-    for row_groups in (1, 2, 4, 8):
-        warpgroups = row_groups % 4 == 0 and target.capability == (9, 0)
-        tilings = (DecodeTiling(warps, row_groups, stages, warpgroups) for warps, stages in _SIZES)
-        fitting = [
-            tiling
-            for tiling in tilings
-            if tiling.warps >= row_groups and tiling.shared_memory(problem) <= target.shared_memory
-        ]
-        found += fitting[:1]
-    return tuple(found)
+    found = (_tiling(problem, target, row_groups) for row_groups in (1, 2, 4, 8))
+    return tuple(tiling for tiling in found if tiling)
 
 
 class Decode(CudaPlan):
@@ -132,8 +133,7 @@ class Decode(CudaPlan):
         rows = geometry.seq_q * heads_per_item(geometry)
         self.tiling = tiling or next(t for t in tilings(problem, target) if t.rows >= rows)
         self._params.heads_per_block = heads_per_item(geometry)
-        self._most_blocks = self.tiling.min_blocks * target.multiprocessors
-        self._params.heads_per_wave = items_side_by_side(geometry, self._most_blocks)
+        self._params.heads_per_wave = items_side_by_side(geometry, target.multiprocessors)
         self._params.parts.mark = secrets.randbits(64) | 1
 
     @classmethod
@@ -172,7 +172,7 @@ class Decode(CudaPlan):
         geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
         columns = geometry.batch * geometry.heads_q // (heads_per_item(geometry) * width)
         tiles = columns * (1 + -(-geometry.seq_kv // keys))
-        return width * min(tiles, self._most_blocks // width)
+        return width * min(tiles, self.target.multiprocessors // width)
 
     @cached_property
     def scratch_bytes(self) -> int:
