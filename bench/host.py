@@ -65,10 +65,10 @@ def execute() -> Callable[[], object]:
     import dlattn
 
     q, k, v = (
-        torch.randn(1, 16, 1, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         for _ in range(3)
     )
-    o, stats = torch.empty_like(q), torch.empty(1, 1, 16, 1, device="cuda")
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.BFLOAT16,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -90,16 +90,17 @@ def functions() -> dict[str, Callable[[], object]]:
     from dlattn import attention, merge_states
     from dlattn.flash import flash_attn_with_kvcache, mha_fwd, mha_varlen_fwd
 
-    q = torch.randn(1, 16, 1, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16)
     k, v, out = torch.randn_like(q), torch.randn_like(q), torch.empty_like(q)
     flat = [x.flatten(0, 1) for x in (q, k, v, out)]
-    lengths = torch.tensor([0, 16], device="cuda", dtype=torch.int32)
-    lse = torch.zeros(1, 1, 16, device="cuda")
+    lengths = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
+    lse = torch.zeros(1, 1, 128, device="cuda")
     new, cached = (q[:, :1], k[:, :1], v[:, :1], out[:, :1]), lengths[:1]
     return {
         "mha_fwd": lambda: mha_fwd(q, k, v, out, None, 0.0, 0.125, True),
+        "mha_fwd, one query": lambda: mha_fwd(new[0], k, v, new[3], None, 0.0, 0.125, True),
         "mha_varlen_fwd": lambda: mha_varlen_fwd(
-            *flat, lengths, lengths, None, None, None, 16, 16, 0.0, 0.125, False, True
+            *flat, lengths, lengths, None, None, None, 128, 128, 0.0, 0.125, False, True
         ),
         "attention": lambda: attention(q, k, v, causal=True, out=out),
         "merge_states": lambda: merge_states(q, lse, k, lse, out=(out, lse)),

@@ -51,6 +51,7 @@ _COMPARED = flash_cases(
     used=False,
     sinks=False,
     softcap=0.0,
+    dropout=0.0,
     given=False,
     deterministic=False,
     layout="plain",
