@@ -320,7 +320,8 @@ def flash_cases(
         dropout=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
         given=draw(st.booleans()),
         zero_tensors=draw(st.booleans()),
-        deterministic=layout != "odd" and draw(st.booleans()),
+        # The portable backward, which alone takes wider heads, has no order of its sums.
+        deterministic=layout != "odd" and head_size <= 256 and draw(st.booleans()),
         layout=layout,
         logits=draw(st.sampled_from((1.0, 1.0, 0.01, 10.0))),
         seed=draw(st.integers(0, 2**16)),
