@@ -39,7 +39,7 @@ def test_packed(case: FlashCase) -> None:
 
 
 def _comparable(case: FlashCase) -> FlashCase:
-    """What PyTorch's operations take, of one head size up to 256; slopes, PyTorch is built without."""
+    """What PyTorch's operations take: one head size up to 256, and, as it is built, no slopes."""
     size = min(256, -(-case.head_size // 8) * 8)
     return replace(case, head_size=size, head_size_v=size)
 
