@@ -5,7 +5,9 @@ imports torch, JAX or CuPy: a framework is touched once one of its tensors comes
 """
 
 from dlattn import flash as flash
+from dlattn.attention import Gradients as Gradients
 from dlattn.attention import attention as attention
+from dlattn.attention import attention_backward as attention_backward
 from dlattn.dtypes import data_type as data_type
 from dlattn.errors import CompileError as CompileError
 from dlattn.errors import DlattnError as DlattnError

@@ -15,7 +15,7 @@ from tests.libraries import Library
 
 @dataclass(frozen=True)
 class Called:
-    """A case that ``dlattn.attention`` runs."""
+    """A case that ``dlattn.attention`` and ``dlattn.attention_backward`` run."""
 
     case: Case
 
@@ -23,28 +23,31 @@ class Called:
         return f"Called({self.case!r})"
 
 
-#: What a call writes, its log-sum-exp included.
-WRITTEN = ("o", "stats")
+#: What calls write, the log-sum-exp included.
+_FORWARD = ("o", "stats")
+_BACKWARD = ("dQ", "dK", "dV", "dBias", "dSink_token")
 
 #: Where b, h, s and d are in a case's tensors.
 _AXES = {"b": 0, "h": 1, "s": 2, "d": 3}
 
 
 def check_attention(case: Case, library: Library) -> None:
-    """Fails unless ``dlattn.attention`` gives what the case should, and writes nothing else."""
+    """Fails unless ``dlattn.attention``, and of cases with statistics its backward, give what the
+    case should, and write nothing else."""
     try:
         tensors = make_tensors(case, library)
         run_attention(case, tensors)
         check_poison_intact(tensors)
         arrays = {role: it.padded() for role, it in tensors.items()}
-        oracle.assert_close(case, arrays, {x: arrays[x] for x in WRITTEN if x in arrays})
+        written = _FORWARD if case.stats is None else (*_FORWARD, *_BACKWARD)
+        oracle.assert_close(case, arrays, {x: arrays[x] for x in written if x in arrays})
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{Called(case)!r}"')
         raise
 
 
 def run_attention(case: Case, tensors: Tensors) -> None:
-    """Runs a case in one of the layouts, into memory of its own or of the call's."""
+    """Runs a case in one of the layouts, into memory of its own or of the calls'."""
     layout = ("bshd", "bhsd", "sbhd")[case.seed % 3]
 
     def seen(role: str) -> Any:
@@ -62,27 +65,47 @@ def run_attention(case: Case, tensors: Tensors) -> None:
         for role in ("seq_len_q", "seq_len_kv")
     ]
     into = case.seed % 2 == 0
+    options = {
+        "layout": layout,
+        "causal": left is None and right == 0,
+        "window": None if left is None and right == 0 else (left and left - 1, right),
+        "alignment": "bottom_right" if case.bottom_right else "top_left",
+        "scale": case.scale_value,
+        "softcap": case.softcap,
+        "bias": tensors["bias"].tensor if case.bias else None,
+        "alibi_slopes": tensors["alibi_slopes"].tensor if case.alibi else None,
+        "sinks": tensors["sink_token"].tensor[0, :, 0, 0] if case.sink is not None else None,
+        "lengths": tuple(lengths) if case.length_tensors() else None,
+        "dropout": dropout,
+    }
     found = dlattn.attention(
         *(seen(role) for role in "qkv"),
-        layout=layout,
-        causal=left is None and right == 0,
-        window=None if left is None and right == 0 else (None if left is None else left - 1, right),
-        alignment="bottom_right" if case.bottom_right else "top_left",
-        scale=case.scale_value,
-        softcap=case.softcap,
-        bias=tensors["bias"].tensor if case.bias else None,
-        alibi_slopes=tensors["alibi_slopes"].tensor if case.alibi else None,
-        sinks=tensors["sink_token"].tensor[0, :, 0, 0] if case.sink is not None else None,
-        lengths=tuple(lengths) if case.length_tensors() else None,
-        dropout=dropout,
+        **options,
         return_lse=case.stats is not None,
         out=seen("o") if into else None,
     )
     o, lse = found if case.stats else (found, None)
     if not into:
         seen("o")[...] = o
-    if case.stats:
-        tensors["stats"].tensor[..., 0] = lse
+    if not case.stats:
+        return
+    tensors["stats"].tensor[..., 0] = lse
+    gradients = dlattn.attention_backward(
+        *(seen(role) for role in ("dO", "q", "k", "v", "o")),
+        lse,
+        **options,
+        bias_gradient=case.d_bias is not None,
+        sinks_gradient=case.sink is not None,
+        deterministic=case.deterministic,
+        **({f"d{x}": seen(f"d{x.upper()}") for x in "qkv"} if into else {}),
+    )
+    for role, gradient in zip(("dQ", "dK", "dV"), gradients, strict=False):
+        if not into:
+            seen(role)[...] = gradient
+    if case.d_bias:
+        tensors["dBias"].tensor[...] = gradients.dbias
+    if case.sink is not None:
+        tensors["dSink_token"].tensor[0, :, 0, 0] = gradients.dsinks
 
 
 def permuted(it: Guarded, layout: str) -> Any:

@@ -80,6 +80,7 @@ class Request:
             dropout=self.dropout,
             paged_k=PAGE_TABLES["k"] in tensors,
             paged_v=PAGE_TABLES["v"] in tensors,
+            d_bias=tensors["dBias"].dtype if "dBias" in tensors else None,
             access_bytes=self._access_bytes,
             deterministic=self.deterministic,
             ragged=any(spec.ragged for spec in tensors.values()),

@@ -104,6 +104,42 @@ def test_scale_is_that_of_the_paper() -> None:
     np.testing.assert_array_equal(dlattn.attention(q, k, v), dlattn.attention(q, k, v, scale=0.25))
 
 
+def test_packed_gradients() -> None:
+    """Gradients of packed sequences are those of each alone; rows of no sequence have none."""
+    cu_q, cu_kv = (
+        np.cumsum([0, *lengths], dtype=np.int32) for lengths in zip(*LENGTHS, strict=True)
+    )
+    q, k, v = random(cu_q[-1] + 2, 4, 8), random(cu_kv[-1] + 1, 2, 8), random(cu_kv[-1] + 1, 1, 16)
+    packed = {"layout": "thd", "cu_seqlens": (cu_q, cu_kv), "causal": True}
+    o, lse = dlattn.attention(q, k, v, return_lse=True, **packed)
+    d_o = random(*o.shape)
+    found = dlattn.attention_backward(d_o, q, k, v, o, lse, **packed)
+    assert found.dbias is found.dsinks is None
+    for b in range(len(LENGTHS)):
+        of_q, of_kv = (slice(cu[b], cu[b + 1]) for cu in (cu_q, cu_kv))
+        each = [x[None, of_q] for x in (d_o, q)] + [x[None, of_kv] for x in (k, v)]
+        alone = dlattn.attention_backward(
+            *each, *dlattn.attention(*each[1:], causal=True, return_lse=True), causal=True
+        )
+        for got, want, rows in zip(found, alone, (of_q, of_kv, of_kv), strict=False):
+            np.testing.assert_allclose(got[rows], want[0], rtol=1e-11, atol=1e-12)
+    for gradient, cu in zip(found, (cu_q, cu_kv, cu_kv), strict=False):
+        assert (gradient[cu[-1] :] == 0).all()
+
+
+def test_bias_gradients_have_the_shape_of_the_bias() -> None:
+    """Sums over what a bias broadcasts to, also where it lacks dimensions."""
+    q, k, v, d_o = (random(2, 6, 4, 8) for _ in range(4))
+    whole, less = random(2, 4, 6, 6), random(4, 1, 6)
+    o, lse = dlattn.attention(q, k, v, bias=0 * whole + less, return_lse=True)
+    given = (d_o, q, k, v, o, lse)
+    full = dlattn.attention_backward(*given, bias=0 * whole + less, bias_gradient=True)
+    found = dlattn.attention_backward(*given, bias=less, bias_gradient=True)
+    assert found.dbias.shape == (4, 1, 6) and found.dsinks is None
+    np.testing.assert_allclose(found.dbias, full.dbias.sum((0, 2))[:, None], rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(found.dq, full.dq, rtol=1e-12)
+
+
 @pytest.mark.parametrize("missing", ["keys", "queries", "batch"])
 def test_nothing_to_attend_to(missing: str) -> None:
     """Without keys, outputs are 0 and log-sum-exps -inf; without queries there are none."""
@@ -115,6 +151,9 @@ def test_nothing_to_attend_to(missing: str) -> None:
     )
     assert o.shape == (batch, queries, 4, 8) and (o == 0).all()
     assert lse.shape == (batch, 4, queries) and (lse == -np.inf).all()
+    q, k = random(batch, queries, 4, 8), random(batch, keys, 2, 8)
+    for gradient, of in zip(dlattn.attention_backward(o, q, k, k, o, lse), (q, k, k), strict=False):
+        assert gradient.shape == of.shape and (gradient == 0).all()
 
 
 def test_sinks_alone() -> None:
@@ -136,7 +175,7 @@ def test_jax() -> None:
 
 def test_seeds_make_no_new_plan() -> None:
     """Another seed is another mask, of the same plan."""
-    from dlattn.attention import _CALLS
+    from dlattn.attention.forward import _CALLS
 
     q, k, v = (random(1, 40, 2, 8) for _ in range(3))
     first = dlattn.attention(q, k, v, dropout=(0.5, 1, 0))
@@ -186,6 +225,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "out": ({"out": Q[:, :4]}, "out: expected shape"),
     "read-only out": ({"out": np.broadcast_to(Q[:1], Q.shape)}, "out: it is written to"),
 }  # fmt: skip
+
+
+REFUSED_BACKWARD: dict[str, tuple[dict[str, Any], str]] = {
+    "dout": ({"dout": Q[:, :4]}, "dout: expected shape"),
+    "out": ({"out": Q[..., :4].copy()}, "out: expected shape"),
+    "type of dout": ({"dout": Q.astype(np.float32)}, "dout: expected elements of HALF"),
+    "lse": ({"lse": np.zeros((2, 5, 4), np.float32)}, "lse: expected shape"),
+    "type of lse": ({"lse": np.zeros((2, 4, 5))}, "lse: expected elements of FLOAT"),
+    "bias": ({"bias_gradient": True}, "bias_gradient: expected bias, whose gradient"),
+    "mask": (
+        {"bias": np.ones((5, 7), np.bool_), "bias_gradient": True},
+        "bias_gradient: the bias is a mask, of BOOLEAN",
+    ),
+    "sinks": ({"sinks_gradient": True}, "sinks_gradient: expected sinks, whose gradient"),
+    "dk": ({"dk": Q.copy()}, "dk: expected shape"),
+    "read-only dq": ({"dq": np.broadcast_to(Q[:1], Q.shape)}, "dq: it is written to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BACKWARD)
+def test_backward_refusals(name: str) -> None:
+    """So they are by the backward."""
+    changes, message = REFUSED_BACKWARD[name]
+    lse = np.zeros((2, 4, 5), np.float32)
+    arguments = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": lse, **changes}
+    with pytest.raises(InvalidArgumentError, match=message):
+        dlattn.attention_backward(**arguments)
 
 
 @pytest.mark.parametrize("name", REFUSED)

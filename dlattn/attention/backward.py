@@ -1,0 +1,169 @@
+"""``attention_backward``: the gradients of :func:`dlattn.attention` as one call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dlattn.attention.arguments import (
+    OPTIONS,
+    TENSORS,
+    Described,
+    Options,
+    broadcast_spec,
+    check_outputs,
+    describe,
+    sorted_out,
+)
+from dlattn.calls.arguments import plain_spec
+from dlattn.calls.cache import CallCache
+from dlattn.calls.call import Call, Output
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
+from dlattn.problem import Direction, TensorSpec
+
+
+class Gradients(NamedTuple):
+    """What :func:`attention_backward` gives; ``None`` where nothing was asked for."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlens: int | tuple[int, int] | None = None,
+    dropout: tuple[float, Any, Any] | None = None,
+    bias_gradient: bool = False,
+    sinks_gradient: bool = False,
+    deterministic: bool = False,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+) -> Gradients:
+    """The gradients of :func:`dlattn.attention` (FlashAttention-2: Dao 2023, algorithm 2).
+
+    Arguments that are not listed are those of the forward, and must be as they were there.
+
+    Args:
+        dout: the gradient of the output, in its shape and type.
+        out, lse: what the forward returned with ``return_lse``.
+        bias_gradient: give the gradient of the bias, too: of its shape and type, summed where it
+            broadcasts.
+        sinks_gradient: give the gradient of the sinks, too: (H), fp32.
+        deterministic: the same bits in every run; on Hopper alone, and always on the CPU.
+        dq, dk, dv: memory for the gradients.
+
+    Returns:
+        The gradients of q, k and v, in their shapes and types, and of what was asked for. Rows past
+        the lengths are 0. Of ``"thd"`` rows that belong to no sequence are 0 too, but in memory
+        that the caller gives they are not written.
+
+    Raises:
+        InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    tensors, options, hosts = sorted_out(
+        (q, k, v, bias, alibi_slopes, sinks),
+        (layout, causal, window, alignment, scale, softcap),
+        lengths, cu_seqlens, max_seqlens, dropout,
+    )  # fmt: skip
+    tensors += (dout, out, lse, dq, dk, dv)
+    options += (bias_gradient, sinks_gradient, deterministic)
+    call, addresses = _CALLS.find(tensors, options)
+    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
+    d_q, d_k, d_v, *more = results
+    return Gradients(
+        d_q,
+        d_k,
+        d_v,
+        more[0] if bias_gradient else None,
+        more[-1] if sinks_gradient else None,
+    )
+
+
+#: Its tensors, in order.
+_NAMES = (*TENSORS, "dout", "out", "lse", "dq", "dk", "dv")
+
+
+def _prepare(*given: Any) -> Call:
+    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
+    it = describe(_NAMES, values, Options(*options[:OPTIONS]))
+    bias_gradient, sinks_gradient, deterministic = options[OPTIONS:]
+    there, sizes, layout = it.there, it.sizes, it.options.layout
+    for name in ("dout", "out"):
+        there[name].expect_shape(sizes.shape(layout, sizes.columns_v), "that of the output")
+    there["lse"].expect_type(it.lse_type)
+    there["lse"].expect_shape(sizes.lse(layout), "that of the forward's")
+    outputs = _outputs(it, bias_gradient, sinks_gradient)
+    check_outputs(outputs)
+    if sizes.is_empty:
+        return Call(values, there["q"].seen.device, {}, outputs, None)
+    inputs = {"dO": there["dout"], "o": there["out"], "stats": there["lse"]}
+    specs = {role: it.spec(role, tensor) for role, tensor in inputs.items()}
+    specs |= {str(out.role): _gradient_spec(it, out) for out in outputs}
+    request = it.request(Direction.BACKWARD, specs, deterministic=bool(deterministic))
+    positions = {**it.positions, **{role: tensor.position for role, tensor in inputs.items()}}
+    return Call(it.values, there["q"].seen.device, positions, outputs, request)
+
+
+_CALLS = CallCache(_prepare)
+
+
+def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[Output]:
+    there, empty = it.there, it.sizes.is_empty
+    outputs = []
+    for role, name in (("dQ", "q"), ("dK", "k"), ("dV", "v")):
+        memory = there.get(f"d{name}")
+        zero = empty or (it.options.layout == "thd" and memory is None)
+        fill = 0.0 if zero else None
+        outputs.append(Output(role, there[name].shape, it.dtype, memory, fill))
+    fill = 0.0 if empty else None
+    if bias_gradient:
+        bias = _asked(it, "bias")
+        if bias.dtype in (data_type.BOOLEAN, data_type.UINT8):
+            raise InvalidArgumentError(
+                f"bias_gradient: the bias is a mask, of {bias.dtype.name}, which has no gradient; "
+                "leave it out."
+            )
+        outputs.append(Output("dBias", bias.shape, bias.dtype, None, fill))
+    if sinks_gradient:
+        outputs.append(
+            Output("dSink_token", _asked(it, "sinks").shape, data_type.FLOAT, None, fill)
+        )
+    return outputs
+
+
+def _asked(it: Described, name: str) -> Any:
+    if name not in it.there:
+        raise InvalidArgumentError(
+            f"{name}_gradient: expected {name}, whose gradient is asked for, got None."
+        )
+    return it.there[name]
+
+
+def _gradient_spec(it: Described, out: Output) -> TensorSpec:
+    if out.role == "dBias":
+        return broadcast_spec(out)
+    if out.role == "dSink_token":
+        return plain_spec(out, "h")
+    return it.spec(str(out.role), out)

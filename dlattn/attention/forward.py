@@ -1,0 +1,131 @@
+"""``attention``: the forward as one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dlattn.attention.arguments import (
+    OPTIONS,
+    TENSORS,
+    Options,
+    check_outputs,
+    describe,
+    sorted_out,
+)
+from dlattn.calls.arguments import Argument
+from dlattn.calls.cache import CallCache
+from dlattn.calls.call import Call, Output
+from dlattn.problem import Direction
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlens: int | tuple[int, int] | None = None,
+    dropout: tuple[float, Any, Any] | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """``softmax(scale * q k^T + bias) v``, on tensors of any framework.
+
+    Its gradients: :func:`dlattn.attention_backward`.
+
+    Heads of k and of v divide those of q, each on its own: query head h reads head
+    ``h // (H / Hk)`` of k. The first call of a kind compiles a kernel, unless the cache on disk has
+    it; calls whose tensors look like those of an earlier one look up its plan.
+
+    Args:
+        q, k, v: fp16 or bf16, on the CPU also fp32 and fp64, of any strides with 1 for the last
+            dimension. The head dimensions D of q and k, and of v, may differ.
+        layout: the order of dimensions of q, k, v and the output: ``"bshd"`` (batch, sequence,
+            head, D), ``"bhsd"``, ``"sbhd"``; or ``"thd"``, (tokens, head, D) of sequences that are
+            packed one behind the other, which ``cu_seqlens`` divides.
+        causal: queries attend to no key behind their own position.
+        window: how many keys to the left and to the right of its position a query attends to;
+            ``None`` (or -1) is any number.
+        alignment: where the positions of queries and keys meet: the last ones of a sequence at
+            ``"bottom_right"``, as in FlashAttention, or the first ones at ``"top_left"``, as in
+            PyTorch's ``is_causal`` and cuDNN. The same if there are as many queries as keys.
+        scale: ``1 / sqrt(D)`` unless given.
+        softcap: scores s become ``softcap * tanh(s / softcap)`` before anything is added.
+        bias: added to scores; broadcasts to (B, H, S_q, S_kv). Of booleans or uint8: a mask, true
+            where a query attends.
+        alibi_slopes: (H) or (B, H), fp32; of slope m, ``m * distance`` is subtracted.
+        sinks: (H), fp32: one more score of each row, without a value.
+        lengths: how much of each sequence is used: (B), int32 or int64, of q, k and v alike, or a
+            pair of such tensors, of q and of k and v, where ``None`` is all.
+        cu_seqlens: of ``"thd"``, where sequences begin and end: (B + 1), int32, of q, k and v
+            alike, or a pair of such tensors.
+        max_seqlens: of ``"thd"``, a bound of the lengths, or a pair of them, of queries and of
+            keys: the number of tokens unless given, which costs some speed.
+        dropout: ``(p, seed, offset)``, the mask of :func:`dlattn.philox_dropout_mask`; seed and
+            offset are integers, or int32 or int64 tensors of one element.
+        return_lse: return the log-sum-exp, too.
+        out: memory for the output.
+
+    Returns:
+        The output, in the layout, type and framework of q, or ``out``; with ``return_lse`` a pair
+        of it and the natural logarithm of each row's sum of exponentials, fp32 (of fp64 tensors
+        fp64), (B, H, S_q), or (H, tokens) of ``"thd"``: what :func:`dlattn.merge_states` takes.
+        Rows that attend to nothing are 0, and -inf. What lies past the lengths is 0 and -inf; of
+        ``"thd"`` it is not written.
+
+    Raises:
+        InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    tensors, options, hosts = sorted_out(
+        (q, k, v, bias, alibi_slopes, sinks),
+        (layout, causal, window, alignment, scale, softcap),
+        lengths, cu_seqlens, max_seqlens, dropout,
+    )  # fmt: skip
+    tensors += (out,)
+    call, addresses = _CALLS.find(tensors, (*options, return_lse))
+    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
+    return tuple(results) if return_lse else results[0]
+
+
+#: Its tensors, in order.
+_NAMES = (*TENSORS, "out")
+
+
+def _prepare(*given: Any) -> Call:
+    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
+    it = describe(_NAMES, values, Options(*options[:OPTIONS]))
+    (return_lse,) = options[OPTIONS:]
+    layout, sizes, device = it.options.layout, it.sizes, it.there["q"].seen.device
+    outputs = [Output("o", sizes.shape(layout, sizes.columns_v), it.dtype, it.there.get("out"))]
+    check_outputs(outputs)
+    if return_lse:
+        outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
+    if sizes.is_empty:
+        return Call(values, device, {}, _filled(outputs, it.there.get("sinks")), None)
+    request = it.request(
+        Direction.FORWARD, {str(out.role): it.spec(str(out.role), out) for out in outputs}
+    )
+    return Call(it.values, device, it.positions, outputs, request)
+
+
+_CALLS = CallCache(_prepare)
+
+
+def _filled(outputs: list[Output], sinks: Argument | None) -> list[Output]:
+    """Results of no key, or of no query."""
+    fills = (0.0, -float("inf") if sinks is None else sinks)
+    return [
+        Output(None, it.shape, it.dtype, it.given, fill)
+        for it, fill in zip(outputs, fills, strict=False)
+    ]
