@@ -196,6 +196,7 @@ struct Params {
   TensorRef sink_token, dSink_token;   // (1, heads_q, 1, 1), fp32
   TensorRef rng_dump;  // (batch, heads_q, seq_q, seq_kv), fp32: 1 where kept, else 0
   TensorRef delta;     // (batch, heads_q, seq_q, 1), fp32: rowsum(dO * O)
+  TensorRef dStats;    // (batch, heads_q, seq_q, 1), fp32
   LengthRef seq_len_q, seq_len_kv;
   SlopeRef alibi_slopes;
   BiasRef bias, dBias;

@@ -74,6 +74,12 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       // log-sum-exp of +infinity makes their probabilities exactly zero.
       g_stats[row] =
           stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
+      if constexpr (Problem::d_stats) {
+        // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
+        if (stats != -infinity()) {
+          delta -= *p.dStats.rows<float, Problem::ragged>(batch, head, query);
+        }
+      }
       // What the sums of dP begin with, which dropout's scale is not a factor of yet.
       const float minus_delta = -delta * dropout_scale_inv<Problem>(p);
       g_stats[Shapes::tile_q + row] = minus_delta;

@@ -121,6 +121,7 @@ struct Ragged {
       write_offset(p.score_sum_exp, cu_q, batch);
       write_offset(p.dO, cu_q, batch);
       write_offset(p.dQ, cu_q, batch);
+      write_offset(p.dStats, cu_q, batch);
       write_offset(p.delta, cu_q, batch, delta_gap);
     }
     if (cu_kv.first != nullptr) {

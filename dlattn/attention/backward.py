@@ -53,6 +53,7 @@ def attention_backward(
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
     dropout: tuple[float, Any, Any] | None = None,
+    dlse: Any = None,
     bias_gradient: bool = False,
     sinks_gradient: bool = False,
     deterministic: bool = False,
@@ -67,6 +68,9 @@ def attention_backward(
     Args:
         dout: the gradient of the output, in its shape and type.
         out, lse: what the forward returned with ``return_lse``.
+        dlse: the gradient of the log-sum-exp, in its shape and type, if it was used for more than
+            its own backward, as by :func:`dlattn.merge_states`; that of rows that attend to nothing
+            does not matter.
         bias_gradient: give the gradient of the bias, too: of its shape and type, summed where it
             broadcasts.
         sinks_gradient: give the gradient of the sinks, too: (H), fp32.
@@ -87,7 +91,7 @@ def attention_backward(
         (layout, causal, window, alignment, scale, softcap),
         lengths, cu_seqlens, max_seqlens, dropout,
     )  # fmt: skip
-    tensors += (dout, out, lse, dq, dk, dv)
+    tensors += (dout, out, lse, dlse, dq, dk, dv)
     options += (bias_gradient, sinks_gradient, deterministic)
     call, addresses = _CALLS.find(tensors, options)
     results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
@@ -102,7 +106,7 @@ def attention_backward(
 
 
 #: Its tensors, in order.
-_NAMES = (*TENSORS, "dout", "out", "lse", "dq", "dk", "dv")
+_NAMES = (*TENSORS, "dout", "out", "lse", "dlse", "dq", "dk", "dv")
 
 
 def _prepare(*given: Any) -> Call:
@@ -112,13 +116,16 @@ def _prepare(*given: Any) -> Call:
     there, sizes, layout = it.there, it.sizes, it.options.layout
     for name in ("dout", "out"):
         there[name].expect_shape(sizes.shape(layout, sizes.columns_v), "that of the output")
-    there["lse"].expect_type(it.lse_type)
-    there["lse"].expect_shape(sizes.lse(layout), "that of the forward's")
+    for name in ("lse", "dlse"):
+        if name in there:
+            there[name].expect_type(it.lse_type)
+            there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
     check_outputs(outputs)
     if sizes.is_empty:
         return Call(values, there["q"].seen.device, {}, outputs, None)
-    inputs = {"dO": there["dout"], "o": there["out"], "stats": there["lse"]}
+    roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
+    inputs = {role: there[name] for role, name in roles.items() if name in there}
     specs = {role: it.spec(role, tensor) for role, tensor in inputs.items()}
     specs |= {str(out.role): _gradient_spec(it, out) for out in outputs}
     request = it.request(Direction.BACKWARD, specs, deterministic=bool(deterministic))

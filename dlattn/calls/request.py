@@ -86,6 +86,7 @@ class Request:
             ragged=any(spec.ragged for spec in tensors.values()),
             flash_stats=self.flash_stats and not backward,
             delta="delta" in tensors,
+            d_stats="dStats" in tensors,
         )
 
     @property

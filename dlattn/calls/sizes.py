@@ -14,6 +14,9 @@ from dlattn.problem import QUERY_ROLES, TensorSpec
 #: Arguments with cumulative lengths -> roles.
 CU_SEQLENS = {"cu_seqlens of q": "cu_seqlens_q", "cu_seqlens of k and v": "cu_seqlens_kv"}
 
+#: Roles of log-sum-exps.
+_LSE = ("stats", "dStats")
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -53,8 +56,8 @@ class Sizes:
         """A tensor as the problem sees it."""
         if layout == "thd":
             longest = self.seq_q if role in QUERY_ROLES else self.seq_kv
-            return packed_spec(it, "hs" if role == "stats" else "shd", self.batch, longest)
-        return plain_spec(it, "bhs" if role == "stats" else layout)
+            return packed_spec(it, "hs" if role in _LSE else "shd", self.batch, longest)
+        return plain_spec(it, "bhs" if role in _LSE else layout)
 
 
 def plain_sizes(there: Mapping[str, Argument], layout: str, most: tuple[Any, Any]) -> Sizes:

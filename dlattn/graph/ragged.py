@@ -10,7 +10,7 @@ from dlattn.problem import PAGE_TABLES, QUERY_ROLES, RAGGED_ROLES
 _SOURCES = {"seq_len_q": ("q",), "seq_len_kv": ("k", "v")}
 
 #: Graphs do not give away delta.
-_ROLES = tuple(role for role in RAGGED_ROLES if role != "delta")
+_ROLES = tuple(role for role in RAGGED_ROLES if role not in ("delta", "dStats"))
 
 
 def has_ragged(node: AttentionNode) -> bool:

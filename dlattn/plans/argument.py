@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 TENSOR_ROLES = (
     *("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     *("score_max", "score_sum_exp", "sink_token", "dSink_token", "rng_dump", "delta"),
+    "dStats",
 )
 LENGTH_ROLES = ("seq_len_q", "seq_len_kv")
 CU_SEQLENS_ROLES = ("cu_seqlens_q", "cu_seqlens_kv")

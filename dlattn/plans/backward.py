@@ -194,7 +194,8 @@ class BackwardPlan(CudaPlan):
             paged_k=False,
             paged_v=False,
         )
-        constants = {"delta": int(self.problem.delta)} if kernel == "bwd_delta" else {}
+        asked = {"delta": int(self.problem.delta), "d_stats": int(self.problem.d_stats)}
+        constants = asked if kernel == "bwd_delta" else {}
         source = kernel_source(kernel, plain, self.row_tiling, shared, constants=constants)
         return KernelLaunch(source, grid, self.row_tiling.threads, shared, plain=True)
 

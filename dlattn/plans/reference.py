@@ -17,7 +17,7 @@ import numpy as np
 from dlattn.dtypes import data_type
 from dlattn.plans.base import Plan
 from dlattn.plans.host import HostMemory, lengths
-from dlattn.plans.rows import row_deltas, sink_gradient
+from dlattn.plans.rows import row_delta, row_deltas, sink_gradient
 from dlattn.problem import (
     Bias,
     Direction,
@@ -91,7 +91,10 @@ class Reference(Plan):
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
             d_bias = np.zeros(tensors["dBias"].shape, self.compute) if problem.d_bias else None
-            gradients = attention_backward(q, k, v, o, d_o, stats, d_bias=d_bias, **scores)
+            d_stats = tensors.get("dStats")
+            gradients = attention_backward(
+                q, k, v, o, d_o, stats, d_stats=d_stats, d_bias=d_bias, **scores
+            )
             results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
             if d_bias is not None:
                 results["dBias"] = d_bias
@@ -99,7 +102,7 @@ class Reference(Plan):
                 results["delta"] = row_deltas(o, d_o, values, self.compute)
             if sink is not None and problem.sink:
                 results["dSink_token"] = sink_gradient(
-                    o, d_o, stats, sink, len_q=values.len_q, compute=self.compute
+                    o, d_o, stats, sink, len_q=values.len_q, d_stats=d_stats, compute=self.compute
                 )
         if "rng_dump" in tensors:
             assert problem.dropout is not None
@@ -219,14 +222,16 @@ def attention_backward(
     masks: Sequence[Mask] = (),
     values: Values | None = None,
     dropout: Dropout | None = None,
+    d_stats: Array | None = None,
     d_bias: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of ``sum(o * d_o)`` for q, k and v.
+    """The gradients of ``sum(o * d_o) + sum(stats * d_stats)`` for q, k and v.
 
     Args:
         o, d_o, stats: (B, Hq, Sq, Dv), the same, and (B, Hq, Sq, 1), from the forward pass.
         q, k, v, edits, masks, values, dropout, compute: as in :func:`attention_forward`.
+        d_stats: as stats; ``None`` is 0. That of rows that attend to nothing does not matter.
         d_bias: the gradient of the bias, in its shape, is added to this.
 
     Returns:
@@ -240,12 +245,13 @@ def attention_backward(
         for block in _blocks(entry, heads, masks, values_b):
             rows, keys = block.rows, block.keys
             o_r, d_o_r, stats_r = (x[entry, :, rows].astype(compute) for x in (o, d_o, stats))
+            d_stats_r = None if d_stats is None else d_stats[entry, :, rows]
             scores, trail = _scores(q_b, k_b, block, edits, values_b)
             with np.errstate(all="ignore"):
                 # Rows that attend to nothing have stats -inf; +inf makes their weights exp(-inf).
                 weights = np.exp(scores - np.where(np.isneginf(stats_r), np.inf, stats_r))
                 kept = _kept(dropout, block.where, values_b)
-                delta = (d_o_r * o_r).sum(axis=-1, keepdims=True) * values.dropout_scale_inv
+                delta = row_delta(o_r, d_o_r, stats_r, d_stats_r) * values.dropout_scale_inv
                 d_weights = _times(d_o_r, v_b[:, keys].swapaxes(1, 2)) * kept
                 grad = weights * values.dropout_scale * (d_weights - delta)
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):

@@ -20,6 +20,12 @@ def row_deltas(o: Array, d_o: Array, values: Values, compute: type[np.floating[A
     return deltas
 
 
+def row_delta(o: Array, d_o: Array, stats: Array, d_stats: Array | None) -> Array:
+    """What is taken from every dP of a row: ``rowsum(dO * O) - dStats``, (..., 1)."""
+    delta: Array = (d_o * o).sum(axis=-1, keepdims=True)
+    return delta if d_stats is None else delta - np.where(np.isneginf(stats), 0, d_stats)
+
+
 def sink_gradient(
     o: Array,
     d_o: Array,
@@ -27,21 +33,23 @@ def sink_gradient(
     sink: Array,
     *,
     len_q: Array,
+    d_stats: Array | None = None,
     compute: type[np.floating[Any]] = np.float64,
 ) -> Array:
-    """The gradient of ``sum(o * d_o)`` for the sink, (1, Hq, 1, 1).
+    """The gradient of ``sum(o * d_o) + sum(stats * d_stats)`` for the sink, (1, Hq, 1, 1).
 
     Args:
-        o, d_o, stats: as in :func:`attention_backward`.
+        o, d_o, stats, d_stats: as in :func:`attention_backward`.
         sink: as in :func:`attention_forward`.
         len_q: (B, 1, 1, 1); rows past it are not read.
     """
     gradient = np.zeros(sink.shape, compute)
     for entry, length in enumerate(len_q.ravel()):
         o_b, d_o_b, stats_b = (x[entry, :, :length].astype(compute) for x in (o, d_o, stats))
+        d_stats_b = None if d_stats is None else d_stats[entry, :, :length]
+        delta = row_delta(o_b, d_o_b, stats_b, d_stats_b)
         # A row without a sum has no share to give.
         stats_b[np.isneginf(stats_b)] = np.inf
         share = np.exp(sink[0].astype(compute) - stats_b)
-        delta = (d_o_b * o_b).sum(axis=-1, keepdims=True)
         gradient[0] -= (share * delta).sum(axis=1, keepdims=True)
     return gradient

@@ -26,7 +26,7 @@ BROADCAST_ROLES = ("bias", "dropout_mask")
 PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
 #: Roles of tensors with a row for each query of each head.
-QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ", "delta")
+QUERY_ROLES = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dStats", "dQ", "delta")
 
 #: Roles of tensors that may be ragged.
 RAGGED_ROLES = (*QUERY_ROLES, "k", "v", "dK", "dV")
@@ -71,6 +71,8 @@ class Problem:
         score_max, score_sum_exp: the forward writes them.
         delta: the backward writes ``rowsum(dO * O)``, in fp32, over what kept probabilities are
             multiplied by.
+        d_stats: the backward reads the gradient of the stats, in fp32: what they are used for
+            beside their own backward.
         sink: the forward's softmax has a sink; the backward writes its gradient (without that, the
             stats hold all that a backward needs of a sink).
         dropout: how probabilities are dropped after the softmax; ``None`` when none is.
@@ -103,6 +105,7 @@ class Problem:
     ragged: bool = False
     flash_stats: bool = False
     delta: bool = False
+    d_stats: bool = False
 
     @property
     def is_edited(self) -> bool:
@@ -167,9 +170,9 @@ class Geometry:
     """The run-time values of a problem: sizes, strides, scale, window bounds.
 
     Attributes:
-        tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dQ dK dV sink_token
-            dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes block_mask
-            paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
+        tensors: role -> spec. Roles: ``q k v o stats score_max score_sum_exp dO dStats dQ dK dV
+            sink_token dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes
+            block_mask paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
             dropout_mask dropout_scale dropout_scale_inv rng_dump debug_softmax delta cu_seqlens_q
             cu_seqlens_kv``, and the :func:`offset_role` of each ragged tensor and packed table; an
             absent role is an absent feature. ``cu_seqlens_kv`` tells lengths of paged keys, too.

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "plans": {"problem", "runtime"},
     "graph": {"problem", "plans", "runtime"},
     "calls": {"problem", "plans", "runtime"},
+    "attention": {"problem", "plans", "runtime", "calls"},
 }
 
 #: The commands use dlattn as any user does.
@@ -40,8 +41,18 @@ KNOWS_FRAMEWORKS = {
     "runtime/launch.py": {"cupy"},
     "cli/demo.py": {"cupy"},
     "cli/machine.py": {"cupy"},
-    "torch.py": {"torch"},
-    "jax.py": {"jax"},
+    **{
+        f"torch/{module}.py": {"torch"}
+        for module in (
+            "arguments",
+            "batching",
+            "derivative",
+            "differentiable",
+            "ops",
+            "replace",
+            "sdpa",
+        )
+    },
 }
 
 #: Lowest first; a file includes only from its own layer or below.

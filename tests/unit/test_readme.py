@@ -136,3 +136,13 @@ def test_flash_example() -> None:
     expected = oracle(q, k, v, np.tri(512, dtype=bool)).swapaxes(1, 2)
     np.testing.assert_allclose(names["out"], expected, atol=1e-12)
     assert names["dq"].shape == names["q"].shape
+
+
+def test_torch_example() -> None:
+    """The example of docs/torch.md gives an output, and gradients of its shape."""
+    pytest.importorskip("torch")
+    text = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/torch.md", "exec"), names)
+    assert names["out"].shape == names["q"].grad.shape == (2, 8, 512, 64)

@@ -1,0 +1,61 @@
+"""How ``torch.vmap`` batches attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.torch.arguments import COUNT, Tensors
+
+
+def batching(operator: Callable[..., Any], before: int) -> Callable[..., Any]:
+    """A rule: entries and batch become one batch, if there is no more than q, k, v and lengths;
+    else the operator runs for each entry.
+
+    Args:
+        before: tensors before q.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> Any:
+        tensors = Tensors(*given[before : before + COUNT])
+        layout = given[before + COUNT]
+        others = tensors._replace(q=None, k=None, v=None, lengths_q=None, lengths_kv=None)
+        if layout == "thd" or any(x is not None for x in others):
+            return _one_by_one(operator, info, in_dims, given)
+        axis = layout.index("b")
+        axes = [axis] * before + [axis] * 3 + [0] * (COUNT - 3)
+        if before:
+            axes[before - 2 : before] = 0, 0  # log-sum-exps have the batch in front in every layout
+        merged = [
+            x if x is None else _merged(x, dim, at, info.batch_size)
+            for x, dim, at in zip(given, in_dims, axes, strict=False)
+        ]
+        found = operator(*merged, *given[before + COUNT :])
+        parted, dims = list(found), [None] * len(found)
+        for i, at in enumerate((axis, axis, axis) if before else (axis, 0)):
+            parted[i], dims[i] = found[i].unflatten(at, (info.batch_size, -1)), at
+        return tuple(parted), tuple(dims)
+
+    return rule
+
+
+def _merged(x: Tensor, dim: int | None, axis: int, count: int) -> Tensor:
+    """With the entries of vmap in front of those of an axis, as one axis."""
+    x = x.unsqueeze(0).expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.movedim(0, axis).flatten(axis, axis + 1)
+
+
+def _one_by_one(
+    operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], given: tuple[Any, ...]
+) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+    found = [
+        operator(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(given, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(None if x[0] is None else torch.stack(x) for x in zip(*found, strict=True))
+    return stacked, tuple(None if x is None else 0 for x in stacked)

@@ -1,0 +1,48 @@
+"""What autograd keeps of a forward, and what it makes of that: for operators and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dlattn.torch.arguments import COUNT, Tensors
+
+_BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps tensors and results, and the options beside them."""
+    ctx.save_for_backward(*output, *inputs[:COUNT])
+    ctx.options = inputs[COUNT:]
+    # So that a gradient that nobody computes is None, and not zeros to multiply by.
+    ctx.set_materialize_grads(False)
+
+
+def gradients(
+    run: Callable[..., Any], ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Any, ...]:
+    """One for each input, ``None`` for most.
+
+    Args:
+        run: the backward, of what ``torch.ops.dlattn.attention_backward`` takes.
+    """
+    found: list[Any] = [None] * len(ctx.needs_input_grad)
+    if dout is None and dlse is None:
+        return tuple(found)
+    out, lse, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    wanted = ctx.needs_input_grad[_BIAS], ctx.needs_input_grad[_SINKS]
+    *found[:3], dbias, dsinks = run(dout, out, lse, dlse, *tensors, *ctx.options, *wanted)
+    if wanted[0]:
+        found[_BIAS] = dbias
+    if wanted[1]:
+        found[_SINKS] = dsinks
+    return tuple(found)
+
+
+def refuse(*_: Any) -> NoReturn:
+    """In the place of a second derivative."""
+    raise NotImplementedError("Attention has first derivatives alone.")

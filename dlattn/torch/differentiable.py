@@ -1,0 +1,155 @@
+"""``attention``: :func:`dlattn.attention` with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.attention import attention as plain_attention
+from dlattn.errors import InvalidArgumentError
+from dlattn.torch import ops  # noqa: F401 - registers the operators
+from dlattn.torch.arguments import (
+    Options,
+    Tensors,
+    backward,
+    forward,
+    keywords,
+    split,
+)
+from dlattn.torch.batching import batching
+from dlattn.torch.derivative import gradients, refuse, save
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlens: int | tuple[int, int] | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`dlattn.attention` of torch tensors, with gradients of q, k, v, the bias and the sinks.
+
+    It works under ``torch.compile``, ``torch.export``, ``torch.func`` and CUDA graphs, and takes
+    part in autocasting as PyTorch's own attention does.
+
+    Arguments that are not listed are those of :func:`dlattn.attention`.
+
+    Args:
+        dropout_p: the probability to drop. Seed and offset are drawn from PyTorch's generator of
+            the device.
+        deterministic: gradients have the same bits in every run; unless given, what
+            ``torch.are_deterministic_algorithms_enabled`` says.
+
+    Returns:
+        The output, or with ``return_lse`` a pair of it and the log-sum-exp, both differentiable.
+        Of ``"thd"``, rows of no sequence are 0, and their log-sum-exp is not written.
+
+    Raises:
+        InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    lengths_q, lengths_kv = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    cu_q, cu_kv = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    most = max_seqlens if isinstance(max_seqlens, tuple) else (max_seqlens, max_seqlens)
+    left, right = window or (None, None)
+    options = Options(layout, causal, left, right, alignment, scale, softcap, *most, dropout_p)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v, bias = _autocast(q, k, v, bias)
+    state = None if dropout_p == 0 else _drawn(q, dropout_p)
+    tensors = Tensors(q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, state)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+        out, lse = torch.ops.dlattn.attention(*tensors, *options, deterministic)
+    elif torch._C._are_functorch_transforms_active() or (
+        torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))
+    ):
+        out, lse = _Attention.apply(*tensors, *options, deterministic)
+    elif return_lse or layout == "thd":
+        out, lse = forward(tensors, options)
+    else:
+        return plain_attention(q, k, v, **keywords(tensors, options))
+    return (out, lse) if return_lse else out
+
+
+#: Of other tensors, such as fake ones, operators take care.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _autocast(*tensors: Tensor | None) -> list[Any]:
+    """Floats as autocasting wants them."""
+    (first, *_) = tensors
+    assert first is not None
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return [
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    ]
+
+
+def _drawn(q: Tensor, p: float) -> Tensor:
+    """Seed and offset of a dropout, on the device, so that graphs draw new ones at every replay."""
+    if not 0 <= p < 1:
+        raise InvalidArgumentError(f"dropout_p: expected at least 0 and below 1, got {p}.")
+    return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """Its arguments are those of the operator of that name."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        tensors, options, _ = split(given)
+        return forward(tensors, options)
+
+    setup_context = staticmethod(save)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        # Somebody looks on, who must not take the gradients for constants.
+        seen = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        return gradients(_Backward.apply if seen else _Backward.forward, ctx, dout, dlse)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return batching(_Attention.apply, 0)(*given)
+
+
+class _Backward(torch.autograd.Function):  # type: ignore[misc]
+    """A function for the sake of being batched, and of having no derivative."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
+    ) -> tuple[Any, ...]:
+        tensors, options, (deterministic, *wanted) = split(given)
+        return backward(
+            dout, out, lse, dlse, tensors, options, (wanted[0], wanted[1]), deterministic
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        return
+
+    backward = staticmethod(refuse)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return batching(_Backward.apply, 4)(*given)

@@ -1,0 +1,116 @@
+"""``torch.ops.dlattn``: what ``torch.compile`` and ``torch.export`` see.
+
+An operator says its results' shapes to them (a fake), its gradients, and how it is batched, so that
+a graph holds one node for it. The eager way, in :mod:`dlattn.torch.differentiable`, is quicker, and
+the one that ``torch.func`` takes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.torch.arguments import backward, forward, split
+from dlattn.torch.batching import batching
+from dlattn.torch.derivative import gradients, refuse, save
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? lengths_q, Tensor? lengths_kv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, "
+    "Tensor? state"
+)
+_OPTIONS = (
+    "str layout, bool causal, int? left, int? right, str alignment, float? scale, float? softcap, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, float dropout_p"
+)
+_SCHEMAS = {
+    "attention": f"({_TENSORS}, {_OPTIONS}, bool deterministic) -> (Tensor out, Tensor lse)",
+    "attention.out": (
+        f"({_TENSORS}, {_OPTIONS}, bool deterministic, *, Tensor(a!) out) -> Tensor lse"
+    ),
+    "attention_backward": (
+        f"(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, {_TENSORS}, {_OPTIONS}, "
+        "bool deterministic, bool bias_gradient, bool sinks_gradient) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    ),
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"dlattn::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+
+
+# What runs ----------------------------------------------------------------------------------------
+
+
+def _attention(*given: Any) -> tuple[Tensor, Tensor]:
+    tensors, options, _ = split(given)
+    return forward(tensors, options)
+
+
+def _attention_out(*given: Any, out: Tensor) -> Tensor:
+    tensors, options, _ = split(given)
+    return forward(tensors, options, out)[1]
+
+
+def _attention_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
+) -> tuple[Tensor, ...]:
+    tensors, options, (deterministic, *wanted) = split(given)
+    bias, sinks = wanted
+    found = backward(dout, out, lse, dlse, tensors, options, (bias, sinks), deterministic)
+    # A schema has no results that may be missing.
+    return tuple(dout.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+# What they are like -------------------------------------------------------------------------------
+
+
+def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
+    tensors, options, _ = split(given)
+    q, v = tensors.q, tensors.v
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), _fake_lse(q, options.layout)
+
+
+def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
+    tensors, options, _ = split(given)
+    return _fake_lse(tensors.q, options.layout)
+
+
+def _fake_lse(q: Tensor, layout: str) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    letters = "ht" if layout == "thd" else "bhs"
+    return q.new_empty([q.shape[layout.index(letter)] for letter in letters], dtype=dtype)
+
+
+def _fake_backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    tensors, _, (_, *wanted) = split(given[3:])
+    more = (
+        like.new_empty(like.shape) if asked and like is not None else dout.new_empty(0)
+        for asked, like in zip(wanted, (tensors.bias, tensors.sinks), strict=True)
+    )
+    return (*(x.new_empty(x.shape) for x in tensors[:3]), *more)
+
+
+for _devices in ("CPU", "CUDA"):
+    torch.library.impl("dlattn::attention", _devices, _attention)
+    torch.library.impl("dlattn::attention.out", _devices, _attention_out)
+    torch.library.impl("dlattn::attention_backward", _devices, _attention_backward)
+torch.library.register_fake("dlattn::attention", _fake_attention)
+torch.library.register_fake("dlattn::attention.out", _fake_attention_out)
+torch.library.register_fake("dlattn::attention_backward", _fake_backward)
+
+
+# What transforms make of them ---------------------------------------------------------------------
+
+torch.library.register_autograd(
+    "dlattn::attention",
+    partial(gradients, torch.ops.dlattn.attention_backward),
+    setup_context=save,
+)
+torch.library.register_autograd("dlattn::attention_backward", refuse)
+torch.library.register_vmap("dlattn::attention", batching(torch.ops.dlattn.attention, 0))
+torch.library.register_vmap(
+    "dlattn::attention_backward", batching(torch.ops.dlattn.attention_backward, 4)
+)

@@ -1,0 +1,46 @@
+"""``replace_sdpa``: dlattn in the place of PyTorch's attention, in models as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dlattn.errors import DlattnError
+from dlattn.runtime.log import log
+from dlattn.torch.sdpa import scaled_dot_product_attention
+
+
+@contextmanager
+def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
+    """``with replace_sdpa():``, ``torch.nn.functional.scaled_dot_product_attention`` is dlattn's.
+
+    Models that call it by that name, as ``torch.nn.MultiheadAttention`` does in training and
+    ``transformers`` with ``attn_implementation="sdpa"``, run on dlattn without a change. For the
+    whole process, and all its threads, until the block ends.
+
+    Args:
+        fall_back: what dlattn cannot run (fp32 on a GPU, say) goes to PyTorch, with the reason in
+            dlattn's log; else it raises.
+    """
+    functional = torch.nn.functional
+    own = functional.scaled_dot_product_attention
+
+    @functools.wraps(own)
+    def replaced(*given: Any, **named: Any) -> Any:
+        try:
+            return scaled_dot_product_attention(*given, **named)
+        except DlattnError as error:
+            if not fall_back:
+                raise
+            log(1, f"PyTorch's scaled_dot_product_attention runs instead: {error}")
+            return own(*given, **named)
+
+    functional.scaled_dot_product_attention = replaced
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = own

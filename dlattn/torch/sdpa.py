@@ -1,0 +1,149 @@
+"""``scaled_dot_product_attention``: the words of ``torch.nn.functional``, and more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.errors import InvalidArgumentError
+from dlattn.torch.differentiable import attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lengths: Any = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """``torch.nn.functional.scaled_dot_product_attention``, and dlattn's options after it.
+
+    Differentiable, compiled and transformed as :func:`dlattn.torch.attention` is. Rows that attend
+    to nothing are 0.
+
+    Args:
+        query: (..., H, L, E); fp16 or bf16, on the CPU also fp32 and fp64. With nested tensors
+            (``torch.jagged``), (B, H, jagged, E), as ``transpose(1, 2)`` gives it.
+        key: (..., Hk, S, E).
+        value: (..., Hk, S, Ev).
+        attn_mask: broadcasts to (..., H, L, S): of booleans, true where a query attends; of floats,
+            added to the scores, with a gradient.
+        dropout_p: the probability to drop.
+        is_causal: query i attends to keys 0 to i. Beside a mask, both hold.
+        scale: ``1 / sqrt(E)`` unless given.
+        enable_gqa: Hk may be any divisor of H; else they must be equal.
+        window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`.
+        alignment: where the positions of queries and keys meet, for ``is_causal``, too:
+            ``"top_left"``, or ``"bottom_right"``.
+        lengths: as in :func:`dlattn.attention`, of four dimensions.
+        deterministic, return_lse: as in :func:`dlattn.torch.attention`; log-sum-exps are (..., H,
+            L), of nested tensors (H, tokens).
+
+    Raises:
+        InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    options: dict[str, Any] = {
+        "causal": is_causal,
+        "window": window,
+        "alignment": alignment,
+        "scale": scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+    }
+    if query.is_nested:
+        if attn_mask is not None or lengths is not None:
+            raise InvalidArgumentError(
+                "attn_mask and lengths: expected None with nested tensors, which have lengths of "
+                "their own and no common mask."
+            )
+        return _nested(query, key, value, options)
+    shapes = [x.shape for x in (query, key, value)]
+    if min(map(len, shapes)) < 4 or len({shape[:-3] for shape in shapes}) > 1 or query.dim() > 4:
+        return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, options)
+    _check_heads((query, key, value), enable_gqa)
+    return attention(query, key, value, layout="bhsd", bias=attn_mask, lengths=lengths, **options)
+
+
+def _check_heads(tensors: Sequence[Tensor], enable_gqa: bool) -> None:
+    heads = [x.shape[-3] for x in tensors]
+    if not enable_gqa and len(set(heads)) > 1:
+        raise InvalidArgumentError(
+            f"key, value: expected the {heads[0]} heads of query, got {heads[1]} and {heads[2]}; "
+            "give enable_gqa=True if query heads share them."
+        )
+
+
+def _reshaped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    enable_gqa: bool,
+    lengths: Any,
+    options: dict[str, Any],
+) -> Any:
+    """Of other than four dimensions, or of dimensions in front that broadcast."""
+    four: list[Tensor] = [_with_heads(x) for x in (query, key, value)]
+    mask = attn_mask
+    if mask is not None and query.dim() == 3 and mask.dim() == 3:
+        mask = mask.unsqueeze(1)
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
+    _check_heads(four, enable_gqa)
+    four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
+    if mask is not None and mask.dim() > 3:
+        mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+    found = attention(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
+    out, lse = found if options["return_lse"] else (found, None)
+    rows = lead if query.dim() < 4 else (*lead, query.shape[-3])
+    rows = (*rows, query.shape[-2]) if query.dim() > 2 else query.shape[:1]
+    out = out.reshape(*rows, value.shape[-1])
+    return out if lse is None else (out, lse.reshape(rows))
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    """With four dimensions or more: PyTorch's of three have no head, of two no batch."""
+    if x.dim() > 3:
+        return x
+    return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
+
+
+def _nested(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+    """Sequences of different lengths, packed one behind the other."""
+    packed = [x.transpose(1, 2) for x in (query, key, value)]
+    if any(x.layout is not torch.jagged for x in packed):
+        raise InvalidArgumentError(
+            "query, key, value: expected nested tensors of layout torch.jagged, got "
+            f"{[str(x.layout) for x in packed]}."
+        )
+    q, k, v = packed
+    cu_seqlens = tuple(x.offsets().to(torch.int32) for x in (q, k))
+    found = attention(
+        *(x.values() for x in packed),
+        layout="thd",
+        cu_seqlens=cu_seqlens,
+        max_seqlens=tuple(x._get_max_seqlen() for x in (q, k)),
+        **options,
+    )
+    out, lse = found if options["return_lse"] else (found, None)
+    nested = torch.nested.nested_tensor_from_jagged(out, q.offsets()).transpose(1, 2)
+    return nested if lse is None else (nested, lse)

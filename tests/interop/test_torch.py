@@ -1,0 +1,361 @@
+"""``dlattn.torch`` on the CPU: PyTorch's own attention is the computation to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+import dlattn  # noqa: E402
+from dlattn.errors import InvalidArgumentError  # noqa: E402
+from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def by_definition(*given: Any, **options: Any) -> Any:
+    """PyTorch's attention as a few operations; its kernel for CPUs has NaN for negative scales."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return sdpa(*given, **options)
+
+
+def random(*shape: int, seed: int = 0, grad: bool = True) -> Any:
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
+    made = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    return made.requires_grad_(grad)
+
+
+def gradients(function: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Any]:
+    """The output, and the gradients of what has any, of a random direction."""
+    out = function(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    return [out, *torch.autograd.grad(out, wanted, random(*out.shape, grad=False))]
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_is_pytorchs(data: st.DataObject) -> None:
+    """The output and all gradients are those of PyTorch's function, for its arguments."""
+    draw = data.draw
+    lead = draw(st.sampled_from([(), (2,), (3, 2)]))
+    dims = draw(st.sampled_from([2, 3, 4])) if not lead else 4
+    heads, divisor = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3)]))
+    rows, keys, columns, columns_v = (draw(st.integers(1, 9)) for _ in range(4))
+    front_q = {2: (), 3: (heads,), 4: (*(lead or (1,)), heads)}[dims]
+    shared = dims == 4 and draw(st.booleans())
+    front_k = (*front_q[:-1], heads // divisor) if shared else front_q
+    shapes = (*front_q, rows, columns), (*front_k, keys, columns), (*front_k, keys, columns_v)
+    q, k, v = (random(*shape, seed=i) for i, shape in enumerate(shapes))
+    options: dict[str, Any] = {"enable_gqa": shared}
+    options["scale"] = draw(st.sampled_from([None, 0.3, -1.0]))
+    kind = draw(st.sampled_from(["none", "causal", "floats", "booleans"]))
+    options["is_causal"] = kind == "causal"
+    mask = None
+    if kind in ("floats", "booleans"):
+        whole = (*front_q, rows, keys)
+        some = [draw(st.sampled_from([1, n])) for n in whole]
+        some = some[draw(st.integers(0, len(whole) - 2)) :]
+        mask = random(*some, seed=9, grad=kind == "floats")
+        if kind == "booleans":
+            mask = mask > -0.5
+            mask[..., 0] = True  # where nothing is attended, PyTorch's versions differ
+    inputs = (q, k, v) if mask is None else (q, k, v, mask)
+    assert_same(
+        gradients(lambda *x: scaled_dot_product_attention(*x, **options), inputs),
+        gradients(lambda *x: by_definition(*x, **options), inputs),
+    )
+
+
+BIAS = torch.linspace(-1, 1, 5 * 7, dtype=torch.float64).reshape(5, 7)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "a window": {"window": (2, 1)},
+    "top left": {"causal": True, "alignment": "top_left"},
+    "a soft cap": {"softcap": 2.0, "scale": 1.5},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
+    "lengths": {"lengths": (torch.tensor([5, 2]), torch.tensor([3, 7]))},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4)},
+    "a bias": {"bias": BIAS},
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_those_of_finite_differences(name: str, layout: str) -> None:
+    """Of every option, in every layout."""
+    axes = [("bshd".index(letter)) for letter in layout]
+    q, k, v = (
+        random(2, rows, heads, 8).detach().permute(axes).contiguous().requires_grad_()
+        for rows, heads in ((5, 4), (7, 2), (7, 1))
+    )
+    options = dict(OPTIONS[name])
+    if "bias" not in options:
+        torch.autograd.gradcheck(lambda *x: attention(*x, layout=layout, **options), (q, k, v))
+        return
+    bias = options.pop("bias").clone().requires_grad_()
+    torch.autograd.gradcheck(
+        lambda q, k, v, bias: attention(q, k, v, layout=layout, bias=bias, **options),
+        (q, k, v, bias),
+    )
+
+
+def test_sinks_have_gradients() -> None:
+    """Those of a key of that score without a value."""
+    q, k, v = random(2, 5, 4, 8), random(2, 7, 4, 8), random(2, 7, 4, 8)
+    sinks = torch.linspace(-1, 1, 4, requires_grad=True)
+
+    def written_out(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        scores = torch.einsum("bshd,bthd->bhst", q, k) * 8**-0.5
+        column = sinks.double()[None, :, None, None].expand(2, 4, 5, 1)
+        p = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        return torch.einsum("bhst,bthd->bshd", p, v)
+
+    inputs = (q, k, v, sinks)
+    found = gradients(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), inputs)
+    for one, other in zip(found, gradients(written_out, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_sequences() -> None:
+    """Packed, outputs and gradients are those of each sequence; rows of none are 0."""
+    cu = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    q, k, v = (random(10, 2, 8, seed=i) for i in range(3))
+    found = gradients(
+        lambda q, k, v: attention(q, k, v, layout="thd", cu_seqlens=cu, causal=True), (q, k, v)
+    )
+
+    def alone(q: Any, k: Any, v: Any) -> Any:
+        parts = [
+            attention(*(x[None, a:b] for x in (q, k, v)), causal=True)[0]
+            for a, b in ((0, 3), (3, 8))
+        ]
+        return torch.cat([*parts, torch.zeros(2, 2, 8, dtype=torch.float64)])
+
+    assert_same(found, gradients(alone, (q, k, v)))
+
+
+def test_nested() -> None:
+    """Nested tensors give nested ones, and gradients."""
+    parts = [random(n, 2, 8, grad=False) for n in (3, 6)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    found, lse = scaled_dot_product_attention(
+        *(x.transpose(1, 2),) * 3, is_causal=True, return_lse=True
+    )
+    assert found.is_nested and lse.shape == (2, 9)
+    found.transpose(1, 2).values().square().sum().backward()
+    for part, out, grad in zip(parts, found.transpose(1, 2).unbind(), x.grad.unbind(), strict=True):
+        alone = part[None].clone().requires_grad_()
+        own = attention(alone, alone, alone, causal=True)
+        own.square().sum().backward()
+        assert_same([out[None], grad[None]], [own, alone.grad])
+    with pytest.raises(InvalidArgumentError, match="attn_mask and lengths: expected None"):
+        scaled_dot_product_attention(*(x.transpose(1, 2),) * 3, attn_mask=torch.ones(1))
+
+
+def loss(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return attention(q, k, v, **options).sin().sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
+def test_compiled(layout: str, dynamic: bool) -> None:
+    """Under ``torch.compile`` there is one graph, with the same gradients."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"layout": layout, "causal": True}
+    shape: tuple[int, ...] = (2, 5, 4, 8)
+    if layout == "thd":
+        shape = (9, 4, 8)
+        options["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for more in (0, 1) if dynamic and layout != "thd" else (0,):
+        sizes = (shape[0] + more, shape[1] + more, *shape[2:])
+        q, k, v = (random(*sizes, seed=i) for i in range(3))
+        found = torch.autograd.grad(compiled(q, k, v, **options), (q, k, v))
+        assert_same(list(found), list(torch.autograd.grad(loss(q, k, v, **options), (q, k, v))))
+
+
+def test_operators_are_well_made() -> None:
+    """What ``torch.library.opcheck`` asks of operators."""
+    q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
+    bias = torch.zeros(4, 5, 5, requires_grad=True)
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False)
+    for more in ((None,) * 8, (bias, None, torch.ones(4), *(None,) * 5)):
+        torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
+    given = [x.detach() for x in (q, k, v)]
+    out, lse = torch.ops.dlattn.attention(*given, *(None,) * 8, *options)
+    for dlse in (None, lse):
+        torch.library.opcheck(
+            torch.ops.dlattn.attention_backward.default,
+            (out, out, lse, dlse, *given, *(None,) * 8, *options, False, False),
+        )
+    into = torch.empty_like(out)
+    torch.library.opcheck(
+        torch.ops.dlattn.attention.out, (*given, *(None,) * 8, *options), {"out": into}
+    )
+    assert torch.equal(torch.ops.dlattn.attention(*given, *(None,) * 8, *options, out=into), lse)
+    assert torch.equal(into, out)
+
+
+BATCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "another layout": {"layout": "sbhd"},
+    "a bias": {"bias": torch.linspace(0, 1, 25, dtype=torch.float64).reshape(5, 5)},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
+    "lengths": {"lengths": torch.tensor([5, 2])},
+}
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 4, 2)])
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched(name: str, in_dims: tuple[int | None, ...]) -> None:
+    """``vmap`` of a function, and of its gradient, is the function of each entry."""
+    options = BATCHED[name]
+    shape = (5, 2, 4, 8) if options.get("layout") == "sbhd" else (2, 5, 4, 8)
+    tensors = []
+    for i, dim in enumerate(in_dims):
+        x = random(3, *shape, seed=i, grad=False)
+        tensors.append(x[0] if dim is None else x.movedim(0, dim))
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        return loss(q, k, v, **options)
+
+    for function in (value, torch.func.grad(value, argnums=(0, 1, 2))):
+        found = torch.vmap(function, in_dims=in_dims)(*tensors)
+        each = [
+            function(
+                *(
+                    x if dim is None else x.select(dim, i)
+                    for x, dim in zip(tensors, in_dims, strict=True)
+                )
+            )
+            for i in range(3)
+        ]
+        if function is value:
+            found, each = (found,), [(x,) for x in each]
+        assert_same(list(found), [torch.stack(x) for x in zip(*each, strict=True)])
+
+
+def test_gradients_of_sums() -> None:
+    """A gradient that repeats one number, with strides of 0, is a gradient as any other."""
+    q = random(2, 5, 4, 8)
+    (found,) = torch.autograd.grad(attention(q, q, q).sum(), q)
+    out = attention(q, q, q)
+    (wanted,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert_same([found], [wanted])
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """The output is linear in v, so that its gradient tells the mask."""
+    q, k, v = (random(1, 30, 2, 8, seed=i) for i in range(3))
+    torch.manual_seed(3)
+    out = attention(q, k, v, dropout_p=0.4)
+    dout = random(*out.shape, seed=5, grad=False)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((dv * v).sum(), (dout * out).sum())
+    torch.manual_seed(3)
+    assert torch.equal(attention(q, k, v, dropout_p=0.4), out)
+    assert not torch.equal(attention(q, k, v, dropout_p=0.4), out)
+    with pytest.raises(InvalidArgumentError, match="dropout_p: expected at least 0"):
+        attention(q, k, v, dropout_p=1.5)
+
+
+def test_autocast() -> None:
+    """Inputs are cast as PyTorch's own attention casts them."""
+    x = torch.randn(2, 4, 5, 8, requires_grad=True)
+    mask = torch.zeros(5, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        assert found.dtype == sdpa(x, x, x).dtype == torch.bfloat16
+    found.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_no_second_derivative() -> None:
+    """It is refused, and not taken for 0."""
+    q = random(1, 5, 2, 8)
+    (first,) = torch.autograd.grad(loss(q, q, q), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_log_sum_exp_is_differentiable(name: str) -> None:
+    """Alone, and beside the output."""
+    q, k, v = (random(2, rows, 4, 8, seed=rows) for rows in (5, 7, 7))
+    weight = torch.linspace(-1, 1, 2 * 4 * 5, dtype=torch.float64).reshape(2, 4, 5)
+
+    def weighed(*inputs: Any) -> Any:
+        out, lse = attention(*inputs, **OPTIONS[name], return_lse=True)
+        return (weight * lse.where(lse.isfinite(), 0)).sum() + out.sin().sum()
+
+    torch.autograd.gradcheck(weighed, (q, k, v))
+    torch.autograd.gradcheck(
+        lambda *inputs: attention(*inputs, **OPTIONS[name], return_lse=True)[1][:, :, :2], (q, k, v)
+    )
+
+
+def test_without_gradients() -> None:
+    """What needs no gradient is what ``dlattn.attention`` gives."""
+    q, k, v = (random(1, 5, 2, 8, seed=i, grad=False) for i in range(3))
+    assert torch.equal(attention(q, k, v), dlattn.attention(q, k, v))
+    with torch.no_grad():
+        assert attention(q.requires_grad_(), k, v).grad_fn is None
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v), dlattn.attention(q, k, v))
+
+
+def test_heads_are_shared_only_if_that_is_said() -> None:
+    """As in PyTorch."""
+    q, k = random(1, 4, 5, 8), random(1, 2, 5, 8)
+    with pytest.raises(InvalidArgumentError, match="enable_gqa=True"):
+        scaled_dot_product_attention(q, k, k)
+
+
+def test_in_the_place_of_pytorchs() -> None:
+    """A model that calls PyTorch's function runs on dlattn, and gives the same; what dlattn does
+    not run goes to PyTorch."""
+    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+    x = random(2, 5, 16)
+    own = layer(x, x, x, need_weights=False)[0]
+    with replace_sdpa():
+        assert torch.nn.functional.scaled_dot_product_attention is not sdpa
+        found = layer(x, x, x, need_weights=False)[0]
+        whole = torch.ones(2, 3, 4, 8, dtype=torch.complex64)
+        torch.nn.functional.scaled_dot_product_attention(*(whole.real,) * 3)
+    assert torch.nn.functional.scaled_dot_product_attention is sdpa
+    assert_same([found], [own])
+    with replace_sdpa(fall_back=False), pytest.raises(InvalidArgumentError):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x[..., :0])
+
+
+def test_transformers() -> None:
+    """A model of ``transformers``, of random weights, gives the same loss and gradients."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 12)))
+    found = []
+    for scope in (replace_sdpa(fall_back=False), torch.enable_grad()):
+        with scope:
+            model.zero_grad()
+            result = model(tokens, labels=tokens).loss
+            result.backward()
+        found.append([result, *(p.grad.clone() for p in model.parameters())])
+    assert_same(*found)
