@@ -244,9 +244,10 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
     wants = {"flash_stats": True} if direction is Direction.FORWARD else {"delta": True}
     flash = (*each_mask, *edited, *ragged[:: len(masks)])
     found += [replace(p, stats=data_type.FLOAT, **wants) for p in flash]
+    everything: dict[str, Any] = {"d_stats": True, "sink": True}
     if direction is Direction.FORWARD:
         everything = {"score_max": True, "score_sum_exp": True, "sink": True}
-        found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
+    found += [replace(p, stats=data_type.FLOAT, **everything) for p in each_mask]
     every = found + ragged + paged
     drawn = [p for p in every if p.dropout is DROPOUTS[0]]
     every += [

@@ -138,7 +138,7 @@ def test_flash_example() -> None:
     assert names["dq"].shape == names["q"].shape
 
 
-def test_torch_example() -> None:
+def test_docs_torch_example() -> None:
     """The example of docs/torch.md gives an output, and gradients of its shape."""
     pytest.importorskip("torch")
     text = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
