@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dlattn.calls.arguments import Argument, admit, integer, number, plain_spec, same_type
-from dlattn.calls.call import Output
+from dlattn.calls.call import Call, Output
 from dlattn.calls.request import CPU_TYPES, KERNEL_TYPES, Request
 from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, plain_sizes
 from dlattn.dtypes import data_type, itemsize
@@ -52,7 +52,7 @@ class Options:
 
 
 #: How many options there are.
-OPTIONS = 9
+_OPTIONS = len(fields(Options))
 
 
 def sorted_out(
@@ -136,17 +136,32 @@ class Described:
         )
 
 
-def describe(names: Sequence[str], values: tuple[Any, ...], options: Options) -> Described:
+class Wanted(NamedTuple):
+    """What a call comes down to.
+
+    Attributes:
+        values: as of :class:`Described`.
+        positions: of what the request reads, by role.
+        outputs: the results, in order.
+        request: ``None`` if filling the outputs is all there is to do.
+    """
+
+    values: tuple[Any, ...]
+    positions: Mapping[str, int]
+    outputs: list[Output]
+    request: Request | None
+
+
+def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Options) -> Described:
     """What a call's arguments describe.
 
     Args:
-        names: of all tensors.
+        there: the tensors that are not ``None``, by name.
+        values: all tensors.
 
     Raises:
         InvalidArgumentError: they contradict each other.
-        cudnnGraphNotSupportedError: the tensors are on a device that dlattn does not run on.
     """
-    there = admit(**dict(zip(names, values, strict=True)))
     for name, known in (("layout", _LAYOUTS), ("alignment", _ALIGNMENTS)):
         if (value := getattr(options, name)) not in known:
             raise InvalidArgumentError(
@@ -178,6 +193,19 @@ def describe(names: Sequence[str], values: tuple[Any, ...], options: Options) ->
             positions[role] = there[name].position if name in there else len(values)
             values = values if name in there else (*values, _HOST_NUMBER)
     return Described(values, there, options, dtype, sizes, bias, tensors, positions)
+
+
+def call_of(names: Sequence[str], wanted: Callable[..., Wanted], given: tuple[Any, ...]) -> Call:
+    """What a call of one direction does, of its tensors and then its options.
+
+    Args:
+        names: of the tensors.
+    """
+    values, options = given[: len(names)], given[len(names) :]
+    there = admit(**dict(zip(names, values, strict=True)))
+    found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
+    device = there["q"].seen.device
+    return Call(found.values, device, found.positions, found.outputs, found.request)
 
 
 def check_outputs(outputs: Iterable[Output]) -> None:

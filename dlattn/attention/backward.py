@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dlattn.attention.arguments import (
-    OPTIONS,
     TENSORS,
     Described,
     Options,
+    Wanted,
     broadcast_spec,
+    call_of,
     check_outputs,
     describe,
     sorted_out,
 )
-from dlattn.calls.arguments import plain_spec
+from dlattn.calls.arguments import Argument, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type
@@ -106,14 +108,20 @@ def attention_backward(
 
 
 #: Its tensors, in order.
-_NAMES = (*TENSORS, "dout", "out", "lse", "dlse", "dq", "dk", "dv")
+NAMES = (*TENSORS, "dout", "out", "lse", "dlse", "dq", "dk", "dv")
 
 
-def _prepare(*given: Any) -> Call:
-    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
-    it = describe(_NAMES, values, Options(*options[:OPTIONS]))
-    bias_gradient, sinks_gradient, deterministic = options[OPTIONS:]
-    there, sizes, layout = it.there, it.sizes, it.options.layout
+def wanted(
+    there: Mapping[str, Argument],
+    values: tuple[Any, ...],
+    options: Options,
+    bias_gradient: bool,
+    sinks_gradient: bool,
+    deterministic: bool,
+) -> Wanted:
+    """What a call of the backward comes down to; see :func:`describe`."""
+    it = describe(there, values, options)
+    sizes, layout = it.sizes, it.options.layout
     for name in ("dout", "out"):
         there[name].expect_shape(sizes.shape(layout, sizes.columns_v), "that of the output")
     for name in ("lse", "dlse"):
@@ -123,14 +131,18 @@ def _prepare(*given: Any) -> Call:
     outputs = _outputs(it, bias_gradient, sinks_gradient)
     check_outputs(outputs)
     if sizes.is_empty:
-        return Call(values, there["q"].seen.device, {}, outputs, None)
+        return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
     inputs = {role: there[name] for role, name in roles.items() if name in there}
     specs = {role: it.spec(role, tensor) for role, tensor in inputs.items()}
     specs |= {str(out.role): _gradient_spec(it, out) for out in outputs}
     request = it.request(Direction.BACKWARD, specs, deterministic=bool(deterministic))
     positions = {**it.positions, **{role: tensor.position for role, tensor in inputs.items()}}
-    return Call(it.values, there["q"].seen.device, positions, outputs, request)
+    return Wanted(it.values, positions, outputs, request)
+
+
+def _prepare(*given: Any) -> Call:
+    return call_of(NAMES, wanted, given)
 
 
 _CALLS = CallCache(_prepare)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dlattn.attention.arguments import (
-    OPTIONS,
     TENSORS,
     Options,
+    Wanted,
+    call_of,
     check_outputs,
     describe,
     sorted_out,
@@ -99,24 +101,29 @@ def attention(
 
 
 #: Its tensors, in order.
-_NAMES = (*TENSORS, "out")
+NAMES = (*TENSORS, "out")
 
 
-def _prepare(*given: Any) -> Call:
-    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
-    it = describe(_NAMES, values, Options(*options[:OPTIONS]))
-    (return_lse,) = options[OPTIONS:]
-    layout, sizes, device = it.options.layout, it.sizes, it.there["q"].seen.device
+def wanted(
+    there: Mapping[str, Argument], values: tuple[Any, ...], options: Options, return_lse: bool
+) -> Wanted:
+    """What a call of the forward comes down to; see :func:`describe`."""
+    it = describe(there, values, options)
+    layout, sizes = it.options.layout, it.sizes
     outputs = [Output("o", sizes.shape(layout, sizes.columns_v), it.dtype, it.there.get("out"))]
     check_outputs(outputs)
     if return_lse:
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
     if sizes.is_empty:
-        return Call(values, device, {}, _filled(outputs, it.there.get("sinks")), None)
+        return Wanted(values, {}, _filled(outputs, it.there.get("sinks")), None)
     request = it.request(
         Direction.FORWARD, {str(out.role): it.spec(str(out.role), out) for out in outputs}
     )
-    return Call(it.values, device, it.positions, outputs, request)
+    return Wanted(it.values, it.positions, outputs, request)
+
+
+def _prepare(*given: Any) -> Call:
+    return call_of(NAMES, wanted, given)
 
 
 _CALLS = CallCache(_prepare)
