@@ -111,11 +111,11 @@ class Call:
         self._hands_over = hands_over(like)
         self.plan: Runnable | None = None
         self._workspace: Callable[[], Any] | None = None
-        self._lengths_to_check: list[tuple[str, str, int, int]] = []
+        self._check: Callable[[Mapping[str, int]], None] | None = None
         if isinstance(request, Request):
             plan = self.plan = built(request, CPU if on_cpu else cuda_target(index))
             if on_cpu:
-                self._lengths_to_check = _cu_seqlens(plan.geometry)
+                self._check = cu_seqlens_check(plan.geometry)
         elif request is not None:
             self.plan = request
             self.plan.build()
@@ -152,8 +152,8 @@ class Call:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
-            if self._lengths_to_check:
-                self._check_lengths(pointers)
+            if self._check is not None:
+                self._check(pointers)
             if self._workspace is None:
                 self.plan.execute(pointers, 0, stream)
             else:
@@ -167,23 +167,27 @@ class Call:
             for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
         ]
 
-    def _check_lengths(self, pointers: Mapping[str, int]) -> None:
-        """Refuses cumulative lengths, in host memory, that leave the tensors."""
-        for role, name, count, bound in self._lengths_to_check:
-            numbers = (ctypes.c_int32 * count).from_address(pointers[role])
+
+def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:
+    """What refuses cumulative lengths, in host memory, that leave the tensors; of addresses."""
+    most = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
+    there = [
+        (role, geometry.tensors[role], bound or 0)
+        for role, bound in most.items()
+        if role in geometry.tensors
+    ]
+
+    def check(pointers: Mapping[str, int]) -> None:
+        for role, spec, bound in there:
+            numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
             memory = np.ctypeslib.as_array(numbers)
             if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > bound:
                 raise InvalidArgumentError(
-                    f"{name}: expected numbers that never fall, from 0 to at most {bound}, the "
-                    f"tokens there are, got {memory.tolist()}."
+                    f"{spec.name}: expected numbers that never fall, from 0 to at most {bound}, "
+                    f"the tokens there are, got {memory.tolist()}."
                 )
 
-
-def _cu_seqlens(geometry: Geometry) -> list[tuple[str, str, int, int]]:
-    """Role, name, how many numbers, and the largest that may be."""
-    most = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
-    found = [(geometry.tensors.get(role), role, bound or 0) for role, bound in most.items()]
-    return [(role, spec.name, spec.dim[0], bound) for spec, role, bound in found if spec]
+    return check if there else None
 
 
 def _output(

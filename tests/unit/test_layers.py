@@ -42,16 +42,9 @@ KNOWS_FRAMEWORKS = {
     "cli/demo.py": {"cupy"},
     "cli/machine.py": {"cupy"},
     **{
-        f"torch/{module}.py": {"torch"}
-        for module in (
-            "arguments",
-            "batching",
-            "derivative",
-            "differentiable",
-            "ops",
-            "replace",
-            "sdpa",
-        )
+        f"{framework}/{path.name}": {framework}
+        for framework in ("jax", "torch")
+        for path in (PACKAGE / framework).glob("*.py")
     },
 }
 

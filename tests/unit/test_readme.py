@@ -128,21 +128,31 @@ def test_links_lead_somewhere(target: str) -> None:
 
 def test_flash_example() -> None:
     """The example of docs/flash.md gives causal attention, and the gradients of its shape."""
-    text = (Path(__file__).parents[2] / "docs" / "flash.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/flash.md", "exec"), names)
+    names = example_of("flash.md")
     q, k, v = (names[x].swapaxes(1, 2) for x in "qkv")
     expected = oracle(q, k, v, np.tri(512, dtype=bool)).swapaxes(1, 2)
     np.testing.assert_allclose(names["out"], expected, atol=1e-12)
     assert names["dq"].shape == names["q"].shape
 
 
+def example_of(page: str) -> dict[str, Any]:
+    """The names that the only example of a page leaves."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(compile(code, f"docs/{page}", "exec"), names)
+    return names
+
+
 def test_docs_torch_example() -> None:
     """The example of docs/torch.md gives an output, and gradients of its shape."""
     pytest.importorskip("torch")
-    text = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/torch.md", "exec"), names)
+    names = example_of("torch.md")
     assert names["out"].shape == names["q"].grad.shape == (2, 8, 512, 64)
+
+
+def test_docs_jax_example() -> None:
+    """The example of docs/jax.md gives gradients of the shape of its arrays."""
+    pytest.importorskip("jax")
+    names = example_of("jax.md")
+    assert {x.shape for x in names["gradients"]} == {names["q"].shape}

@@ -1,0 +1,121 @@
+"""``attention``: :func:`dlattn.attention` as a function of JAX arrays."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+from dlattn.attention.arguments import Options
+from dlattn.errors import InvalidArgumentError
+from dlattn.jax.batching import batched
+
+
+class _Static(NamedTuple):
+    """What of a call is no array."""
+
+    options: Options
+    return_lse: bool
+    deterministic: bool
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlens: int | tuple[int, int] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`dlattn.attention` of JAX arrays, under ``jit``, ``grad``, ``vmap`` and ``scan``.
+
+    The workspace is XLA's, kernels run in its stream, and may be recorded into its command buffers.
+    Gradients are those of q, k, v, the bias and the sinks; what else there is counts as constant.
+
+    Arguments that are not listed are those of :func:`dlattn.attention`.
+
+    Args:
+        dropout_rate, dropout_key: the probability to drop, and a key of ``jax.random``.
+        deterministic: gradients have the same bits in every run; on Hopper, and on the CPU always.
+
+    Returns:
+        The output, or with ``return_lse`` a pair of it and the log-sum-exp, both differentiable.
+        Of ``"thd"``, rows of no sequence are not written.
+
+    Raises:
+        InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    lengths_q, lengths_kv = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    cu_q, cu_kv = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    seed = offset = None
+    if dropout_rate:
+        if dropout_key is None:
+            raise InvalidArgumentError("dropout_key: expected a key of jax.random, got None.")
+        bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        seed, offset = jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(2, 1)
+    arrays = {
+        "q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "lengths of q": lengths_q, "lengths of k and v": lengths_kv,
+        "cu_seqlens of q": cu_q, "cu_seqlens of k and v": cu_kv,
+        "dropout's seed": seed, "dropout's offset": offset,
+    }  # fmt: skip
+    most = max_seqlens if isinstance(max_seqlens, tuple) else (max_seqlens, max_seqlens)
+    options = Options(
+        layout, causal, window, alignment, scale, softcap, most, float(dropout_rate), (False, False)
+    )
+    static = _Static(options, return_lse, deterministic)
+    return _attention(static, {name: x for name, x in arrays.items() if x is not None})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, arrays: dict[str, Any]) -> Any:
+    results = batched("forward", arrays, static.options, (static.return_lse,))
+    return tuple(results) if static.return_lse else results[0]
+
+
+def _forward(static: _Static, arrays: dict[str, Any]) -> tuple[Any, Any]:
+    out, lse = batched("forward", arrays, static.options, (True,))
+    return (out, lse) if static.return_lse else out, (arrays, out, lse)
+
+
+def _backward(static: _Static, kept: Any, gradient: Any) -> tuple[dict[str, Any]]:
+    arrays, out, lse = kept
+    dout, dlse = gradient if static.return_lse else (gradient, None)
+    bias = "bias" in arrays and jnp.issubdtype(arrays["bias"].dtype, jnp.floating)
+    sinks = "sinks" in arrays
+    given = {**arrays, "dout": dout, "out": out, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    found = batched("backward", given, static.options, (bias, sinks, static.deterministic))
+    wanted = ["q", "k", "v", *["bias"] * bias, *["sinks"] * sinks]
+    constant = {name: _nothing(x) for name, x in arrays.items()}
+    return ({**constant, **dict(zip(wanted, found, strict=True))},)
+
+
+def _nothing(x: Any) -> Any:
+    """The gradient of a constant."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, float0)
+
+
+_attention.defvjp(_forward, _backward)

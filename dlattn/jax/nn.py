@@ -1,0 +1,106 @@
+"""``dot_product_attention``: the words of ``jax.nn``, and more of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from dlattn.errors import InvalidArgumentError
+from dlattn.jax.differentiable import attention
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+    deterministic: bool = False,
+) -> Any:
+    """``jax.nn.dot_product_attention``, and dlattn's options after it.
+
+    Traced and differentiated as :func:`dlattn.jax.attention` is. Rows that attend to nothing are 0.
+
+    Args:
+        query: (B, T, N, H), or without B.
+        key, value: (B, S, K, H), where K divides N.
+        bias: added to scores, broadcasts to (B, N, T, S); it has a gradient.
+        mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias it makes
+            the sum of both.
+        scale: ``1 / sqrt(H)`` unless given.
+        is_causal: query t attends to keys 0 to t.
+        query_seq_lengths, key_value_seq_lengths: (B,), int32: how much of each sequence is used.
+        local_window_size: how many keys before and behind its position a query attends to, or one
+            number of both; with ``is_causal`` only the first counts.
+        implementation: ignored; dlattn is the implementation.
+        return_residual: return the log-sum-exp, too, (B, T, N).
+        alignment: where the positions of queries and keys meet: ``"top_left"``, or
+            ``"bottom_right"``.
+        softcap, alibi_slopes, sinks, dropout_rate, dropout_key, deterministic: as in
+            :func:`dlattn.jax.attention`.
+
+    Raises:
+        InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
+        cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+    """
+    query, key, value = map(jnp.asarray, (query, key, value))
+    single = query.ndim == 3
+    if single:
+        query, key, value = query[None], key[None], value[None]
+    window = local_window_size
+    if window is not None and not isinstance(window, tuple):
+        window = (window, window)
+    if window is not None and len(window) != 2:
+        raise InvalidArgumentError(
+            f"local_window_size: expected a number or a pair, got {local_window_size!r:.100}."
+        )
+    if mask is not None and jnp.asarray(mask).dtype != jnp.bool_:
+        raise InvalidArgumentError(
+            f"mask: expected booleans, got {jnp.asarray(mask).dtype}; give numbers as bias."
+        )
+    found = attention(
+        query,
+        key,
+        value,
+        causal=is_causal,
+        window=window,
+        alignment=alignment,
+        scale=scale,
+        softcap=softcap,
+        bias=_added(bias, mask),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        lengths=(query_seq_lengths, key_value_seq_lengths),
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        deterministic=deterministic,
+        return_lse=return_residual,
+    )
+    out, lse = found if return_residual else (found, None)
+    out = out[0] if single else out
+    if lse is None:
+        return out
+    lse = jnp.moveaxis(lse, 1, 2)
+    return out, lse[0] if single else lse
+
+
+def _added(bias: Any, mask: Any) -> Any:
+    """What both add to the scores."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return jnp.where(mask, bias, jnp.asarray(-jnp.inf, bias.dtype))

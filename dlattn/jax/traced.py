@@ -1,0 +1,149 @@
+"""Calls while JAX traces: shapes tell the plan, and a callback runs it on XLA's buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+
+from dlattn.attention import backward, forward
+from dlattn.attention.arguments import Options, Wanted
+from dlattn.calls.arguments import Argument
+from dlattn.calls.call import built, cu_seqlens_check
+from dlattn.dtypes import data_type, to_numpy
+from dlattn.plans.base import Plan
+from dlattn.runtime.launch import clear
+from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, compact_strides
+from dlattn.runtime.target import CPU, cuda_target
+from dlattn.runtime.tensors import view
+
+#: Of each direction: the names of its tensors, and what a call comes down to.
+_DIRECTIONS: dict[str, tuple[Sequence[str], Callable[..., Wanted]]] = {
+    "forward": (forward.NAMES, forward.wanted),
+    "backward": (backward.NAMES, backward.wanted),
+}
+
+#: XLA's buffers begin at multiples of more than that.
+_ALIGNED = 16
+
+
+def call(
+    direction: str, arrays: Mapping[str, Any], options: Options, asked: tuple[bool, ...]
+) -> list[Any]:
+    """The results of a call, in order, on the platform for which JAX lowers it.
+
+    Args:
+        arrays: by the names of the direction's tensors.
+        asked: what follows the options in its ``wanted``.
+    """
+    names, _ = _DIRECTIONS[direction]
+    given = [(name, arrays[name]) for name in names if name in arrays]
+    looks = tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in given)
+    on = {
+        platform: partial(_run, _traced(direction, looks, options, asked, platform))
+        for platform in ("cpu", "cuda")[: 1 + (jax.default_backend() == "gpu")]
+    }
+    values = [x for _, x in given]
+    if len(on) == 1:
+        return on["cpu"](*values)
+    found: list[Any] = jax.lax.platform_dependent(*values, **on)
+    return found
+
+
+class _Traced:
+    """What a call comes down to on one platform, before there is memory.
+
+    Attributes:
+        results: shapes and types of what it writes, the workspace last, if there is one.
+    """
+
+    def __init__(self, found: Wanted, names: Sequence[str], there: list[str], cpu: bool) -> None:
+        self.found = found
+        self._cpu = cpu
+        self._there = [names.index(name) for name in there]
+        self._inputs = {role: self._there.index(at) for role, at in found.positions.items()}
+        self.results = [
+            jax.ShapeDtypeStruct(out.shape, to_numpy(out.dtype)) for out in found.outputs
+        ]
+        self._plans: dict[int, Plan] = {}
+        self._check: Callable[[Mapping[str, int]], None] | None = None
+        if found.request is not None and (size := self._plan(0).workspace_size):
+            self.results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
+
+    def _plan(self, index: int) -> Plan:
+        """Of one device; those of a process are alike."""
+        if index not in self._plans:
+            assert self.found.request is not None
+            target = CPU if self._cpu else cuda_target(index)
+            self._plans[index] = built(self.found.request, target)
+            if self._cpu:
+                self._check = cu_seqlens_check(self._plans[index].geometry)
+        return self._plans[index]
+
+    def filled(self, values: Sequence[Any]) -> list[Any]:
+        """Results that no kernel writes: one number, or one of each head of (..., H, S)."""
+        found = []
+        for out, like in zip(self.found.outputs, self.results, strict=True):
+            fill = out.fill
+            if isinstance(fill, Argument):
+                fill = values[self._there.index(fill.position)].reshape(-1, 1)
+            found.append(jnp.broadcast_to(jnp.asarray(fill, like.dtype), like.shape))
+        return found
+
+    def __call__(self, context: Any, results: Sequence[Any], *given: Any) -> None:
+        """Runs the plan on XLA's buffers, in XLA's stream."""
+        seen = [view(buffer) for buffer in (*given, *results)]
+        stream = 0 if self._cpu else context.stream
+        pointers = {role: seen[at].ptr for role, at in self._inputs.items()}
+        written = [it.ptr for it in seen[len(given) :]]
+        for out, address, like in zip(self.found.outputs, written, self.results, strict=False):
+            pointers[str(out.role)] = address
+            if out.fill is not None:  # with zeros: other numbers are of calls without a request
+                _clear(address, like.size * like.dtype.itemsize, None if self._cpu else stream)
+        if self._check is not None:
+            self._check(pointers)
+        workspace = written[-1] if len(written) > len(self.found.outputs) else 0
+        self._plan(seen[0].device[1]).execute(pointers, workspace, stream)
+
+
+def _clear(address: int, nbytes: int, stream: int | None) -> None:
+    if stream is None:
+        ctypes.memset(address, 0, nbytes)
+    else:
+        clear(address, nbytes, stream)
+
+
+@lru_cache(maxsize=1024)
+def _traced(
+    direction: str,
+    looks: tuple[tuple[str, tuple[int, ...], Any], ...],
+    options: Options,
+    asked: tuple[bool, ...],
+    platform: str,
+) -> _Traced:
+    names, wanted = _DIRECTIONS[direction]
+    there = {
+        name: Argument(name, names.index(name), "jax", _imagined(shape, dtype, platform))
+        for name, shape, dtype in looks
+    }
+    found = wanted(there, (None,) * len(names), options, *asked)
+    return _Traced(found, names, list(there), platform == "cpu")
+
+
+def _imagined(shape: tuple[int, ...], dtype: Any, platform: str) -> TensorView:
+    """A buffer as XLA will make it."""
+    element: data_type = ELEMENT_TYPES[dtype]
+    return TensorView(_ALIGNED, shape, compact_strides(shape), element, (platform, 0), False)
+
+
+def _run(traced: _Traced, *values: Any) -> list[Any]:
+    outputs = traced.found.outputs
+    if traced.found.request is None:
+        return traced.filled(values)
+    run = buffer_callback(traced, traced.results, command_buffer_compatible=True)
+    return list(run(*values))[: len(outputs)]

@@ -1,0 +1,228 @@
+"""``dlattn.jax`` on the CPU: ``jax.nn`` is the computation to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+jax = pytest.importorskip("jax")
+
+import dlattn  # noqa: E402
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError  # noqa: E402
+from dlattn.jax import attention, dot_product_attention  # noqa: E402
+
+jnp = jax.numpy
+
+
+def random(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(sum(shape) + seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_same(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
+    """Up to fp32's rounding of sums."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == other.shape
+        sizes = abs(np.asarray(other))
+        largest = sizes[np.isfinite(sizes)].max(initial=0)
+        np.testing.assert_allclose(one, other, atol=tolerance * (1 + largest))
+
+
+def with_gradients(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def loss(*given: Any) -> tuple[Any, Any]:
+        out = function(*given)
+        return jnp.sin(out).sum(), out
+
+    everything = tuple(range(len(inputs)))
+    return jax.jit(jax.grad(loss, argnums=everything, has_aux=True))(*inputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_is_jaxs(data: st.DataObject) -> None:
+    """The output and all gradients are those of JAX's function, for its arguments."""
+    draw = data.draw
+    batch, columns = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    rows, keys = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    heads, divisor = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3)]))
+    lead = () if (single := draw(st.booleans())) else (batch,)
+    q = random(*lead, rows, heads, columns)
+    k, v = (random(*lead, keys, heads // divisor, columns, seed=i) for i in (1, 2))
+    options: dict[str, Any] = {"scale": draw(st.sampled_from([None, 0.3, 1.5]))}
+    options["is_causal"] = causal = draw(st.booleans()) and rows <= keys
+    if not causal and draw(st.booleans()):
+        options["local_window_size"] = draw(st.sampled_from([rows, (rows, 1)]))
+    if not single and draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(1, keys), min_size=batch, max_size=batch))
+        options["key_value_seq_lengths"] = np.array(lengths, np.int32)
+        options.pop("local_window_size", None)
+    some = [draw(st.sampled_from([1, n])) for n in (*lead, heads, rows, keys)]
+    inputs: tuple[Any, ...] = (q, k, v)
+    if draw(st.booleans()):
+        inputs += (random(*some, seed=3),)
+    if draw(st.booleans()):
+        mask = random(*some, seed=4) > -0.5
+        mask[..., 0] = True  # JAX averages v where nothing is attended
+        options["mask"] = mask
+    assert_same(
+        with_gradients(lambda *x: dot_product_attention(*x, **options), inputs),
+        with_gradients(lambda *x: jax.nn.dot_product_attention(*x, **options), inputs),
+    )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window": {"window": (2, 1)},
+    "top left": {"causal": True, "alignment": "top_left"},
+    "a soft cap": {"softcap": 2.0, "scale": 1.5},
+    "slopes": {"alibi_slopes": np.linspace(0.1, 0.7, 4, dtype=np.float32)},
+    "lengths": {"lengths": (np.array([5, 2], np.int32), np.array([3, 7], np.int32))},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "a bias": {"bias": random(4, 1, 7)},
+}
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str, layout: str) -> None:
+    """Results are those of the functions on NumPy arrays, whose own tests compare with float64."""
+    axes = ["bshd".index(letter) for letter in layout]
+    q, k, v, d_o = (
+        random(2, rows, heads, 8, seed=rows).transpose(axes).copy()
+        for rows, heads in ((5, 4), (7, 2), (7, 1), (5, 4))
+    )
+    options = {"layout": layout, **OPTIONS[name]}
+    learned = [x for x in ("bias", "sinks") if x in options]
+
+    def function(q: Any, k: Any, v: Any, *more: Any) -> Any:
+        given = {**options, **dict(zip(learned, more, strict=True))}
+        return attention(q, k, v, return_lse=True, **given)
+
+    inputs = (q, k, v, *(options[x] for x in learned))
+    (out, lse), pull = jax.vjp(jax.jit(function), *inputs)
+    wanted = dlattn.attention(q, k, v, return_lse=True, **options)
+    assert_same((out, lse), wanted)
+    d_lse = np.where(np.isfinite(lse), 0.5, 0).astype(np.float32)
+    gradients = dlattn.attention_backward(
+        d_o, q, k, v, *wanted, dlse=d_lse, **options,
+        bias_gradient="bias" in learned, sinks_gradient="sinks" in learned,
+    )  # fmt: skip
+    assert_same(pull((d_o, d_lse)), [x for x in gradients if x is not None])
+
+
+def test_packed_sequences() -> None:
+    """Packed, outputs and gradients are those of each sequence."""
+    cu = np.array([0, 3, 3, 8], np.int32)
+    q, k, v = (random(8, 2, 8, seed=i) for i in range(3))
+
+    def alone(q: Any, k: Any, v: Any) -> Any:
+        parts = [
+            attention(*(x[None, a:b] for x in (q, k, v)), causal=True)[0]
+            for a, b in ((0, 3), (3, 8))
+        ]
+        return jnp.concatenate(parts)
+
+    def packed(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, layout="thd", cu_seqlens=cu, causal=True)
+
+    assert_same(with_gradients(packed, (q, k, v)), with_gradients(alone, (q, k, v)))
+    with pytest.raises(Exception, match="expected numbers that never fall"):
+        jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 1))
+
+
+BATCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "another layout": {"layout": "sbhd"},
+    "a bias": {"bias": random(5, 5)},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32)},
+    "lengths": {"lengths": np.array([5, 2], np.int32)},
+}
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, None, None), (None, 4, 2)])
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched(name: str, in_axes: tuple[int | None, ...]) -> None:
+    """``vmap`` of a function, and of its gradient, is the function of each entry."""
+    shape = (5, 2, 4, 8) if "layout" in BATCHED[name] else (2, 5, 4, 8)
+    arrays = []
+    for i, axis in enumerate(in_axes):
+        x = random(3, *shape, seed=i)
+        arrays.append(x[0] if axis is None else np.moveaxis(x, 0, axis))
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sin(attention(q, k, v, causal=True, **BATCHED[name])).sum()
+
+    for function in (value, jax.grad(value, argnums=(0, 1, 2))):
+        each = [
+            function(
+                *(
+                    x if axis is None else np.take(x, i, axis)
+                    for x, axis in zip(arrays, in_axes, strict=True)
+                )
+            )
+            for i in range(3)
+        ]
+        found = jax.jit(jax.vmap(function, in_axes=in_axes))(*arrays)
+        assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
+
+
+def test_inside_scan_and_checkpoint() -> None:
+    """A loop of layers, its activations computed twice, has the gradient that JAX's has."""
+    q, w = random(2, 5, 4, 8), random(8, 8) / 4
+
+    def loss(w: Any, function: Callable[..., Any]) -> Any:
+        def layer(x: Any, _: Any) -> tuple[Any, None]:
+            return x + function(x @ w, x, x, is_causal=True), None
+
+        return jax.lax.scan(jax.checkpoint(layer), q, None, length=3)[0].sum()
+
+    found, wanted = (
+        jax.jit(jax.grad(loss), static_argnums=1)(w, function)
+        for function in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert_same(found, wanted)
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """The output is linear in v, so that its gradient tells the mask; another key, another mask."""
+    q, k, v, d_o = (random(1, 30, 2, 8, seed=i) for i in range(4))
+
+    def dropped(v: Any, key: Any) -> Any:
+        return attention(q, k, v, dropout_rate=0.4, dropout_key=key)
+
+    key = jax.random.key(1)
+    out, pull = jax.vjp(lambda v: dropped(v, key), v)
+    (dv,) = pull(d_o)
+    np.testing.assert_allclose((dv * v).sum(), (d_o * out).sum(), rtol=1e-4)
+    assert (dropped(v, key) == out).all()
+    assert not (dropped(v, jax.random.key(2)) == out).all()
+    with pytest.raises(InvalidArgumentError, match="dropout_key: expected a key"):
+        attention(q, k, v, dropout_rate=0.4)
+
+
+def test_nothing_to_attend_to() -> None:
+    """Without keys, outputs are 0 and log-sum-exps -inf, or the sinks."""
+    q, k = random(2, 5, 4, 8), random(2, 0, 4, 8)
+    out, lse = attention(q, k, k, return_lse=True)
+    assert (out == 0).all() and (lse == -jnp.inf).all()
+    sinks = random(4)
+    _, lse = attention(q, k, k, sinks=sinks, return_lse=True)
+    assert (lse == sinks[:, None]).all()
+    assert (jax.grad(lambda q: attention(q, k, k).sum())(q) == 0).all()
+
+
+def test_refusals() -> None:
+    """What is wrong is said while JAX traces, in dlattn's words."""
+    q, k = random(2, 5, 4, 8), random(2, 5, 3, 8)
+    with pytest.raises(InvalidArgumentError, match="k: expected a number of heads that divides"):
+        jax.jit(attention)(q, k, k)
+    with pytest.raises(InvalidArgumentError, match="mask: expected booleans"):
+        dot_product_attention(q, q, q, mask=random(5, 5))
+    with pytest.raises(InvalidArgumentError, match="local_window_size: expected a number"):
+        dot_product_attention(q, q, q, local_window_size=(1, 2, 3))
+    with pytest.raises((InvalidArgumentError, cudnnGraphNotSupportedError)):
+        attention(*(x.astype(np.int32) for x in (q, q, q)))
