@@ -110,6 +110,25 @@ def functions() -> dict[str, Callable[[], object]]:
     }
 
 
+def differentiable() -> dict[str, Callable[[], object]]:
+    """The forward of attention that will have a gradient, dlattn's and PyTorch's own."""
+    import torch
+
+    from dlattn.torch import scaled_dot_product_attention
+
+    q, k, v = (
+        torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    own = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "dlattn.torch's scaled_dot_product_attention": lambda: scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
+        "torch's own": lambda: own(q, k, v, is_causal=True),
+    }
+
+
 def add_one() -> Callable[[], object]:
     """torch's ``x.add_(1)`` on one element: the least that a launch costs from Python here."""
     import torch
@@ -138,6 +157,8 @@ def main() -> None:
     print(f"execute, five torch tensors, checked: {microseconds(execute()):.2f} us")
     for name, call in functions().items():
         print(f"{name}, preallocated output: {microseconds(call):.2f} us")
+    for name, call in differentiable().items():
+        print(f"{name}, with a gradient to come: {microseconds(call):.2f} us")
     print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")
     with tempfile.TemporaryDirectory() as cache:
         seconds, compiles, _ = warm_start(cache)
