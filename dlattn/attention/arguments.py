@@ -196,12 +196,13 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
 
 
 def call_of(names: Sequence[str], wanted: Callable[..., Wanted], given: tuple[Any, ...]) -> Call:
-    """What a call of one direction does, of its tensors and then its options.
+    """What a call of one direction does, of its tensors and a tuple of its options.
 
     Args:
-        names: of the tensors.
+        names: of the tensors, of which the last may be missing.
     """
-    values, options = given[: len(names)], given[len(names) :]
+    *tensors, options = given
+    values = (*tensors, *[None] * (len(names) - len(tensors)))
     there = admit(**dict(zip(names, values, strict=True)))
     found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
     device = there["q"].seen.device

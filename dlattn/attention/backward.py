@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dlattn.attention.arguments import (
@@ -93,17 +93,29 @@ def attention_backward(
         (layout, causal, window, alignment, scale, softcap),
         lengths, cu_seqlens, max_seqlens, dropout,
     )  # fmt: skip
-    tensors += (dout, out, lse, dlse, dq, dk, dv)
-    options += (bias_gradient, sinks_gradient, deterministic)
-    call, addresses = _CALLS.find(tensors, options)
-    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
-    d_q, d_k, d_v, *more = results
+    return run(
+        (*tensors, dout, out, lse, dlse, dq, dk, dv),
+        (*options, bias_gradient, sinks_gradient, deterministic),
+        hosts,
+    )
+
+
+def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any] = ()) -> Gradients:
+    """The gradients.
+
+    Args:
+        tensors: as :data:`NAMES`.
+        options: as :class:`dlattn.attention.arguments.Options`, and what follows them in
+            :func:`wanted`; hashable.
+        hosts: arrays of one number in host memory.
+    """
+    call, addresses = _CALLS.find(tensors, (options,))
+    if hosts:
+        tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
+    dq, dk, dv, *more = call(tensors, addresses)
+    bias_gradient, sinks_gradient, _ = options[-3:]
     return Gradients(
-        d_q,
-        d_k,
-        d_v,
-        more[0] if bias_gradient else None,
-        more[-1] if sinks_gradient else None,
+        dq, dk, dv, more[0] if bias_gradient else None, more[-1] if sinks_gradient else None
     )
 
 

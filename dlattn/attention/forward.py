@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlattn.attention.arguments import (
@@ -94,10 +94,23 @@ def attention(
         (layout, causal, window, alignment, scale, softcap),
         lengths, cu_seqlens, max_seqlens, dropout,
     )  # fmt: skip
-    tensors += (out,)
-    call, addresses = _CALLS.find(tensors, (*options, return_lse))
-    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
+    results = run((*tensors, out), (*options, return_lse), hosts)
     return tuple(results) if return_lse else results[0]
+
+
+def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any] = ()) -> list[Any]:
+    """The results.
+
+    Args:
+        tensors: as :data:`NAMES`, or q, k and v alone.
+        options: as :class:`dlattn.attention.arguments.Options`, and whether the log-sum-exp is
+            wanted; hashable.
+        hosts: arrays of one number in host memory.
+    """
+    call, addresses = _CALLS.find(tensors, (options,))
+    if hosts:
+        tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
+    return call(tensors, addresses)
 
 
 #: Its tensors, in order.

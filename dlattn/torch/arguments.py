@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dlattn.attention import attention, attention_backward
+from dlattn.attention import backward as backward_pass
+from dlattn.attention import forward as forward_pass
 
 
 class Tensors(NamedTuple):
@@ -28,6 +29,17 @@ class Tensors(NamedTuple):
     cu_seqlens_kv: Tensor | None = None
     state: Tensor | None = None
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether there are q, k and v alone."""
+        return all(x is None for x in self[3:])
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """As :data:`dlattn.attention.arguments.TENSORS`."""
+        state = self.state
+        return (*self[:-1], *((None, None) if state is None else (state[:1], state[1:])))
+
 
 class Options(NamedTuple):
     """What else it takes, as PyTorch's schemas can say it."""
@@ -43,38 +55,27 @@ class Options(NamedTuple):
     max_seqlen_kv: int | None
     dropout_p: float
 
+    @property
+    def words(self) -> tuple[Any, ...]:
+        """As :class:`dlattn.attention.arguments.Options`."""
+        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p = self
+        window, most = (left, right), (most_q, most_kv)
+        return layout, causal, window, alignment, scale, softcap, most, p, (False, False)
+
 
 #: How many tensors there are.
 COUNT = len(Tensors._fields)
 
 
-def keywords(tensors: Tensors, options: Options) -> dict[str, Any]:
-    """The keyword arguments of :func:`dlattn.attention`."""
-    state = tensors.state
-    return {
-        "layout": options.layout,
-        "causal": options.causal,
-        "window": (options.left, options.right),
-        "alignment": options.alignment,
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "bias": tensors.bias,
-        "alibi_slopes": tensors.alibi_slopes,
-        "sinks": tensors.sinks,
-        "lengths": (tensors.lengths_q, tensors.lengths_kv),
-        "cu_seqlens": (tensors.cu_seqlens_q, tensors.cu_seqlens_kv),
-        "max_seqlens": (options.max_seqlen_q, options.max_seqlen_kv),
-        "dropout": None if state is None else (options.dropout_p, state[:1], state[1:]),
-    }
-
-
-def forward(tensors: Tensors, options: Options, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    tensors: Tensors, options: Options, out: Tensor | None = None, return_lse: bool = True
+) -> Any:
     """The output and the log-sum-exp; in memory of its own, also rows of no sequence are 0."""
     if options.layout == "thd" and out is None:
         # Where nothing is written, there may be NaN, which a gradient of 0 would not take away.
         out = tensors.q.new_zeros(*tensors.q.shape[:-1], tensors.v.shape[-1])
-    o, lse = attention(*tensors[:3], **keywords(tensors, options), return_lse=True, out=out)
-    return o, lse
+    given = tensors[:3] if out is None and tensors.are_plain else (*tensors.all, out)
+    return forward_pass.run(given, (*options.words, return_lse))
 
 
 def backward(
@@ -95,17 +96,8 @@ def backward(
     # Gradients of sums repeat one number, which the copy engine cannot, and neither can rows.
     if 0 in dout.stride() or dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return attention_backward(
-        dout,
-        *tensors[:3],
-        out,
-        lse,
-        dlse=dlse,
-        **keywords(tensors, options),
-        bias_gradient=wanted[0],
-        sinks_gradient=wanted[1],
-        deterministic=deterministic,
-    )
+    given = (*tensors.all, dout, out, lse, dlse, None, None, None)
+    return backward_pass.run(given, (*options.words, *wanted, deterministic))
 
 
 def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:

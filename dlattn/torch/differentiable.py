@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlattn.attention import attention as plain_attention
 from dlattn.errors import InvalidArgumentError
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
@@ -15,7 +14,6 @@ from dlattn.torch.arguments import (
     Tensors,
     backward,
     forward,
-    keywords,
     split,
 )
 from dlattn.torch.batching import batching
@@ -77,15 +75,19 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:
         out, lse = torch.ops.dlattn.attention(*tensors, *options, deterministic)
-    elif torch._C._are_functorch_transforms_active() or (
-        torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks))
+    elif torch._C._are_functorch_transforms_active():
+        out, lse = _Transformed.apply(*tensors, *options, deterministic)
+    elif torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     ):
-        out, lse = _Attention.apply(*tensors, *options, deterministic)
-    elif return_lse or layout == "thd":
-        out, lse = forward(tensors, options)
+        out, lse = _Eager.apply(*tensors, *options, deterministic)
     else:
-        return plain_attention(q, k, v, **keywords(tensors, options))
+        out, *more = forward(tensors, options, return_lse=return_lse)
+        lse = more[0] if more else None
     return (out, lse) if return_lse else out
 
 
@@ -111,25 +113,41 @@ def _drawn(q: Tensor, p: float) -> Tensor:
     return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Its arguments are those of the operator of that name."""
+class _Eager(torch.autograd.Function):  # type: ignore[misc]
+    """The quick way: of a function that transforms could see, PyTorch binds the signature anew in
+    every call, which takes four times as long as all else."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        tensors, options, _ = split(given)
+        output = tuple(forward(tensors, options))
+        save(ctx, given, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        # Who takes gradients of gradients must not get them for constants.
+        run = _Backward.apply if torch.is_grad_enabled() else _Backward.forward
+        return gradients(run, ctx, dout, dlse)
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """What ``torch.func`` sees."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
         tensors, options, _ = split(given)
-        return forward(tensors, options)
+        return tuple(forward(tensors, options))
 
     setup_context = staticmethod(save)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        # Somebody looks on, who must not take the gradients for constants.
-        seen = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-        return gradients(_Backward.apply if seen else _Backward.forward, ctx, dout, dlse)
+        return gradients(_Backward.apply, ctx, dout, dlse)
 
     @staticmethod
     def vmap(*given: Any) -> Any:
-        return batching(_Attention.apply, 0)(*given)
+        return batching(_Transformed.apply, 0)(*given)
 
 
 class _Backward(torch.autograd.Function):  # type: ignore[misc]

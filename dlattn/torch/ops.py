@@ -46,7 +46,8 @@ for _name, _schema in _SCHEMAS.items():
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
     tensors, options, _ = split(given)
-    return forward(tensors, options)
+    out, lse = forward(tensors, options)
+    return out, lse
 
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:

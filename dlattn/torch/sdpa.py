@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,18 +76,17 @@ def scaled_dot_product_attention(
                 "their own and no common mask."
             )
         return _nested(query, key, value, options)
-    shapes = [x.shape for x in (query, key, value)]
-    if min(map(len, shapes)) < 4 or len({shape[:-3] for shape in shapes}) > 1 or query.dim() > 4:
+    of_q, of_k, of_v = query.shape, key.shape, value.shape
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or not of_q[0] == of_k[0] == of_v[0]:
         return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, options)
-    _check_heads((query, key, value), enable_gqa)
+    _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
     return attention(query, key, value, layout="bhsd", bias=attn_mask, lengths=lengths, **options)
 
 
-def _check_heads(tensors: Sequence[Tensor], enable_gqa: bool) -> None:
-    heads = [x.shape[-3] for x in tensors]
-    if not enable_gqa and len(set(heads)) > 1:
+def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
+    if not (enable_gqa or of_query == of_key == of_value):
         raise InvalidArgumentError(
-            f"key, value: expected the {heads[0]} heads of query, got {heads[1]} and {heads[2]}; "
+            f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
             "give enable_gqa=True if query heads share them."
         )
 
@@ -108,7 +106,7 @@ def _reshaped(
     if mask is not None and query.dim() == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
-    _check_heads(four, enable_gqa)
+    _check_heads(*(x.shape[-3] for x in four), enable_gqa=enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)

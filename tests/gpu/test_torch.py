@@ -104,6 +104,7 @@ def loss(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return scaled_dot_product_attention(q, k, v, is_causal=True, **options).sin().float().sum()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own imports
 def test_compiled() -> None:
     """Under ``torch.compile`` there is one graph, and the same bits."""
     torch._dynamo.reset()
