@@ -84,7 +84,8 @@ def attention(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     ):
-        out, lse = _Eager.apply(*tensors, *options, deterministic)
+        constants = (alibi_slopes, *tensors[6:]), options, deterministic
+        out, lse = _Eager.apply(q, k, v, bias, sinks, constants)
     else:
         out, *more = forward(tensors, options, return_lse=return_lse)
         lse = more[0] if more else None
@@ -114,21 +115,40 @@ def _drawn(q: Tensor, p: float) -> Tensor:
 
 
 class _Eager(torch.autograd.Function):  # type: ignore[misc]
-    """The quick way: of a function that transforms could see, PyTorch binds the signature anew in
-    every call, which takes four times as long as all else."""
+    """The quick way: each argument costs, and of a function that transforms could see, PyTorch
+    binds the signature anew in every call, which takes four times as long as all else."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        tensors, options, _ = split(given)
-        output = tuple(forward(tensors, options))
-        save(ctx, given, output)
-        return output
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        constants: tuple[tuple[Tensor | None, ...], Options, bool],
+    ) -> tuple[Tensor, Tensor]:
+        (slopes, *others), options, _ = constants
+        out, lse = forward(Tensors(q, k, v, bias, slopes, sinks, *others), options)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.constants = constants
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 6
+        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
+        (slopes, *others), options, deterministic = ctx.constants
         # Who takes gradients of gradients must not get them for constants.
         run = _Backward.apply if torch.is_grad_enabled() else _Backward.forward
-        return gradients(run, ctx, dout, dlse)
+        gradients = run(
+            torch.zeros_like(out) if dout is None else dout, out, lse, dlse,
+            q, k, v, bias, slopes, sinks, *others,
+            *options, deterministic, ctx.needs_input_grad[3], ctx.needs_input_grad[4],
+        )  # fmt: skip
+        return (*gradients, None)
 
 
 class _Transformed(torch.autograd.Function):  # type: ignore[misc]

@@ -106,7 +106,8 @@ def _reshaped(
     if mask is not None and query.dim() == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
-    _check_heads(*(x.shape[-3] for x in four), enable_gqa=enable_gqa)
+    of_q, of_k, of_v = (x.shape[-3] for x in four)
+    _check_heads(of_q, of_k, of_v, enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
