@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
-from dlattn.graph.declarations import Declarations
 from dlattn.graph.description import describe, key_of
 from dlattn.graph.handle import explicit_stream
+from dlattn.graph.lifecycle import Lifecycle
 from dlattn.graph.lower import Lowered
-from dlattn.graph.notes import behavior_notes, numerical_notes
 from dlattn.graph.translate import translate
-from dlattn.graph.vocabulary import behavior_note, build_plan_policy, heur_mode, numerical_note
 from dlattn.plans.base import Runnable
 
-if TYPE_CHECKING:
-    from dlattn.graph.planning import Planning
 
-
-class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
+class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
     """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
 
     It holds one ``sdpa`` or ``sdpa_backward``, or primitive operations. Those that together are
@@ -74,10 +69,6 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
             "device_property": device_property,
             "is_override_shape_enabled": is_override_shape_enabled,
         }
-        self._lowered: Lowered | None = None
-        self._makers: list[Callable[[], Runnable]] = []
-        self._filters: list[Callable[[Runnable], bool]] = []
-        self._planning: Planning | None = None
 
     # From declarations to plans ---------------------------------------------------------------
 
@@ -112,117 +103,6 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         self.build_operation_graph()
         assert self._lowered is not None
         return self._lowered
-
-    def create_execution_plans(
-        self, heuristics: Iterable[heur_mode] = (heur_mode.A, heur_mode.FALLBACK)
-    ) -> None:
-        """Make the plans, best first. dlattn has one ranking, whatever the heuristic's name."""
-        for mode in heuristics:
-            if not isinstance(mode, heur_mode):
-                raise TypeError(f"create_execution_plans takes heur_mode members; got {mode!r}.")
-        self._plan(keep_others=False, engines=range(self.get_engine_count()))
-
-    def create_execution_plan(self, engine_id: int, knobs: Mapping[Any, int] | None = None) -> None:
-        """Add the plan of one engine, from 0 to ``get_engine_count() - 1``, best first.
-
-        Raises:
-            InvalidArgumentError: there is no such engine.
-            cudnnGraphNotSupportedError: knobs were given; plans have none.
-        """
-        if knobs:
-            raise cudnnGraphNotSupportedError("Plans have no knobs to turn; leave knobs out.")
-        if not 0 <= engine_id < self.get_engine_count():
-            raise InvalidArgumentError(
-                f"There is no engine {engine_id}; {len(self._makers)} can run this graph, counted "
-                "from 0."
-            )
-        self._plan(keep_others=True, engines=[engine_id])
-
-    def check_support(self) -> None:
-        """Check that filtering left a plan.
-
-        Raises:
-            cudnnGraphNotSupportedError: it left none.
-        """
-        self._planned().check()
-
-    def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
-        """Compile and load the best plan, or all of them: the slow step.
-
-        Raises:
-            CompileError: NVRTC refused a kernel.
-        """
-        self._planned().build(policy)
-
-    def build(self, heuristics: Iterable[heur_mode] | None = None) -> None:
-        """All steps at once."""
-        self.create_execution_plans(*() if heuristics is None else (heuristics,))
-        self.build_plans()
-
-    def build_plan_at_index(self, index: int) -> None:
-        """Compile and load one plan, which becomes the one that ``execute`` runs."""
-        self._planned().build_at(index)
-
-    # Choosing among plans ---------------------------------------------------------------------
-
-    def get_engine_count(self) -> int:
-        """How many plans can run the graph."""
-        self.build_operation_graph()
-        return len(self._makers)
-
-    def get_knobs_for_engine(self, engine_id: int) -> list[Any]:
-        """None: plans choose their tiling themselves."""
-        return []
-
-    def get_execution_plan_count(self) -> int:
-        """Plans made so far; 0 before ``create_execution_plans``."""
-        return 0 if self._planning is None else len(self._planning.plans)
-
-    def get_plan_name_at_index(self, index: int) -> str:
-        return self._planned().at(index).name
-
-    def get_workspace_size(self) -> int:
-        """Bytes of scratch memory that ``execute`` needs; may be 0."""
-        return self._planned().workspace_size
-
-    def get_workspace_size_plan_at_index(self, index: int) -> int:
-        return self._planned().at(index).workspace_size
-
-    def get_behavior_notes(self) -> list[behavior_note]:
-        """The notes of the best plan."""
-        return self.get_behavior_notes_for_plan_at_index(0)
-
-    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
-        return sorted(behavior_notes(self._planned().at(index)), key=lambda note: note.name)
-
-    def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
-        """Keep only plans that have every note."""
-        wanted = set(notes)
-        self._filter(lambda plan: wanted <= behavior_notes(plan))
-
-    def deselect_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
-        """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
-        self._filter(lambda plan: not unwanted & behavior_notes(plan))
-
-    def select_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
-        """Keep only plans that have every note."""
-        wanted = set(notes)
-        self._filter(lambda plan: wanted <= numerical_notes(plan))
-
-    def deselect_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
-        """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
-        self._filter(lambda plan: not unwanted & numerical_notes(plan))
-
-    def deselect_engines(self, names: Iterable[str]) -> None:
-        """Keep only plans with other names than these."""
-        unwanted = set(names)
-        self._filter(lambda plan: plan.name not in unwanted)
-
-    def deselect_workspace_greater_than(self, nbytes: int) -> None:
-        """Keep only plans that need at most this much workspace."""
-        self._filter(lambda plan: plan.workspace_size <= nbytes)
 
     # Running ----------------------------------------------------------------------------------
 
@@ -345,28 +225,6 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
                 f"Graph {self._name!r} was made for sm_version {self._sm_version}, but its device "
                 f"has {10 * major + minor}; leave sm_version out to use the device's."
             )
-
-    def _planned(self) -> Planning:
-        if self._planning is None:
-            self.create_execution_plans()
-        assert self._planning is not None
-        return self._planning
-
-    def _plan(self, keep_others: bool, engines: Iterable[int]) -> None:
-        from dlattn.graph.planning import Planning
-
-        assert self._lowered is not None
-        if self._planning is None or not keep_others:
-            self._planning = Planning(self._lowered)
-        for engine in engines:
-            self._planning.append(self._makers[engine]())
-        for wanted in self._filters:
-            self._planning.keep(wanted)
-
-    def _filter(self, wanted: Callable[[Runnable], bool]) -> None:
-        self._filters.append(wanted)
-        if self._planning is not None:
-            self._planning.keep(wanted)
 
 
 def _not_yet(what: str) -> cudnnGraphNotSupportedError:
