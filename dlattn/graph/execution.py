@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from dlattn.plans.host import host_array
 from dlattn.problem import TensorSpec, offset_role
 from dlattn.problem.layout import canonical_stride
 from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.runtime.launch import Operation
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
 from dlattn.runtime.target import Target
@@ -287,10 +289,12 @@ class Execution:
         self._numbers = [NumberSlot(number, lowered.target) for number in lowered.numbers]
         self._seen_workspace: tuple[Any, ...] | None = None
 
-    def __call__(
-        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
-    ) -> None:
-        """Run the plan once; see ``pygraph.execute``."""
+    def addresses(self, pack: Mapping[Any, Any]) -> tuple[dict[str, int], list[Any], list[Any]]:
+        """Role -> address, each checked; the inputs; those that streams do not order by themselves.
+
+        Raises:
+            InvalidVariantPackError: a tensor is missing, or is not what the graph declared.
+        """
         pointers: dict[str, int] = {}
         inputs = []
         unordered = []
@@ -319,16 +323,34 @@ class Execution:
             ragged_slot.check_offsets(pointers[offsets], spec)
         for number in self._numbers:
             number.check(_find(number, pack))
+        return pointers, inputs, unordered
+
+    def __call__(
+        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
+    ) -> None:
+        """Run the plan once; see ``pygraph.execute``."""
+        pointers, inputs, unordered = self.addresses(pack)
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
             stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
         if unordered:
             order_before(unordered, stream)
-        address = self._workspace(workspace) if self._workspace_size else 0
-        self.plan.execute(pointers, address, stream)
+        self.plan.execute(pointers, self.workspace_address(workspace), stream)
 
-    def _workspace(self, workspace: Any) -> int:
+    @contextmanager
+    def operations(
+        self, pack: Mapping[Any, Any], workspace: Any = None
+    ) -> Iterator[Sequence[Operation]]:
+        """What a call would enqueue; see :meth:`dlattn.plans.base.Runnable.operations`."""
+        kept = self.addresses(pack)  # numbers of the pack live as long as the inputs do
+        with self.plan.operations(kept[0], self.workspace_address(workspace)) as operations:
+            yield operations
+
+    def workspace_address(self, workspace: Any) -> int:
+        """The address of the scratch memory, checked; 0 where none is needed."""
+        if not self._workspace_size:
+            return 0
         if workspace is None or type(workspace) is int:
             if not workspace or workspace < 0 or workspace % WORKSPACE_ALIGNMENT:
                 self._refuse_workspace(f"address {workspace or 0:#x}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
@@ -14,6 +14,10 @@ from dlattn.graph.lifecycle import Lifecycle
 from dlattn.graph.lower import Lowered
 from dlattn.graph.translate import translate
 from dlattn.plans.base import Runnable
+from dlattn.runtime import cuda_graph as cuda_graphs
+
+if TYPE_CHECKING:
+    from dlattn.graph.execution import Execution
 
 
 class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
@@ -133,11 +137,7 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         """
         if not (override_uids is None and override_shapes is None and override_strides is None):
             raise _not_yet("Overriding shapes and strides at execution")
-        execution = None if self._planning is None else self._planning.chosen
-        if execution is None:
-            raise InvalidArgumentError(
-                f"Graph {self._name!r} has no built plan to execute; call build() first."
-            )
+        execution = self._built("execute")
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
     def execute_plan_at_index(
@@ -155,6 +155,55 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
             raise _not_yet("Overriding shapes and strides at execution")
         execution = self._planned().execution_at(index)
         execution(variant_pack, workspace, self._handle if handle is None else handle)
+
+    def populate_cuda_graph(
+        self,
+        handle: int | None,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        cuda_graph: Any,
+    ) -> None:
+        """Add the work to an empty CUDA graph, without running it.
+
+        Kernels, and what clears the workspace, become nodes of that graph itself, in a line and
+        without a child graph. The nodes hold the addresses, and what numbers in host memory are
+        now; the memory, and this graph, must stay as long as the CUDA graph may run. Inputs of JAX
+        are not waited for.
+
+        Args:
+            handle: as for :meth:`execute`; nothing is enqueued, so a stream on it means nothing.
+            variant_pack, workspace: as for :meth:`execute`.
+            cuda_graph: a ``cudaGraph_t`` as an int, or an object that ``int()`` makes one of.
+
+        Raises:
+            InvalidArgumentError: the CUDA graph is null or has nodes, or no plan is built.
+            InvalidVariantPackError: memory is missing, or is not what the graph declared.
+            cudnnGraphNotSupportedError: the graph runs on the CPU.
+        """
+        explicit_stream(handle)
+        with self._built("populate").operations(variant_pack, workspace) as operations:
+            cuda_graphs.populate(_address_of(cuda_graph), operations)
+
+    def update_cuda_graph(
+        self,
+        handle: int | None,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        cuda_graph: Any,
+    ) -> None:
+        """Give the nodes of a CUDA graph that this graph populated, or of a clone of it (such as a
+        child graph), the addresses of another call.
+
+        What was instantiated of it takes them over by ``cudaGraphExecUpdate``, or by
+        ``cudaGraphExecChildGraphNodeSetParams``. Arguments and errors as of
+        :meth:`populate_cuda_graph`.
+
+        Raises:
+            InvalidArgumentError: the CUDA graph has other nodes; none is changed.
+        """
+        explicit_stream(handle)
+        with self._built("update").operations(variant_pack, workspace) as operations:
+            cuda_graphs.update(_address_of(cuda_graph), operations)
 
     # Looking at a graph -----------------------------------------------------------------------
 
@@ -179,15 +228,15 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         """Not supported yet."""
         raise _not_yet("Deserialising a graph")
 
-    def populate_cuda_graph(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Populating a CUDA graph")
-
-    def update_cuda_graph(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Updating a CUDA graph")
-
     # Details ----------------------------------------------------------------------------------
+
+    def _built(self, purpose: str) -> Execution:
+        execution = None if self._planning is None else self._planning.chosen
+        if execution is None:
+            raise InvalidArgumentError(
+                f"Graph {self._name!r} has no built plan to {purpose}; call build() first."
+            )
+        return execution
 
     def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]:
         from dlattn.graph.planning import supported_plans
@@ -229,3 +278,13 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
 
 def _not_yet(what: str) -> cudnnGraphNotSupportedError:
     return cudnnGraphNotSupportedError(f"{what} is not supported yet; leave it out.")
+
+
+def _address_of(cuda_graph: Any) -> int:
+    try:
+        return int(cuda_graph)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"cuda_graph: expected a cudaGraph_t as an int, got {type(cuda_graph).__name__}; pass "
+            "its address."
+        ) from None

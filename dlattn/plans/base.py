@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
+from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.problem import Geometry, Problem
+from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
 
 
@@ -46,6 +49,23 @@ class Runnable(ABC):
             workspace: address of ``workspace_size`` bytes on the device (0 when none is needed).
             stream: CUDA stream handle (0 is the legacy default stream); ignored on the CPU.
         """
+
+    def operations(
+        self, pointers: Mapping[str, int], workspace: int
+    ) -> AbstractContextManager[Sequence[Operation]]:
+        """``with`` it: what :meth:`execute` would enqueue, in order. After the block, the plan may
+        give them other addresses.
+
+        Args:
+            pointers, workspace: as for :meth:`execute`.
+
+        Raises:
+            cudnnGraphNotSupportedError: it runs on the host.
+        """
+        raise cudnnGraphNotSupportedError(
+            f"{self.name} runs on {self.target}, and CUDA graphs hold what runs on a CUDA device; "
+            "call execute(), or make the graph for a CUDA device."
+        )
 
 
 class Plan(Runnable):

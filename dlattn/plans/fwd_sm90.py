@@ -227,7 +227,7 @@ class FwdSm90(MappedPlan):
         return min(query_tiles(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
 
     def build(self) -> None:
-        if self._launches is not None:
+        if self._operations is not None:
             return
         if not self._asks_for_tiles:
             self._schedule = to_device(self.schedule(), self.target.index)

@@ -281,8 +281,6 @@ def test_repr_is_json(plans):
     [
         lambda graph: graph.serialize(),
         lambda graph: graph.deserialize([1]),
-        lambda graph: graph.populate_cuda_graph(0, {}, 0, 0),
-        lambda graph: graph.update_cuda_graph(0, {}, 0, 0),
         lambda graph: graph.execute({}, override_uids=[1]),
         lambda graph: graph.execute_plan_at_index({}, None, 0, override_shapes=[1]),
     ],
