@@ -40,6 +40,8 @@ class Driver:
         graphs: handle -> node -> what it is.
         sizes: function -> bytes of its argument.
         refuse_after: calls that may still add nodes, or ``None`` for any number.
+        microseconds: function -> how long its kernels take; 1 where nothing is said.
+        objects: streams and events that there are, and when each event was recorded.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,8 @@ class Driver:
         self.graphs: dict[int, dict[int, Node]] = {}
         self.sizes: dict[int, int] = {}
         self.refuse_after: int | None = None
+        self.microseconds: dict[int, float] = {}
+        self.objects: dict[int, float] = {}
         self._numbers = itertools.count(0x1000, 8)
 
     def line(self, graph: int) -> list[Done]:
@@ -208,6 +212,36 @@ class Driver:
 
     def cuGraphExecDestroy(self, made: Any) -> int:  # noqa: N802
         return self.cuGraphDestroy(made)
+
+    # Time
+
+    def _make(self, made: Any, flags: Any) -> int:
+        made._obj.value = next(self._numbers)
+        self.objects[made._obj.value] = 0.0
+        return 0
+
+    cuStreamCreate = cuEventCreate = _make  # noqa: N815
+
+    def _destroy(self, made: Any) -> int:
+        del self.objects[made.value]
+        return 0
+
+    cuStreamDestroy_v2 = cuEventDestroy_v2 = _destroy  # noqa: N815
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:  # noqa: N802
+        kernels = (it[1] for it in self.done if it[0] == "kernel")
+        self.objects[event.value] = sum(self.microseconds.get(it, 1.0) for it in kernels)
+        return 0
+
+    def cuEventElapsedTime(self, time: Any, begin: Any, end: Any) -> int:  # noqa: N802
+        time._obj.value = 1e-3 * (self.objects[end.value] - self.objects[begin.value])
+        return 0
+
+    def cuEventSynchronize(self, event: Any) -> int:  # noqa: N802
+        return 0
+
+    def cuCtxSynchronize(self) -> int:  # noqa: N802
+        return 0
 
 
 def _fill(found: Any, count: Any, nodes: list[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
@@ -13,11 +13,11 @@ from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lifecycle import Lifecycle
 from dlattn.graph.lower import Lowered
 from dlattn.graph.translate import translate
-from dlattn.plans.base import Runnable
 from dlattn.runtime import cuda_graph as cuda_graphs
 
 if TYPE_CHECKING:
     from dlattn.graph.execution import Execution
+    from dlattn.graph.planning import Engine
 
 
 class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
@@ -156,6 +156,48 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         execution = self._planned().execution_at(index)
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
+    def autotune(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: int | None = None,
+        *,
+        rounds: int = 5,
+    ) -> list[tuple[str, float]]:
+        """Time every plan on the caller's tensors, and run the fastest from now on.
+
+        cuDNN's ``Graph::autotune`` has no Python form; this one times each configuration of each
+        engine, too (:meth:`get_knobs_for_engine`), and the graph has a plan for each afterwards.
+        Plans that filters drop are not timed, nor, after :meth:`create_execution_plan`, other
+        engines than those asked for. The outputs are overwritten many times: an output that shares
+        memory with an input leaves neither worth anything. The host waits for the device.
+
+        Unless some were left out, the best is remembered beside the compiled kernels, for graphs of
+        the same problem, shapes, strides and numbers on a device of that name, with this version of
+        dlattn. Only ``create_execution_plans([heur_mode.AUTOTUNED])``, and what takes the same
+        heuristics, asks for it.
+
+        Args:
+            variant_pack, handle: as for :meth:`execute`.
+            workspace: :meth:`get_autotune_workspace_size` bytes; as for :meth:`execute`.
+            rounds: how often each plan is timed, in turns; the median counts.
+
+        Returns:
+            Plan names and microseconds of a call, fastest first: on a GPU, of calls back to back in
+            a CUDA graph, without the host's time.
+
+        Raises:
+            InvalidArgumentError: ``rounds`` is not positive.
+            Others as of :meth:`build_plans` and :meth:`execute`; the plan that ran still does then.
+        """
+        from dlattn.graph.autotune import autotune
+
+        if rounds < 1:
+            raise InvalidArgumentError(f"rounds: expected at least 1, got {rounds}.")
+        planning = self._plan_every_configuration()
+        arguments = (variant_pack, workspace, self._handle if handle is None else handle)
+        return autotune(self.lowered, self._makers, planning, arguments, rounds)
+
     def populate_cuda_graph(
         self,
         handle: int | None,
@@ -238,7 +280,7 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
             )
         return execution
 
-    def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]:
+    def _lower(self) -> tuple[Lowered, list[Engine]]:
         from dlattn.graph.planning import supported_plans
 
         for argument, value in self._not_supported.items():

@@ -5,12 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
+
+
+class Choice(Protocol):
+    """One of several ways to divide the same work."""
+
+    @property
+    def cpp(self) -> str:
+        """All that it is."""
+        ...
 
 
 class Runnable(ABC):
@@ -22,9 +31,17 @@ class Runnable(ABC):
 
     name: ClassVar[str]
 
+    #: Which of :meth:`Plan.choices` it was made with; 0 is what it takes by itself.
+    configuration: int = 0
+
     def __init__(self, geometry: Geometry, target: Target) -> None:
         self.geometry = geometry
         self.target = target
+
+    @property
+    def title(self) -> str:
+        """The name, and the number of a configuration that was asked for."""
+        return f"{self.name}#{self.configuration}" if self.configuration else self.name
 
     @property
     @abstractmethod
@@ -79,3 +96,9 @@ class Plan(Runnable):
     @abstractmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         """``None`` when this plan can run the problem, else one sentence that says why not."""
+
+    @classmethod
+    def choices(cls, problem: Problem, geometry: Geometry, target: Target) -> Sequence[Choice]:
+        """Tilings that a plan for a supported problem can be made with, as ``tiling=``; its own
+        choice comes first. Empty where there is one way only."""
+        return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -178,6 +178,13 @@ class FwdSm90(MappedPlan):
         if query_tiles(geometry, 128) > MOST_BLOCKS:
             return "batch x heads x (queries / 128) must be below 2**31."
         return cls.mapping_refusal(problem, geometry, target)
+
+    @classmethod
+    def choices(
+        cls, problem: Problem, geometry: Geometry, target: Target
+    ) -> Sequence[Sm90FwdTiling]:
+        best = choose_tiling(problem, geometry)
+        return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling

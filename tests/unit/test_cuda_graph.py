@@ -243,7 +243,7 @@ def check_plan(driver: Driver, plan: Plan) -> None:
     assert len(wanted[0]) >= kernels
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     case=cases("gpu"),
     direction=st.sampled_from([*Direction]),
@@ -257,10 +257,33 @@ def test_nodes_are_what_a_call_enqueues(
     if direction is Direction.BACKWARD and not case.stats:
         return
     problem, geometry = described(case, direction)
+    what = (problem, geometry, KNOWN[arch])
     for kind in PLANS:
-        target = KNOWN[arch]
-        if kind.name != "reference" and kind.supports(problem, geometry, target) is None:
-            check_plan(shared_driver, kind(problem, geometry, target))
+        if kind.name != "reference" and kind.supports(*what) is None:
+            check_plan(shared_driver, kind(*what))
+
+
+@given(
+    case=cases("gpu"),
+    direction=st.sampled_from([*Direction]),
+    arch=st.sampled_from([*KNOWN]),
+)
+def test_choices(case: Case, direction: Direction, arch: str) -> None:
+    """The first tiling to choose is the plan's own; each fits the device, with kernels of its own,
+    and needs no more of the problem than the first."""
+    if direction is Direction.BACKWARD and not case.stats:
+        return
+    problem, geometry = described(case, direction)
+    what = (problem, geometry, KNOWN[arch])
+    for kind in PLANS:
+        if kind.supports(*what) is not None or not (choices := kind.choices(*what)):
+            continue
+        own: Any = kind(*what)
+        assert choices[0] == own.tiling
+        made = [own, *(kind(*what, tiling=choice) for choice in choices[1:])]  # type: ignore
+        launches = [[*plan.first_kernels(), *plan.kernels()] for plan in made]
+        assert len({tuple(it.source.text for it in kernels) for kernels in launches}) == len(made)
+        assert all(it.shared <= KNOWN[arch].shared_memory for row in launches for it in row)
 
 
 # Graphs -------------------------------------------------------------------------------------------
