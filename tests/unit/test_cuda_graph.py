@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dlattn as cudnn
@@ -243,7 +243,6 @@ def check_plan(driver: Driver, plan: Plan) -> None:
     assert len(wanted[0]) >= kernels
 
 
-@settings(max_examples=200)
 @given(
     case=cases("gpu"),
     direction=st.sampled_from([*Direction]),
