@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_random(way: str, family: tuple[Case, ...]) -> None:
 class Training:
     """A forward and a backward graph over the same memory, in torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, heuristics: Sequence[cudnn.heur_mode] = (cudnn.heur_mode.A,)) -> None:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("torch has no CUDA")
@@ -111,7 +112,7 @@ class Training:
         self.backward_roles = dict(zip((*roles, "dQ", "dK", "dV"), (*inputs, *made), strict=True))
         self.graphs = ((self.forward, self.forward_roles), (self.backward, self.backward_roles))
         for graph, _ in self.graphs:
-            graph.build([cudnn.heur_mode.A])
+            graph.build(heuristics)
         self.workspaces = [
             torch.empty(max(16, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
             for graph, _ in self.graphs

@@ -124,7 +124,10 @@ def test_engines_by_number(plans):
     assert [graph.get_plan_name_at_index(i) for i in (0, 1)] == ["small", "big"]
     with pytest.raises(RuntimeError, match="There is no engine 2"):
         graph.create_execution_plan(2)
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="cannot set knob_type.TILE_M to 64; it has the knobs none"):
+    with pytest.raises(
+        cudnn.cudnnGraphNotSupportedError,
+        match="cannot set knob_type.TILE_M to 64; it has the knobs none",
+    ):
         graph.create_execution_plan(0, {cudnn.knob_type.TILE_M: 64})
 
 
