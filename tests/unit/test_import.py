@@ -10,7 +10,8 @@ import dlattn as cudnn
 PUBLIC = """
     data_type heur_mode build_plan_policy diagonal_alignment attention_implementation
     tensor_reordering reduction_mode scalar_type reshape_mode numerical_note behavior_note knob
-    knob_type pygraph tensor Graph graph jit graph_cache create_handle destroy_handle set_stream get_stream
+    knob_type pygraph tensor Graph graph jit graph_cache create_handle destroy_handle set_stream
+    get_stream
     backend_version backend_version_string get_last_error_string create_kernel_cache
     create_device_properties cudnnGraphNotSupportedError
 """.split()
