@@ -374,6 +374,7 @@ def test_graphs_of_the_cpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_note(call: Call) -> None:
     """Every CUDA plan says that it can be added to a CUDA graph."""
     note = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
+    assert call.graph.get_behavior_notes() == [cudnn.behavior_note.RUNTIME_COMPILATION, note]
     count = call.graph.get_execution_plan_count()
     call.graph.select_behavior_notes([note])
     assert call.graph.get_execution_plan_count() == count > 1
