@@ -8,8 +8,14 @@ from dlattn.problem import Direction
 
 
 def behavior_notes(plan: Runnable) -> set[behavior_note]:
-    """CUDA plans are compiled at run time."""
-    return {behavior_note.RUNTIME_COMPILATION} if plan.target.kind == "cuda" else set()
+    """CUDA plans are compiled at run time, and those that tell their operations can be added to
+    CUDA graphs."""
+    if plan.target.kind != "cuda":
+        return set()
+    notes = {behavior_note.RUNTIME_COMPILATION}
+    if type(plan).operations is not Runnable.operations:
+        notes.add(behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API)
+    return notes
 
 
 def numerical_notes(plan: Runnable) -> set[numerical_note]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from dlattn.config import settings
@@ -10,12 +11,39 @@ from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.execution import Execution
 from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
-from dlattn.plans.base import Runnable
+from dlattn.plans.base import Choice, Runnable
 from dlattn.plans.select import interpreter, select
 from dlattn.problem import Program
 
 
-def supported_plans(lowered: Lowered) -> list[Callable[[], Runnable]]:
+@dataclass(frozen=True)
+class Engine:
+    """A kind of plan that can run a graph; calling it makes one.
+
+    Attributes:
+        name: the plan's.
+        make: makes it, with ``tiling=`` one of ``choices``.
+        choices: see :meth:`dlattn.plans.base.Plan.choices`.
+    """
+
+    name: str
+    make: Callable[..., Runnable]
+    choices: Sequence[Choice] = ()
+
+    def __call__(self, configuration: int = 0) -> Runnable:
+        if not configuration:
+            return self.make()
+        plan = self.make(tiling=self.choices[configuration])
+        plan.configuration = configuration
+        return plan
+
+    @property
+    def configurations(self) -> int:
+        """How many plans it can make; at least 1."""
+        return max(1, len(self.choices))
+
+
+def supported_plans(lowered: Lowered) -> list[Engine]:
     """What makes the plans that can run a graph, best first.
 
     Raises:
@@ -23,9 +51,13 @@ def supported_plans(lowered: Lowered) -> list[Callable[[], Runnable]]:
     """
     problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
     if isinstance(problem, Program):
-        return [partial(interpreter(settings().engine), problem, geometry, target)]
-    kinds = select(problem, geometry, target, settings().engine)
-    return [partial(kind, problem, geometry, target) for kind in kinds]
+        runs = interpreter(settings().engine)
+        return [Engine(runs.name, partial(runs, problem, geometry, target))]
+    what = (problem, geometry, target)
+    return [
+        Engine(kind.name, partial(kind, *what), kind.choices(*what))
+        for kind in select(*what, settings().engine)
+    ]
 
 
 class Planning:
@@ -78,11 +110,16 @@ class Planning:
 
     def build_at(self, index: int) -> None:
         """Build one plan, which becomes the one that runs."""
+        self.built_at(index)
+        self._chosen = index
+
+    def built_at(self, index: int) -> Execution:
+        """A plan, built if it was not; the one that runs stays the one that runs."""
         plan = self.at(index)
         if index not in self._executions:
             plan.build()
             self._executions[index] = Execution(self._lowered, plan)
-        self._chosen = index
+        return self._executions[index]
 
     def at(self, index: int) -> Runnable:
         """The plan at an index.
@@ -115,7 +152,12 @@ class Planning:
         return None if self._chosen is None else self._executions[self._chosen]
 
     @property
-    def workspace_size(self) -> int:
-        """Bytes for the plan that runs, or that would be built first."""
+    def index(self) -> int:
+        """Which plan runs, or would be built first."""
         self.check()
-        return self._plans[self._chosen or 0].workspace_size
+        return self._chosen or 0
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes for that plan."""
+        return self._plans[self.index].workspace_size

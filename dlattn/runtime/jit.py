@@ -138,6 +138,11 @@ def compile_kernels(
         return list(pool.map(lambda source: compile_kernel(source, arch), sources))
 
 
+def headers_digest() -> str:
+    """What every cubin is made from, besides its source."""
+    return _headers(cuda_source_root()).digest
+
+
 def forget() -> None:
     """Drop what this process remembers (headers, compiled kernels, counters), not the disk.
 
