@@ -13,13 +13,13 @@ from dlattn.errors import InvalidArgumentError as InvalidArgumentError
 from dlattn.errors import InvalidGraphError as InvalidGraphError
 from dlattn.errors import InvalidVariantPackError as InvalidVariantPackError
 from dlattn.errors import cudnnGraphNotSupportedError as cudnnGraphNotSupportedError
+from dlattn.graph.devices import create_device_properties as create_device_properties
 from dlattn.graph.handle import create_handle as create_handle
 from dlattn.graph.handle import destroy_handle as destroy_handle
 from dlattn.graph.handle import get_stream as get_stream
 from dlattn.graph.handle import set_stream as set_stream
 from dlattn.graph.helpers import backend_version as backend_version
 from dlattn.graph.helpers import backend_version_string as backend_version_string
-from dlattn.graph.helpers import create_device_properties as create_device_properties
 from dlattn.graph.helpers import create_kernel_cache as create_kernel_cache
 from dlattn.graph.helpers import get_last_error_string as get_last_error_string
 from dlattn.graph.helpers import graph_cache as graph_cache

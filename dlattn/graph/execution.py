@@ -17,7 +17,7 @@ import numpy as np
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidVariantPackError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import HostNumber, Lowered
 from dlattn.graph.tensor import Device, tensor
@@ -355,6 +355,18 @@ class Execution:
             f"workspace: expected {self._workspace_size} writable contiguous bytes on "
             f"{_said(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
             "get_workspace_size() bytes there."
+        )
+
+
+class Elsewhere(Execution):
+    """That of a plan for a device that is not here: compiled, to be serialised."""
+
+    def __call__(
+        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
+    ) -> None:
+        raise InvalidArgumentError(
+            f"The graph was built for a device that is only described, {self.plan.target.arch}, "
+            "and cannot be executed here; deserialize() what serialize() returns where it is."
         )
 
 

@@ -7,7 +7,8 @@ from functools import partial
 
 from dlattn.config import settings
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.graph.execution import Execution
+from dlattn.graph.execution import Elsewhere, Execution
+from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
 from dlattn.plans.base import Runnable
@@ -15,24 +16,29 @@ from dlattn.plans.select import interpreter, select
 from dlattn.problem import Program
 
 
-def supported_plans(lowered: Lowered) -> list[Callable[[], Runnable]]:
+def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Callable[[], Runnable]]:
     """What makes the plans that can run a graph, best first.
+
+    Args:
+        engine: only plans of this name, in place of ``DLATTN_ENGINE``.
 
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
     """
     problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
+    engine = engine or settings().engine
     if isinstance(problem, Program):
-        return [partial(interpreter(settings().engine), problem, geometry, target)]
-    kinds = select(problem, geometry, target, settings().engine)
+        return [partial(interpreter(engine), problem, geometry, target)]
+    kinds = select(problem, geometry, target, engine)
     return [partial(kind, problem, geometry, target) for kind in kinds]
 
 
 class Planning:
     """The plans made for a graph, best first, and those of them that are built."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Lowered, kernel_cache: KernelCache | None = None) -> None:
         self._lowered = lowered
+        self._kernel_cache = kernel_cache
         self._plans: list[Runnable] = []
         self._executions: dict[int, Execution] = {}
         self._chosen: int | None = None
@@ -80,9 +86,18 @@ class Planning:
         """Build one plan, which becomes the one that runs."""
         plan = self.at(index)
         if index not in self._executions:
-            plan.build()
-            self._executions[index] = Execution(self._lowered, plan)
+            self._executions[index] = self._built(plan)
         self._chosen = index
+
+    def _built(self, plan: Runnable) -> Execution:
+        is_here = self._lowered.target.is_here
+        if is_here:
+            plan.build()
+        else:
+            plan.compile()
+        if self._kernel_cache is not None:
+            self._kernel_cache.add(plan)
+        return (Execution if is_here else Elsewhere)(self._lowered, plan)
 
     def at(self, index: int) -> Runnable:
         """The plan at an index.

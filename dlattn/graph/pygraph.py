@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
-from dlattn.graph.declarations import Declarations
-from dlattn.graph.description import describe, key_of
 from dlattn.graph.handle import explicit_stream
+from dlattn.graph.kernel_cache import checked
 from dlattn.graph.lower import Lowered
 from dlattn.graph.notes import behavior_notes, numerical_notes
+from dlattn.graph.overrides import Overrides
+from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
 from dlattn.graph.vocabulary import behavior_note, build_plan_policy, heur_mode, numerical_note
 from dlattn.plans.base import Runnable
 
 if TYPE_CHECKING:
+    from dlattn.graph.execution import Execution
     from dlattn.graph.planning import Planning
 
 
-class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
+class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
     """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
 
     It holds one ``sdpa`` or ``sdpa_backward``, or primitive operations. Those that together are
@@ -39,11 +40,13 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         compute_data_type: FLOAT, or DOUBLE on the reference engine.
         handle: stream and device, see :func:`create_handle`. ``None``: the device is that of the
             tensors, and execution follows the frameworks' current stream.
-        sm_version: compute capability that the device must have, e.g. 90.
-        sm_count, is_dynamic_shape_enabled: accepted; plans neither need the count nor compile
-            sizes in.
-        kernel_cache, device_property, is_override_shape_enabled: not supported yet; ``validate``
-            says so when they are given.
+        sm_version: compute capability that the device must have, e.g. 90. It need not be here:
+            then the graph can be built and serialised, not executed.
+        sm_count: multiprocessors of a device that is not here.
+        kernel_cache: of :func:`create_kernel_cache`; it then holds the kernels of this graph, too.
+        device_property: of :func:`create_device_properties`: the device, which need not be here.
+        is_dynamic_shape_enabled: accepted; sizes are never compiled in.
+        is_override_shape_enabled: ``execute`` takes other shapes than the declared ones.
     """
 
     def __init__(
@@ -69,11 +72,10 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         }
         self._handle = handle
         self._sm_version = sm_version
-        self._not_supported = {
-            "kernel_cache": kernel_cache,
-            "device_property": device_property,
-            "is_override_shape_enabled": is_override_shape_enabled,
-        }
+        self._sm_count = sm_count
+        self._kernel_cache = checked(kernel_cache)
+        self._device_property = device_property
+        self._overrides = Overrides(self) if is_override_shape_enabled else None
         self._lowered: Lowered | None = None
         self._makers: list[Callable[[], Runnable]] = []
         self._filters: list[Callable[[Runnable], bool]] = []
@@ -181,8 +183,18 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
     def get_plan_name_at_index(self, index: int) -> str:
         return self._planned().at(index).name
 
-    def get_workspace_size(self) -> int:
-        """Bytes of scratch memory that ``execute`` needs; may be 0."""
+    def get_workspace_size(
+        self, override_uids: Any = None, override_shapes: Any = None, override_strides: Any = None
+    ) -> int:
+        """Bytes of scratch memory that ``execute`` needs; may be 0.
+
+        Of the declared shapes; with dlattn's own arguments, of a call of ``execute`` with these
+        shapes, for which all is then ready.
+        """
+        if override_uids is not None:
+            return self._overriding().workspace_size(
+                override_uids, override_shapes, override_strides
+            )
         return self._planned().workspace_size
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
@@ -245,15 +257,30 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
                 may be ``None`` or 0 when the size is 0.
             handle: instead of the graph's. A stream set on it wins; else torch's current stream if
                 the pack has torch tensors, else CuPy's.
+            override_uids: of a graph with ``is_override_shape_enabled``, tensors that have other
+                shapes in this call. Those that the graph has inferred follow by themselves.
+            override_shapes, override_strides: one for each of these uids. Without strides, they
+                are packed in the order of the declared ones.
+
+        The best plan for the shapes runs, whichever runs the declared ones: with few queries, that
+        for decoding. It is made at the first call with these shapes (up to a few milliseconds, and
+        then it may allocate) and kept. Kernels are compiled then only if none of the graph's has
+        run before: those of another plan, or of strides that are aligned otherwise; NVRTC takes
+        about a second. ``get_workspace_size`` with the same arguments does all that in advance.
 
         Raises:
-            InvalidVariantPackError: memory is missing, or is not what the graph declared.
+            InvalidVariantPackError: memory is missing, or is not what the graph, or the call,
+                declared; or the workspace is smaller than the shapes need.
             InvalidArgumentError: no plan is built.
-            cudnnGraphNotSupportedError: override arguments were given.
+            InvalidGraphError: the shapes do not go together.
+            cudnnGraphNotSupportedError: no plan runs the shapes.
         """
         if not (override_uids is None and override_shapes is None and override_strides is None):
-            raise _not_yet("Overriding shapes and strides at execution")
-        execution = None if self._planning is None else self._planning.chosen
+            execution: Execution | None = self._overriding().execution(
+                override_uids, override_shapes, override_strides, workspace
+            )
+        else:
+            execution = None if self._planning is None else self._planning.chosen
         if execution is None:
             raise InvalidArgumentError(
                 f"Graph {self._name!r} has no built plan to execute; call build() first."
@@ -271,33 +298,14 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
         override_strides: Any = None,
     ) -> None:
         """As :meth:`execute`, with one of several built plans."""
-        if not (override_uids is None and override_shapes is None and override_strides is None):
-            raise _not_yet("Overriding shapes and strides at execution")
         execution = self._planned().execution_at(index)
+        if not (override_uids is None and override_shapes is None and override_strides is None):
+            execution = self._overriding().execution(
+                override_uids, override_shapes, override_strides, workspace, index
+            )
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
-    # Looking at a graph -----------------------------------------------------------------------
-
-    def key(self) -> int:
-        """A hash of everything that execution depends on, the same in every process.
-
-        Names do not count; uids count when the user set them.
-        """
-        lowered = self._lowered or self._lower()[0]
-        return key_of(self._nodes, self._types, str(lowered.target))
-
-    def __repr__(self) -> str:
-        types = {name: dtype.name for name, dtype in self._types.items()}
-        nodes = [describe(node) for node in self._nodes]
-        return json.dumps({"name": self._name, **types, "nodes": nodes})
-
-    def serialize(self) -> list[int]:
-        """Not supported yet."""
-        raise _not_yet("Serialising a graph")
-
-    def deserialize(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Deserialising a graph")
+    # CUDA graphs ------------------------------------------------------------------------------
 
     def populate_cuda_graph(self, *args: Any) -> None:
         """Not supported yet."""
@@ -312,15 +320,12 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
     def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]:
         from dlattn.graph.planning import supported_plans
 
-        for argument, value in self._not_supported.items():
-            if value:
-                raise _not_yet(f"The graph's argument {argument}")
         for node in self._nodes:
             self._keep_tensors_of(node)  # ragged offsets may have been set since the call
         self._check_uids()
-        lowered = translate(self._name, self._nodes, self._types, self._handle)
-        target = lowered.target
-        self._check_capability(target.capability if target.kind == "cuda" else None)
+        place = self._place
+        lowered = translate(self._name, self._nodes, self._types, place)
+        place.check(self._name, lowered.target)
         return lowered, supported_plans(lowered)
 
     def _check_uids(self) -> None:
@@ -336,16 +341,6 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
                 )
             named[uid] = t.get_name()
 
-    def _check_capability(self, capability: tuple[int, int] | None) -> None:
-        if capability is None or self._sm_version is None:
-            return
-        major, minor = capability
-        if self._sm_version != 10 * major + minor:
-            raise InvalidGraphError(
-                f"Graph {self._name!r} was made for sm_version {self._sm_version}, but its device "
-                f"has {10 * major + minor}; leave sm_version out to use the device's."
-            )
-
     def _planned(self) -> Planning:
         if self._planning is None:
             self.create_execution_plans()
@@ -357,7 +352,7 @@ class pygraph(Declarations):  # noqa: N801 - cuDNN's public spelling
 
         assert self._lowered is not None
         if self._planning is None or not keep_others:
-            self._planning = Planning(self._lowered)
+            self._planning = Planning(self._lowered, self._kernel_cache)
         for engine in engines:
             self._planning.append(self._makers[engine]())
         for wanted in self._filters:

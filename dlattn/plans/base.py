@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from dlattn.problem import Geometry, Problem
+from dlattn.runtime.jit import CompiledKernel, KernelSource
 from dlattn.runtime.target import Target
 
 
@@ -27,6 +28,19 @@ class Runnable(ABC):
     @abstractmethod
     def workspace_size(self) -> int:
         """Bytes of 16-byte aligned scratch memory that :meth:`execute` needs; may be 0."""
+
+    def sources(self) -> list[KernelSource]:
+        """The kernels that it launches, in order."""
+        return []
+
+    def companions(self) -> list[KernelSource]:
+        """Kernels that other sizes of the same problem take: compiled when these are, so that a new
+        size compiles nothing."""
+        return []
+
+    def compile(self) -> list[CompiledKernel]:
+        """The part of :meth:`build` that needs no device: compile :meth:`sources`."""
+        return []
 
     @abstractmethod
     def build(self) -> None:

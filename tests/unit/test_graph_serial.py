@@ -1,0 +1,373 @@
+"""Graphs as bytes: what comes back, what is refused, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dlattn as cudnn
+from dlattn.errors import DlattnError
+from dlattn.runtime import bundle, jit
+from tests.callers import Caller
+from tests.mha import Mha, arrays, primitives
+from tests.primitive_strategies import mhas
+
+HALF = cudnn.data_type.HALF
+DIM = (2, 4, 8, 16)
+NotSupported = cudnn.cudnnGraphNotSupportedError
+UIDS = {"q": 10, "k": 11, "v": 12, "o": 20, "stats": 21}
+
+
+def declared(dim=DIM, **options):
+    """A forward graph whose tensors have uids."""
+    graph = cudnn.pygraph("mine", io_data_type=HALF, **options)
+    tensors = [graph.tensor(dim, name=role, uid=UIDS[role]) for role in "qkv"]
+    outputs = graph.sdpa(*tensors, attn_scale=0.25, generate_stats=True, use_causal_mask=True)
+    for role, t in zip(("o", "stats"), outputs, strict=True):
+        t.set_output(True).set_uid(UIDS[role])
+    return graph
+
+
+def on_cpu(**options):
+    graph = declared(handle=cudnn.create_handle(device="cpu"), **options)
+    graph.build()
+    return graph
+
+
+def restored(*arguments, **options):
+    graph = cudnn.pygraph(**options)
+    graph.deserialize(*arguments)
+    return graph
+
+
+def results(graph, dim=DIM, **arguments):
+    """What a graph gives, by uid, of fixed inputs."""
+    rng = np.random.default_rng(0)
+    pack = {UIDS[role]: rng.standard_normal(dim).astype(np.float16) for role in "qkv"}
+    pack[UIDS["o"]] = np.zeros(dim, np.float16)
+    pack[UIDS["stats"]] = np.zeros((*dim[:3], 1), np.float32)
+    graph.execute(pack, None, **arguments)
+    return pack[UIDS["o"]], pack[UIDS["stats"]]
+
+
+def same(first, second):
+    return all(map(np.array_equal, first, second))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return on_cpu().serialize()
+
+
+@pytest.mark.parametrize("kind", [list, bytes, bytearray, memoryview, np.array])
+def test_bytes_come_back(data, kind):
+    """A list of bytes, in whatever it is carried, becomes a graph that computes the same."""
+    assert type(data) is list and set(map(type, data)) == {int}
+    carried = np.array(data, np.uint8) if kind is np.array else kind(bytes(data))
+    graph = restored(carried)
+    assert same(results(graph), results(on_cpu()))
+    assert graph.key() == on_cpu().key()
+    assert graph.get_execution_plan_count() == 1
+    assert graph.query_tensor_attributes_of_uid(UIDS["stats"]).get_dim() == [2, 4, 8, 1]
+    assert graph.get_plan_name_at_index(0) == "reference"
+
+
+def test_with_a_handle(data):
+    """A handle may come first; what is for the CPU does not run elsewhere."""
+    handle = cudnn.create_handle(device="cpu")
+    assert same(results(restored(handle, data)), results(on_cpu()))
+    with pytest.raises(RuntimeError, match="unknown or destroyed"):
+        restored(10**9, data)
+    for arguments in ((), (handle, data, data)):
+        with pytest.raises(TypeError, match="deserialize takes the data, or a handle and"):
+            restored(*arguments)
+
+
+def test_serialised_again(data):
+    """What was deserialised is serialised to the same bytes."""
+    assert restored(data).serialize() == data
+
+
+def test_text_of_a_graph():
+    """``repr`` says all that was declared; the graph is then built as any other."""
+    graph = declared(handle=cudnn.create_handle(device="cpu"))
+    again = restored(cudnn.create_handle(device="cpu"), repr(graph))
+    assert again.get_execution_plan_count() == 0 and repr(again) == repr(graph)
+    again.build()
+    assert same(results(again), results(on_cpu()))
+
+
+@settings(max_examples=60)
+@given(mhas())
+def test_primitive_operations(case: Mha):
+    """Graphs of primitive operations come back from bytes, and from their text."""
+    built = primitives(case, arrays(case))
+    built.graph.build()
+    for again in (restored(built.graph.serialize()), restored(repr(built.graph))):
+        assert repr(again) == repr(built.graph)
+    wanted = built.run(Caller("numpy"))
+    built.graph = restored(built.graph.serialize())
+    got = built.run(Caller("numpy"))
+    assert all(np.array_equal(got[role], wanted[role], equal_nan=True) for role in wanted)
+
+
+def test_programs():
+    """So do those that are no attention, with numbers that the graph keeps and enumerations."""
+    graph = cudnn.pygraph(io_data_type=np.float32, handle=cudnn.create_handle(device="cpu"))
+    x = graph.tensor((2, 3, 4), name="x", uid=1)
+    y = graph.transpose(graph.scale(x, graph.tensor_scalar(0.5)), (0, 2, 1))
+    total = graph.reduction(graph.relu(y), cudnn.reduction_mode.MAX)
+    total.set_dim((2, 4, 1)).set_output(True).set_data_type(np.float32).set_uid(2)
+    graph.build()
+    pack = {1: np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}
+    made = []
+    for it in (graph, restored(graph.serialize())):
+        it.execute(pack | {2: (out := np.zeros((2, 4, 1), np.float32))})
+        made.append(out)
+    assert np.array_equal(*made) and made[0].any()
+
+
+def test_what_cannot_be_serialised():
+    """A graph that is not built says so."""
+    with pytest.raises(RuntimeError, match="'mine' has no built plan to serialise; call build"):
+        declared(handle=cudnn.create_handle(device="cpu")).serialize()
+
+
+def test_into_a_new_graph_only(data):
+    """Deserialising does not mix with what a graph has."""
+    graph = on_cpu()
+    with pytest.raises(ValueError, match="deserialised into new ones"):
+        graph.deserialize(data)
+    assert same(results(graph), results(on_cpu()))
+
+
+# Data that is wrong -------------------------------------------------------------------------------
+
+
+def sealed(**changes):
+    """Data that a malicious or foreign writer made."""
+    outside = json.loads(bytes(on_cpu().serialize()))
+    facts = json.loads(outside["body"])
+    del facts["headers"]
+    return bundle.seal("graph", {**facts, **changes})
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 200, -1])
+def test_cut_off(data, cut):
+    """Truncated data is damaged data."""
+    with pytest.raises(RuntimeError, match="cut off or damaged"):
+        restored(data[:cut])
+
+
+def test_a_changed_byte(data):
+    """Wherever a byte changes, nothing comes of it."""
+    for place in range(0, len(data), 41):
+        changed = [*data]
+        changed[place] ^= 4
+        with pytest.raises(DlattnError):
+            restored(changed)
+
+
+def test_another_version(data):
+    """Of formats and kernels that this version does not have, nothing is read."""
+    outside = json.loads(bytes(data))
+    with pytest.raises(NotSupported, match="has format 99; this version of dlattn reads"):
+        restored(json.dumps({**outside, "format": 99}).encode())
+    body = json.dumps({**json.loads(outside["body"]), "headers": "0"})
+    other = {**outside, "body": body, "sha256": bundle._sha256(body)}
+    with pytest.raises(NotSupported, match="made by another version of dlattn"):
+        restored(json.dumps(other).encode())
+    with pytest.raises(RuntimeError, match="is a 'kernel cache' of dlattn; expected a 'graph'"):
+        restored(cudnn.create_kernel_cache().serialize())
+
+
+def test_another_device():
+    """What was compiled for one architecture does not run on another."""
+    with pytest.raises(NotSupported, match="serialised for sm_90a, and would run on cpu"):
+        restored(cudnn.create_handle(device="cpu"), sealed(arch="sm_90a").encode())
+
+
+@pytest.mark.parametrize("wrong", [5, None, [300], ["a"], {"a": 1}, object()])
+def test_no_data(wrong):
+    """What is no list of bytes is a TypeError."""
+    with pytest.raises(TypeError, match="takes the list of bytes that serialize"):
+        restored(wrong)
+
+
+def mutations():
+    """JSON values, of the kinds that data has."""
+    numbers = st.integers(-3, 70) | st.sampled_from([2**31, 2**70, 0.5, float("nan")])
+    texts = st.sampled_from(["", "HALF", "data_type.HALF", "sdpa", "__init__", "deserialize", "q"])
+    leaves = st.none() | st.booleans() | numbers | texts
+    return leaves | st.lists(leaves, max_size=5) | st.just({}) | st.just({"tensor": 3})
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_hostile_data(draw):
+    """Whatever a writer of sealed data says, the answer is a graph or a sentence."""
+    outside = json.loads(bytes(HOSTILE))
+    facts = json.loads(outside["body"])
+    del facts["headers"]
+    for _ in range(draw.draw(st.integers(1, 3))):
+        place = facts
+        while True:
+            keys = sorted(place) if isinstance(place, dict) else range(len(place))
+            key = draw.draw(st.sampled_from([*keys]))
+            inner = place[key]
+            if (
+                not isinstance(inner, (dict, list))
+                or not inner
+                or draw.draw(st.integers(0, 4)) == 0
+            ):
+                place[key] = draw.draw(mutations())
+                break
+            place = inner
+    try:
+        graph = restored(bundle.seal("graph", facts).encode())
+    except (DlattnError, TypeError):
+        return
+    assert graph.get_execution_plan_count() == 1
+
+
+HOSTILE = on_cpu().serialize()
+
+
+# The wrapper --------------------------------------------------------------------------------------
+
+
+def test_wrapper(data):
+    """A ``Graph`` becomes the serialised one, and is called by uid, by name, or in order."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(DIM).astype(np.float16) for _ in "qkv")
+    o, _ = results(on_cpu())
+    graph = cudnn.Graph()
+    graph.deserialize(data)
+    named = graph({"q": q, "k": k, "v": v})
+    numbered = graph({10: q, 11: k, 12: v})
+    assert np.array_equal(named["sdpa::O"], o) and np.array_equal(numbered["sdpa::O"], o)
+    ordered = cudnn.Graph(inputs=["q", "k", "v"], outputs=[20, 21])
+    ordered.deserialize(graph.serialize())
+    assert np.array_equal(ordered(q, k, v)[0], o)
+
+
+# CUDA, without a GPU ------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, json
+from types import SimpleNamespace
+import dlattn
+from dlattn.graph import placement
+from dlattn.runtime import jit, launch, nvrtc, target, tensormap, buffers
+from dlattn.plans import cuda, fwd_sm90
+
+here = dataclasses_replace = None
+from dataclasses import replace
+hopper = replace(target.KNOWN["sm_90a"], index=0)
+placement.default_target = lambda: hopper
+loaded = []
+
+class Kernel:
+    function = 1
+    def __init__(self, compiled, index):
+        loaded.append((compiled.name, compiled.code[:4] == b"\\x7fELF"))
+    def set_shared(self, nbytes):
+        pass
+
+jit.Kernel = Kernel
+tensormap.encode = lambda *a: None
+fwd_sm90.to_device = lambda array, index: SimpleNamespace(data=SimpleNamespace(ptr=256))
+launch.driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
+graph = dlattn.pygraph()
+graph.deserialize(open(sys.argv[1], "rb").read())
+nvrtc_loaded = "libnvrtc" in open("/proc/self/maps").read()
+print(json.dumps([loaded, nvrtc_loaded, graph.get_plan_name_at_index(0), jit.statistics.compiles]))
+"""
+
+
+@pytest.fixture(scope="module")
+def hopper_data():
+    graph = declared((2, 4, 256, 64), sm_version=90)
+    try:
+        graph.build()
+    except cudnn.CompileError as error:
+        if "was not found" in str(error):
+            pytest.skip("NVRTC is not installed")
+        raise
+    return graph.serialize()
+
+
+def test_a_fresh_process_compiles_nothing(hopper_data, tmp_path):
+    """Kernels come from the data: neither NVRTC nor a folder of cubins is there."""
+    file = tmp_path / "graph"
+    file.write_bytes(bytes(hopper_data))
+    cache = tmp_path / "cache"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(file)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "DLATTN_CACHE_DIR": str(cache),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, nvrtc_loaded, plan, compiles = json.loads(done.stdout)
+    assert loaded == [["dlattn_fwd_sm90", True]] and plan == "fwd_sm90"
+    assert not nvrtc_loaded and compiles == 0 and not cache.exists()
+
+
+def test_kernels_of_another_source(hopper_data):
+    """A graph whose plan would launch another kernel than the data has is refused."""
+    outside = json.loads(bytes(hopper_data))
+    facts = json.loads(outside["body"])
+    del facts["headers"]
+    facts["kernels"][0]["source"] += "\n"
+    with pytest.raises(NotSupported, match="lacks the kernel dlattn_fwd_sm90"):
+        restored(bundle.seal("graph", facts).encode(), sm_version=90)
+    facts["kernels"] = [{**facts["kernels"][0], "cubin": "AAAA"}]
+    with pytest.raises(RuntimeError, match="has a kernel that cannot be read"):
+        restored(bundle.seal("graph", facts).encode(), sm_version=90)
+
+
+def test_other_devices_of_an_architecture(hopper_data):
+    """The plan is made for the device that is there, with as many multiprocessors as it has."""
+    few = {
+        **json.loads(cudnn.create_device_properties("sm_90a").serialize()),
+        "multiprocessors": 78,
+    }
+    device = cudnn.create_device_properties(json.dumps(few))
+    graph = restored(hopper_data, device_property=device)
+    assert graph._planning.chosen.plan.target.multiprocessors == 78
+    with pytest.raises(RuntimeError, match="cannot be executed here"):
+        results(graph, (2, 4, 256, 64))
+
+
+def test_kernel_cache(hopper_data):
+    """It holds what graphs launch, goes to another process as text, and takes one text."""
+    cache = cudnn.create_kernel_cache()
+    assert (len(cache), cache.nbytes, cache.names) == (0, 0, [])
+    graph = declared((2, 4, 256, 64), sm_version=90, kernel_cache=cache)
+    graph.build()
+    assert {*cache.names} == {"dlattn_fwd_sm90 sm_90a"} and cache.nbytes > 10_000
+    other = cudnn.create_kernel_cache()
+    jit.forget()
+    other.deserialize(cache.serialize())
+    assert other.names == cache.names and other.nbytes == cache.nbytes
+    declared((3, 2, 300, 64), sm_version=90).build()
+    assert (jit.statistics.compiles, jit.statistics.disk_hits) == (0, 0)
+    with pytest.raises(RuntimeError, match="holds . kernels already"):
+        other.deserialize(cache.serialize())
+    with pytest.raises(RuntimeError, match="cut off or damaged"):
+        cudnn.create_kernel_cache().deserialize(cache.serialize()[:-9])
+    with pytest.raises(TypeError, match="kernel_cache must be made by create_kernel_cache"):
+        cudnn.pygraph(kernel_cache=1)
