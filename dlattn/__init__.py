@@ -1,11 +1,13 @@
 """Fused attention for NVIDIA GPUs, called through graphs in the vocabulary of cuDNN's frontend.
 
 ``import dlattn as cudnn`` is a working program for scaled dot product attention. Nothing here
-imports torch, JAX or CuPy: a framework is touched once one of its tensors comes by.
+imports torch, JAX or CuPy: a framework is touched once one of its tensors comes by. Graphs need no
+functions, so these are imported when they are first asked for.
 """
 
-from dlattn import flash as flash
-from dlattn.attention import attention as attention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dlattn.dtypes import data_type as data_type
 from dlattn.errors import CompileError as CompileError
 from dlattn.errors import DlattnError as DlattnError
@@ -40,10 +42,29 @@ from dlattn.graph.vocabulary import scalar_type as scalar_type
 from dlattn.graph.vocabulary import tensor_reordering as tensor_reordering
 from dlattn.graph.wrapper import Graph as Graph
 from dlattn.problem import philox_dropout_mask as philox_dropout_mask
-from dlattn.states import merge_states as merge_states
 
 # cuDNN has a function of the subpackage's name: ``dlattn.graph(handle)`` is the context manager,
 # and modules of the subpackage are imported by their full names, ``from dlattn.graph.x import y``.
 from dlattn.graph.helpers import graph as graph  # isort: skip
 
 __version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from dlattn import flash as flash
+    from dlattn.one_call import attention as attention
+    from dlattn.states import merge_states as merge_states
+
+_FUNCTIONS = {"attention": "dlattn.one_call", "merge_states": "dlattn.states"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "flash":
+        return import_module("dlattn.flash")
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module 'dlattn' has no attribute {name!r}")
+    function = globals()[name] = getattr(import_module(_FUNCTIONS[name]), name)
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "flash", *_FUNCTIONS})

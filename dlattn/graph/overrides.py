@@ -72,13 +72,17 @@ class Overrides:
         return execution
 
     def _execution(self, uids: Any, shapes: Any, strides: Any, plan: str | None) -> Execution:
-        key = (
-            plan,
-            None if uids is None else tuple(uids),
-            None if shapes is None else tuple(map(tuple, shapes)),
-            None if strides is None else tuple(map(tuple, strides)),
-        )
-        found = self._kept.get(key)
+        try:
+            key = (
+                plan,
+                None if uids is None else tuple(uids),
+                None if shapes is None else tuple(map(tuple, shapes)),
+                None if strides is None else tuple(map(tuple, strides)),
+            )
+            found = self._kept.get(key)
+        except TypeError:
+            overridden(self._graph, uids, shapes, strides)  # says which argument is no sequence
+            raise
         if found is not None:
             return found
         with self._lock:

@@ -264,6 +264,7 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
     for field, what, given in (("dim", "shapes", shapes), ("stride", "strides", strides)):
         if given is None:
             continue
+        given = _sequence(given, f"override_{what}")
         if len(given) != len(uids):
             raise InvalidGraphError(
                 f"override_{what} has {len(given)} entries for {len(uids)} override_uids; give one "
@@ -277,3 +278,10 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
             f"override_uids has {unknown[0]}, which is no tensor of graph {graph._name!r}."
         )
     return said
+
+
+def _sequence(given: Any, argument: str) -> list[Any]:
+    try:
+        return [*given]
+    except TypeError:
+        raise TypeError(f"{argument} must be a sequence; got {given!r}.") from None
