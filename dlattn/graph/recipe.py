@@ -1,7 +1,7 @@
 """A graph as JSON values from which it can be declared again: its tensors, then its calls.
 
 Calls are kept as they were given, argument by argument, so that an operation needs no words of its
-own here. A callback is kept as the calls that it makes.
+own here. A callback is kept as the operations that it has added.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dlattn.dtypes import data_type, from_any
 from dlattn.enums import VocabularyEnum
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph import vocabulary
+from dlattn.graph.declarations import Declarations
 from dlattn.graph.nodes import TENSOR_ARGUMENTS
 from dlattn.graph.primitives.nodes import OPERANDS
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
@@ -46,8 +47,7 @@ def recipe(graph: Portable) -> dict[str, Any]:
     """
     writer = _Writer(graph)
     calls = [
-        writer.call(node.operation, given, node.outputs)
-        for node, given in zip(graph._nodes, graph._calls, strict=True)
+        writer.call(node, given) for node, given in zip(graph._nodes, graph._calls, strict=True)
     ]
     types = {name: dtype.name for name, dtype in graph._types.items()}
     tensors = [writer.attributes(t) for t in writer.tensors]
@@ -116,16 +116,18 @@ class _Writer:
             "device": list(it.device) if host and it.device else None,
         }
 
-    def call(
-        self, operation: str, given: Mapping[str, Any], outputs: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    def call(self, node: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """One node, from what its operation was given."""
+        given = {name: value for name, value in given.items() if value is not None}
+        if "compute_data_type" in given:  # torch's and NumPy's dtypes are welcome there
+            given["compute_data_type"] = from_any(given["compute_data_type"])
+        callbacks = self._callbacks(getattr(node, "score_mod", None))
         arguments = {
-            name: self.value(from_any(value) if name == "compute_data_type" else value, name)
+            name: callbacks[name] if name in callbacks else self.value(value, name)
             for name, value in given.items()
-            if value is not None
         }
-        numbers = {role: self.number(t) for role, t in outputs.items()}
-        return {"operation": operation, "arguments": arguments, "outputs": numbers}
+        numbers = {role: self.number(t) for role, t in node.outputs.items()}
+        return {"operation": node.operation, "arguments": arguments, "outputs": numbers}
 
     def value(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -142,25 +144,39 @@ class _Writer:
             return int(value)
         if isinstance(value, Real):
             return float(value)
-        if callable(value):
-            return {"callback": self._callback(value)}
         raise cudnnGraphNotSupportedError(
             f"{name} is a {type(value).__qualname__}, which a graph cannot be serialised with; "
             "give numbers and tensors."
         )
 
-    def _callback(self, callback: Callable[..., Any]) -> dict[str, Any]:
-        """The calls that it makes of a graph and of one tensor."""
-        from dlattn.graph.pygraph import pygraph
+    def _callbacks(self, mod: Any) -> dict[str, Any]:
+        """``score_mod`` and ``score_mod_bprop``: the operations that they have added."""
+        if mod is None:
+            return {}
+        nodes, count = mod.nodes, len(mod.nodes)
+        if mod.gradient is not None:
+            ends = (n for n, node in enumerate(nodes) if mod.gradient in node.inputs.values())
+            count = next(ends, count)
+        made = {"score_mod": self._callback(mod.score, nodes[:count], mod.result)}
+        if mod.gradient is not None:
+            made["score_mod_bprop"] = self._callback(mod.gradient, nodes[count:], mod.d_score)
+        return made
 
-        scores = Tensor(Attributes(name="scores", is_virtual=True))
-        sub = pygraph()
-        result = callback(sub, scores)
+    def _callback(self, given: Tensor, nodes: Sequence[Any], result: Tensor) -> dict[str, Any]:
         calls = [
-            self.call(node.operation, given, node.outputs)
-            for node, given in zip(sub._nodes, sub._calls, strict=True)
+            self.call(
+                node,
+                {
+                    **node.inputs,
+                    **node.numbers,
+                    "compute_data_type": node.compute_data_type,
+                    "name": node.name,
+                },
+            )
+            for node in nodes
         ]
-        return {"scores": self.number(scores), "calls": calls, "result": self.number(result)}
+        numbers = {"given": self.number(given), "result": self.number(result)}
+        return {"callback": {**numbers, "calls": calls}}
 
 
 class _Reader:
@@ -174,7 +190,7 @@ class _Reader:
         self._tensors = [Tensor(it) for it in self._attributes]
 
     def declare(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        made = {number for call in calls for number in call["outputs"].values()}
+        made = set(_made(calls))
         graph, tensors = self._graph, self._tensors
         graph._tensors += [t for number, t in enumerate(tensors) if number not in made]
         for call in calls:
@@ -195,7 +211,7 @@ class _Reader:
                 graph._tensors.append(self._tensors[number])
         arguments = {name: self._value(value) for name, value in call["arguments"].items()}
         getattr(graph, operation)(**arguments)
-        outputs = graph._nodes[-1].outputs
+        outputs = (graph._nodes if isinstance(graph, Declarations) else graph.nodes)[-1].outputs
         for role, number in call["outputs"].items():
             outputs[role].attributes = self._attributes[number]
             self._tensors[number] = outputs[role]
@@ -216,8 +232,8 @@ class _Reader:
         raise KeyError(kind)
 
     def _callback(self, kept: Mapping[str, Any]) -> Callable[..., Any]:
-        def callback(graph: Any, scores: Tensor) -> Tensor:
-            self._tensors[kept["scores"]] = scores
+        def callback(graph: Any, given: Tensor) -> Tensor:
+            self._tensors[kept["given"]] = given
             for call in kept["calls"]:
                 self._call(graph, call)
             return self._tensors[kept["result"]]
@@ -250,6 +266,16 @@ class _Reader:
         if dim is not None and len(dim) == len(it.stride):
             overrides.setdefault("stride", packed_strides(dim, it.stride))
         return replace(it, **overrides, inferred=inferred - overrides.keys())
+
+
+def _made(calls: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+    """The tensors that calls make, and the callbacks in them."""
+    for call in calls:
+        yield from call["outputs"].values()
+        for value in call["arguments"].values():
+            if isinstance(value, dict) and "callback" in value:
+                yield value["callback"]["given"]
+                yield from _made(value["callback"]["calls"])
 
 
 def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[int, Any]:

@@ -134,6 +134,53 @@ def test_programs():
     assert np.array_equal(*made) and made[0].any()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_functions_of_scores(backward):
+    """A function of scores comes back as the operations that it has added."""
+    pytest.importorskip("dlattn.graph.score_mod.callback")
+    FLOAT, saved = cudnn.data_type.FLOAT, {}
+
+    def score_mod(sub, scores):
+        saved["tanh"] = sub.tanh(sub.div(scores, cap))
+        row, col = (sub.gen_index(scores, axis=axis) for axis in (2, 3))
+        kept = sub.binary_select(sub.mul(saved["tanh"], cap), floor, sub.cmp_ge(row, col))
+        return sub.add(kept, heads)
+
+    def score_mod_bprop(sub, gradient):
+        tanh, one = saved["tanh"], sub.tensor_scalar(1.0)
+        return sub.mul(gradient, sub.sub(one, sub.mul(tanh, tanh)))
+
+    graph = cudnn.pygraph("mine", HALF, FLOAT, FLOAT, handle=cudnn.create_handle(device="cpu"))
+    roles = ("q", "k", "v", "o", "dO") if backward else ("q", "k", "v")
+    tensors = {uid: graph.tensor(DIM, name=role, uid=uid) for uid, role in enumerate(roles, 1)}
+    heads = graph.tensor((1, 4, 1, 1), data_type=FLOAT, uid=9)
+    cap, floor = graph.tensor_scalar(5.0), graph.tensor_scalar(-3.0)
+    if backward:
+        tensors[6] = graph.tensor((*DIM[:3], 1), data_type=FLOAT, uid=6)
+        made = graph.sdpa_backward(
+            *tensors.values(), score_mod=score_mod, score_mod_bprop=score_mod_bprop
+        )
+    else:
+        made = graph.sdpa(*tensors.values(), generate_stats=False, score_mod=score_mod)[:1]
+    for uid, t in enumerate(made, 20):
+        t.set_output(True).set_uid(uid)
+    graph.build()
+    again = restored(graph.serialize())
+    assert repr(again) == repr(graph) and again.key() == graph.key()
+    rng = np.random.default_rng(0)
+    inputs = {
+        uid: rng.standard_normal(t.get_dim()).astype(np.float16) for uid, t in tensors.items()
+    }
+    inputs |= {9: rng.standard_normal((1, 4, 1, 1)).astype(np.float32)}
+    if backward:
+        inputs[6] = inputs[6].astype(np.float32) + 3
+    results = []
+    for it in (graph, again):
+        results.append({t.get_uid(): np.zeros(DIM, np.float16) for t in made})
+        it.execute(inputs | results[-1])
+    assert all(np.array_equal(x, y) and x.any() for x, y in zip(*map(dict.values, results)))
+
+
 def test_what_cannot_be_serialised():
     """A graph that is not built says so."""
     with pytest.raises(RuntimeError, match="'mine' has no built plan to serialise; call build"):
