@@ -96,9 +96,10 @@ def deserialize(graph: Portable, *arguments: Any) -> None:
         )
     declare(graph, facts["graph"])
     graph._decided = target
-    for source, kernel in kernels:
+    fitting = {source: kernel for source, kernel in kernels if kernel.arch == here}
+    for source, kernel in fitting.items():
         jit.remember(source, kernel)
-    _build(graph, facts, {source for source, _ in kernels})
+    _build(graph, facts, {*fitting})
 
 
 def _target(graph: Portable, arch: Any) -> Target:

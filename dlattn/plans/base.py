@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dlattn.problem import Geometry, Problem
@@ -14,11 +14,15 @@ from dlattn.runtime.target import Target
 class Runnable(ABC):
     """One way to run one graph on one device.
 
-    Life: ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow: compiles and loads) ->
+    Life: ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow: compiles, which
+    :meth:`compile` does without a device, and loads) ->
     ``execute`` (often; thread-safe; never allocates device memory, copies or synchronises).
     """
 
     name: ClassVar[str]
+
+    #: The plans that it runs, one after the other; of most, none.
+    plans: Sequence[Runnable] = ()
 
     def __init__(self, geometry: Geometry, target: Target) -> None:
         self.geometry = geometry
@@ -31,16 +35,16 @@ class Runnable(ABC):
 
     def sources(self) -> list[KernelSource]:
         """The kernels that it launches, in order."""
-        return []
+        return [source for plan in self.plans for source in plan.sources()]
 
     def companions(self) -> list[KernelSource]:
         """Kernels that other sizes of the same problem take: compiled when these are, so that a new
         size compiles nothing."""
-        return []
+        return [source for plan in self.plans for source in plan.companions()]
 
     def compile(self) -> list[CompiledKernel]:
         """The part of :meth:`build` that needs no device: compile :meth:`sources`."""
-        return []
+        return [kernel for plan in self.plans for kernel in plan.compile()]
 
     @abstractmethod
     def build(self) -> None:

@@ -10,6 +10,10 @@ import sys
 import pytest
 
 import dlattn as cudnn
+from dlattn.plans import select as selection
+from dlattn.plans.base import Plan
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.runtime import bundle, jit
 from tests.unit.serial_graphs import declared, restored, results
 
@@ -91,6 +95,33 @@ def test_kernels_of_another_source(hopper_data):
     facts["kernels"] = [{**facts["kernels"][0], "cubin": "AAAA"}]
     with pytest.raises(RuntimeError, match="has a kernel that cannot be read"):
         restored(bundle.seal("graph", facts).encode(), sm_version=90)
+
+
+def test_plans_of_plans(monkeypatch):
+    """A plan that runs others takes along what they launch."""
+
+    class Pair(Plan):
+        name = "pair"
+        workspace_size = 0
+
+        def __init__(self, problem, geometry, target):
+            super().__init__(problem, geometry, target)
+            self.plans = [kind(problem, geometry, target) for kind in (FwdSm80, FwdSm90)]
+
+        @classmethod
+        def supports(cls, problem, geometry, target):
+            return None
+
+        def build(self): ...
+
+        def execute(self, pointers, workspace, stream): ...
+
+    monkeypatch.setattr(selection, "PLANS", (Pair,))
+    graph = declared((2, 4, 256, 64), sm_version=90)
+    graph.build()
+    again = restored(graph.serialize(), sm_version=90)
+    names = [source.name for source in again._planning.chosen.plan.sources()]
+    assert names == ["dlattn_fwd_sm80", "dlattn_fwd_sm90"]
 
 
 def test_other_devices_of_an_architecture(hopper_data):
