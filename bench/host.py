@@ -1,16 +1,18 @@
 """Host costs: ``python -m bench.host``.
 
 Prints microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA
-tensors, and per call of each function into memory for the output, beside those of
-torch's ``x.add_(1)`` as a yardstick of the machine; the seconds of a first (cold) compile; and what
-a second process with a warm cache spends until its first result, beyond
-importing CuPy and creating the CUDA context; and the same of a process that deserialises the graph,
-with neither NVRTC nor a cache.
+tensors, per replay of a CUDA graph of a forward and a backward, per ``update_cuda_graph`` of that
+backward, and per call of each function into memory for the output, beside those of torch's
+``x.add_(1)`` as a yardstick of the machine; the seconds of a first (cold) compile; and what a
+second process with a warm cache spends until its first result, beyond importing CuPy and creating
+the CUDA context; and the same of a process that deserialises the graph, with neither NVRTC nor a
+cache.
 """
 
 from __future__ import annotations
 
 import compileall
+import ctypes
 import os
 import subprocess
 import sys
@@ -100,6 +102,50 @@ def execute() -> Callable[[], object]:
     return lambda: graph.execute(pack, 0)
 
 
+def cuda_graphs() -> dict[str, Callable[[], object]]:
+    """One replay of a captured forward and backward; one update of a populated backward."""
+    import torch
+
+    import dlattn
+
+    q, k, v, d_o = torch.randn(4, 1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
+    gradients = [torch.empty_like(q) for _ in range(3)]
+    calls = []
+    for operation, inputs, outputs, options in (
+        ("sdpa", (q, k, v), (o, stats), {"generate_stats": True}),
+        ("sdpa_backward", (q, k, v, o, d_o, stats), gradients, {}),
+    ):
+        graph = dlattn.pygraph(
+            io_data_type=dlattn.data_type.BFLOAT16,
+            intermediate_data_type=dlattn.data_type.FLOAT,
+            compute_data_type=dlattn.data_type.FLOAT,
+        )
+        fed = [graph.tensor_like(x) for x in inputs]
+        made = getattr(graph, operation)(*fed, attn_scale=0.125, **options)
+        for t in made:
+            t.set_output(True)
+        graph.build([dlattn.heur_mode.A])
+        size = max(16, graph.get_workspace_size())
+        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        calls.append((graph, dict(zip((*fed, *made), (*inputs, *outputs), strict=True)), workspace))
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for graph, pack, workspace in calls:
+            graph.execute(pack, workspace)
+    native = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuGraphCreate(ctypes.byref(native), 0)
+    address = native.value
+    graph, pack, workspace = calls[1]
+    graph.populate_cuda_graph(None, pack, workspace, address)
+    return {
+        "replay of a forward and a backward": captured.replay,
+        "update_cuda_graph of a backward": lambda: graph.update_cuda_graph(
+            None, pack, workspace, address
+        ),
+    }
+
+
 def functions() -> dict[str, Callable[[], object]]:
     """One call of each function on torch tensors, with preallocated outputs."""
     import torch
@@ -176,6 +222,8 @@ def start(program: str, cache: str, *arguments: str) -> Start:
 
 def main() -> None:
     print(f"execute, five torch tensors, checked: {microseconds(execute()):.2f} us")
+    for name, call in cuda_graphs().items():
+        print(f"{name}: {microseconds(call):.2f} us")
     for name, call in functions().items():
         print(f"{name}, preallocated output: {microseconds(call):.2f} us")
     print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")

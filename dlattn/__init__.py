@@ -33,6 +33,7 @@ from dlattn.graph.vocabulary import behavior_note as behavior_note
 from dlattn.graph.vocabulary import build_plan_policy as build_plan_policy
 from dlattn.graph.vocabulary import diagonal_alignment as diagonal_alignment
 from dlattn.graph.vocabulary import heur_mode as heur_mode
+from dlattn.graph.vocabulary import knob as knob
 from dlattn.graph.vocabulary import knob_type as knob_type
 from dlattn.graph.vocabulary import numerical_note as numerical_note
 from dlattn.graph.vocabulary import reduction_mode as reduction_mode

@@ -1,261 +1,33 @@
 """Running a built plan: from a variant pack to addresses, each checked against the graph.
 
-This is the hot path. Every tensor costs one look-up, one view and one comparison; sentences are
-made only once something differs.
+This is the hot path; ``slots.py`` has what each tensor costs.
 """
 
 from __future__ import annotations
 
-import copy
-import ctypes
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
 
 from dlattn import dtypes
-from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.lower import HostNumber, Lowered
+from dlattn.graph.lower import Lowered
+from dlattn.graph.slots import NumberSlot, RaggedSlot, Slot, said_device, slot_type
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Runnable
-from dlattn.plans.host import host_array
-from dlattn.problem import TensorSpec, offset_role
+from dlattn.problem import offset_role
 from dlattn.problem.layout import canonical_stride
-from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.runtime.launch import Operation
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream
-from dlattn.runtime.target import Target
-from dlattn.runtime.tensors import ORDERED_TYPES, TensorView, matcher, order_before, view
-
-#: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
-_LOWEST_ADDRESS = 4096
+from dlattn.runtime.tensors import ORDERED_TYPES, order_before, view
 
 #: Alignment that plans may assume of the workspace.
 WORKSPACE_ALIGNMENT = 16
-
-
-class Slot:
-    """One tensor of the pack: its keys, and what the last accepted tensor looked like."""
-
-    def __init__(
-        self, role: str, t: tensor, spec: TensorSpec, target: Target, is_output: bool
-    ) -> None:
-        self.role = role
-        self.key = t
-        self.uid = t.get_uid()
-        self.spec = spec
-        self.by_value = spec.by_value
-        self.is_output = is_output
-        #: Of an integer by value, an int in the pack is the number; of all others, an address.
-        self.takes_int = spec.by_value and spec.dtype in (data_type.INT32, data_type.INT64)
-        self.alignment = 1 if spec.by_value else t.get_alignment()
-        self.device: Device = (
-            ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
-        )
-        #: The address of a tensor that is laid out as the last accepted one, else 0.
-        self.match: Callable[[Any], int] = lambda value: 0
-
-    def admit(self, value: Any) -> int:
-        """The address of a tensor that agrees with the graph in all that means something.
-
-        Raises:
-            InvalidVariantPackError: it does not, or is no tensor.
-        """
-        try:
-            seen = view(value)
-        except InvalidVariantPackError as error:
-            raise InvalidVariantPackError(f"{self.said}: {error}") from error
-        complaint = self._complaint(seen)
-        if complaint is not None:
-            raise InvalidVariantPackError(f"{self.said}: {complaint}")
-        self.match = matcher(value)
-        return seen.ptr
-
-    @property
-    def said(self) -> str:
-        return f"{self.spec.name} (uid {self.uid})"
-
-    def _complaint(self, seen: TensorView) -> str | None:
-        spec = self.spec
-        ptr, shape, stride, dtype, device, writable = seen
-        if dtype is not spec.dtype:
-            return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
-        if device != self.device:
-            return f"expected memory on {_said(self.device)}, got {_said(device)}; move the tensor."
-        misfit = self._misfit(tuple(shape), tuple(stride))
-        if misfit is not None:
-            return misfit
-        if self.is_output and not writable:
-            return "it is written to, but its framework made it read-only; pass a writable tensor."
-        return self._address_complaint(ptr)
-
-    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
-        spec = self.spec
-        if self._size(shape) != self._size(spec.dim):
-            return f"expected shape {spec.dim}, got {shape}; pass a tensor of that shape."
-        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
-            return (
-                f"expected strides {spec.stride} (those of sizes 1 aside), got {stride}; "
-                "pass a tensor of that layout, or declare this one in a new graph."
-            )
-        return None
-
-    def checked_address(self, ptr: int) -> int:
-        """A raw address, of which only the alignment can be checked."""
-        complaint = self._address_complaint(ptr)
-        if complaint is not None:
-            raise InvalidVariantPackError(f"{self.said}: {complaint}")
-        return ptr
-
-    def _address_complaint(self, ptr: int) -> str | None:
-        if ptr < _LOWEST_ADDRESS:
-            return f"expected a tensor or an address, got {ptr}."
-        if ptr % self.alignment:
-            return (
-                f"expected an address aligned to {self.alignment} bytes, got {ptr:#x}; copy the "
-                "tensor, or call set_alignment() with what its addresses have and build again."
-            )
-        return None
-
-    def _size(self, shape: tuple[int, ...]) -> Any:
-        """What must be equal: the shape, or for scalars only that there is one element."""
-        single = all(size == 1 for size in shape)
-        is_scalar = self.role in SCALAR_ROLES or self.by_value
-        return () if single and is_scalar else tuple(shape)
-
-
-#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
-_MOST_ELEMENTS = 2**34
-
-
-class RaggedSlot(Slot):
-    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
-
-    Attributes:
-        end: where the tensor that was admitted last ends, the gap behind its last token included;
-            None of an address.
-    """
-
-    end: int | None = None
-
-    def admit(self, value: Any) -> int:
-        pointer = super().admit(value)
-        _, shape, stride, *_ = view(value)
-        self.end = self._end(shape, stride)
-        return pointer
-
-    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-        return _extent(shape, stride) + stride[0]
-
-    def checked_address(self, ptr: int) -> int:
-        self.end, self.match = None, lambda value: 0
-        return super().checked_address(ptr)
-
-    def check_offsets(self, offsets: int, spec: TensorSpec) -> None:
-        """Refuses offsets, at an address in host memory, that leave the tensor."""
-        if self.end is None:
-            return
-        element = ctypes.c_int64 if dtypes.itemsize(spec.dtype) == 8 else ctypes.c_int32
-        numbers = (element * spec.dim[0]).from_address(offsets)
-        least, most = min(numbers), max(numbers)
-        if least < 0 or most > self.end:
-            raise InvalidVariantPackError(
-                f"{spec.name}: expected offsets from 0 to at most {self.end}, where {self.said} "
-                f"ends, got {least} to {most}; count elements of that tensor."
-            )
-
-    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
-        """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
-        declared shape; or memory without gaps in one dimension."""
-        _, heads, longest, columns = self.spec.dim
-        _, head, row, _ = self.spec.stride
-        # Of few tokens, the graph does not know the distance from one to the next.
-        step = row if longest > 1 else None
-        if len(shape) == 1:
-            fits = stride == (1,) or shape == (1,)
-        elif shape == self.spec.dim:
-            fits = canonical_stride(shape[1:], stride[1:]) == self.spec.stride[1:]
-        else:
-            if len(shape) == 2 and columns == 1:
-                shape, stride = (*shape, 1), (*stride, 1)
-            wanted = (step, head, 1)
-            fits = shape[1:] == (heads, columns) and all(
-                size == 1 or want in (None, got)
-                for size, want, got in zip(shape, wanted, stride, strict=True)
-            )
-        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
-            return (
-                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
-            )
-        if fits:
-            return None
-        return (
-            f"expected (tokens, heads, columns) = (any, {heads}, {columns}) with strides ({row}, "
-            f"{head}, 1), got shape {shape} and strides {stride}; pass such a view of the packed "
-            "memory, or an address."
-        )
-
-
-class TableSlot(RaggedSlot):
-    """A packed page table's: memory of any shape, without gaps."""
-
-    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-        return math.prod(shape)
-
-    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
-        if canonical_stride(shape, stride) == canonical_stride(shape, compact_strides(shape)):
-            return None
-        return f"expected entries one after the other, got shape {shape} and strides {stride}."
-
-
-class TransposedSlot(Slot):
-    """That of a tensor whose last two axes the graph has swapped; packs may, or may not."""
-
-    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
-        if super()._misfit(shape, stride) is None:
-            return None
-        swapped = copy.copy(self)
-        dim, stride = _swap(self.spec.dim), _swap(self.spec.stride)
-        swapped.spec = replace(self.spec, dim=dim, stride=canonical_stride(dim, stride))
-        return Slot._misfit(swapped, shape, stride)
-
-
-def _swap(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return (*sizes[:-2], sizes[-1], sizes[-2])
-
-
-class NumberSlot(Slot):
-    """That of a number that plans do not read, because the graph knows what it has to be."""
-
-    def __init__(self, number: HostNumber, target: Target) -> None:
-        super().__init__("", number.tensor, number.spec, target, is_output=False)
-        self._number = number
-
-    def check(self, value: Any) -> None:
-        """Refuses another number than the graph was made for."""
-        if not isinstance(value, (float, np.floating)):
-            is_address = type(value) is int and not self.takes_int
-            address = self.checked_address(value) if is_address else self.admit(value)
-            value = host_array(address, self.spec).item()
-        if not self._number.accepts(float(value)):
-            raise InvalidVariantPackError(
-                f"{self.said}: expected {self._number.wanted}, got {value}; pass that."
-            )
-
-
-def _slot_type(role: str, spec: TensorSpec, lowered: Lowered) -> type[Slot]:
-    if role in lowered.transposed:
-        return TransposedSlot
-    return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
 
 
 class Execution:
@@ -272,7 +44,7 @@ class Execution:
         self._device: Device = ("cpu", 0) if self._on_cpu else ("cuda", self._index)
         specs = lowered.geometry.tensors
         slots = [
-            _slot_type(role, specs[role], lowered)(
+            slot_type(role, specs[role], lowered)(
                 role, t, specs[role], lowered.target, role in lowered.outputs
             )
             for role, t in lowered.tensors.items()
@@ -287,10 +59,12 @@ class Execution:
         self._numbers = [NumberSlot(number, lowered.target) for number in lowered.numbers]
         self._seen_workspace: tuple[Any, ...] | None = None
 
-    def __call__(
-        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
-    ) -> None:
-        """Run the plan once; see ``pygraph.execute``."""
+    def addresses(self, pack: Mapping[Any, Any]) -> tuple[dict[str, int], list[Any], list[Any]]:
+        """Role -> address, each checked; the inputs; those that streams do not order by themselves.
+
+        Raises:
+            InvalidVariantPackError: a tensor is missing, or is not what the graph declared.
+        """
         pointers: dict[str, int] = {}
         inputs = []
         unordered = []
@@ -319,16 +93,34 @@ class Execution:
             ragged_slot.check_offsets(pointers[offsets], spec)
         for number in self._numbers:
             number.check(_find(number, pack))
+        return pointers, inputs, unordered
+
+    def __call__(
+        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
+    ) -> None:
+        """Run the plan once; see ``pygraph.execute``."""
+        pointers, inputs, unordered = self.addresses(pack)
         stream = explicit_stream(handle)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
             stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
         if unordered:
             order_before(unordered, stream)
-        address = self._workspace(workspace) if self._workspace_size else 0
-        self.plan.execute(pointers, address, stream)
+        self.plan.execute(pointers, self.workspace_address(workspace), stream)
 
-    def _workspace(self, workspace: Any) -> int:
+    @contextmanager
+    def operations(
+        self, pack: Mapping[Any, Any], workspace: Any = None
+    ) -> Iterator[Sequence[Operation]]:
+        """What a call would enqueue; see :meth:`dlattn.plans.base.Runnable.operations`."""
+        kept = self.addresses(pack)  # numbers of the pack live as long as the inputs do
+        with self.plan.operations(kept[0], self.workspace_address(workspace)) as operations:
+            yield operations
+
+    def workspace_address(self, workspace: Any) -> int:
+        """The address of the scratch memory, checked; 0 where none is needed."""
+        if not self._workspace_size:
+            return 0
         if workspace is None or type(workspace) is int:
             if not workspace or workspace < 0 or workspace % WORKSPACE_ALIGNMENT:
                 self._refuse_workspace(f"address {workspace or 0:#x}")
@@ -342,7 +134,7 @@ class Execution:
             if canonical_stride(seen.shape, seen.stride) != canonical_stride(seen.shape, packed):
                 self._refuse_workspace(f"a tensor with gaps, of strides {seen.stride}")
             if seen.device != self._device:
-                self._refuse_workspace(f"a tensor on {_said(seen.device)}")
+                self._refuse_workspace(f"a tensor on {said_device(seen.device)}")
             if not seen.writable:
                 self._refuse_workspace("a read-only tensor")
             if seen.ptr % WORKSPACE_ALIGNMENT:
@@ -353,7 +145,7 @@ class Execution:
     def _refuse_workspace(self, got: str) -> NoReturn:
         raise InvalidVariantPackError(
             f"workspace: expected {self._workspace_size} writable contiguous bytes on "
-            f"{_said(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
+            f"{said_device(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
             "get_workspace_size() bytes there."
         )
 
@@ -361,9 +153,7 @@ class Execution:
 class Elsewhere(Execution):
     """That of a plan for a device that is not here: compiled, to be serialised."""
 
-    def __call__(
-        self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
-    ) -> None:
+    def addresses(self, pack: Mapping[Any, Any]) -> NoReturn:
         raise InvalidArgumentError(
             f"The graph was built for a device that is only described, {self.plan.target.arch}, "
             "and cannot be executed here; deserialize() what serialize() returns where it is."
@@ -381,8 +171,3 @@ def _find(slot: Slot, pack: Mapping[Any, Any]) -> Any:
         f"{slot.said} is missing from the variant pack; add its memory under the graph's tensor or "
         "under the uid."
     )
-
-
-def _said(device: Device) -> str:
-    kind, index = device
-    return kind if kind == "cpu" else f"{kind}:{index}"

@@ -74,12 +74,14 @@ def graph_cache(
         @wraps(make)
         def cached(*args: Any, **kwargs: Any) -> Result:
             key = key_fn(*args, **kwargs)
-            if key not in made:
-                result = make(*args, **kwargs)
-                if len(made) >= maxsize:
-                    made.pop(next(iter(made)), None)
+            if key in made:
+                return made[key]
+            result = make(*args, **kwargs)
+            if made and len(made) >= maxsize:
+                made.pop(next(iter(made)), None)
+            if maxsize > 0:
                 made[key] = result
-            return made[key]
+            return result
 
         return cached
 

@@ -8,8 +8,10 @@ from dlattn.problem import Direction
 
 
 def behavior_notes(plan: Runnable) -> set[behavior_note]:
-    """CUDA plans are compiled at run time."""
-    return {behavior_note.RUNTIME_COMPILATION} if plan.target.kind == "cuda" else set()
+    """CUDA plans are compiled at run time, and can be added to CUDA graphs kernel by kernel."""
+    if plan.target.kind != "cuda":
+        return set()
+    return {behavior_note.RUNTIME_COMPILATION, behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API}
 
 
 def numerical_notes(plan: Runnable) -> set[numerical_note]:

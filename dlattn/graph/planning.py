@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from dlattn.config import settings
@@ -11,12 +12,39 @@ from dlattn.graph.execution import Elsewhere, Execution
 from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
-from dlattn.plans.base import Runnable
+from dlattn.plans.base import Choice, Runnable
 from dlattn.plans.select import interpreter, select
 from dlattn.problem import Program
 
 
-def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Callable[[], Runnable]]:
+@dataclass(frozen=True)
+class Engine:
+    """A kind of plan that can run a graph; calling it makes one.
+
+    Attributes:
+        name: the plan's.
+        make: makes it, with ``tiling=`` one of ``choices``.
+        choices: see :meth:`dlattn.plans.base.Plan.choices`.
+    """
+
+    name: str
+    make: Callable[..., Runnable]
+    choices: Sequence[Choice] = ()
+
+    def __call__(self, configuration: int = 0) -> Runnable:
+        if not configuration:
+            return self.make()
+        plan = self.make(tiling=self.choices[configuration])
+        plan.configuration = configuration
+        return plan
+
+    @property
+    def configurations(self) -> int:
+        """How many plans it can make; at least 1."""
+        return max(1, len(self.choices))
+
+
+def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Engine]:
     """What makes the plans that can run a graph, best first.
 
     Args:
@@ -28,9 +56,13 @@ def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Callabl
     problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
     engine = engine or settings().engine
     if isinstance(problem, Program):
-        return [partial(interpreter(engine), problem, geometry, target)]
-    kinds = select(problem, geometry, target, engine)
-    return [partial(kind, problem, geometry, target) for kind in kinds]
+        runs = interpreter(engine)
+        return [Engine(runs.name, partial(runs, problem, geometry, target))]
+    what = (problem, geometry, target)
+    return [
+        Engine(kind.name, partial(kind, *what), kind.choices(*what))
+        for kind in select(*what, engine)
+    ]
 
 
 class Planning:
@@ -84,20 +116,22 @@ class Planning:
 
     def build_at(self, index: int) -> None:
         """Build one plan, which becomes the one that runs."""
-        plan = self.at(index)
-        if index not in self._executions:
-            self._executions[index] = self._built(plan)
+        self.built_at(index)
         self._chosen = index
 
-    def _built(self, plan: Runnable) -> Execution:
-        is_here = self._lowered.target.is_here
-        if is_here:
-            plan.build()
-        else:
-            plan.compile()
-        if self._kernel_cache is not None:
-            self._kernel_cache.add(plan)
-        return (Execution if is_here else Elsewhere)(self._lowered, plan)
+    def built_at(self, index: int) -> Execution:
+        """A plan, built if it was not; the one that runs stays the one that runs."""
+        plan = self.at(index)
+        if index not in self._executions:
+            is_here = self._lowered.target.is_here
+            if is_here:
+                plan.build()
+            else:
+                plan.compile()
+            if self._kernel_cache is not None:
+                self._kernel_cache.add(plan)
+            self._executions[index] = (Execution if is_here else Elsewhere)(self._lowered, plan)
+        return self._executions[index]
 
     def at(self, index: int) -> Runnable:
         """The plan at an index.
@@ -130,7 +164,12 @@ class Planning:
         return None if self._chosen is None else self._executions[self._chosen]
 
     @property
-    def workspace_size(self) -> int:
-        """Bytes for the plan that runs, or that would be built first."""
+    def index(self) -> int:
+        """Which plan runs, or would be built first."""
         self.check()
-        return self._plans[self._chosen or 0].workspace_size
+        return self._chosen or 0
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes for that plan."""
+        return self._plans[self.index].workspace_size

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError
-from dlattn.graph.declarations import Declarations
 from dlattn.graph.description import describe, key_of
 from dlattn.graph.devices import described_target
-from dlattn.graph.kernel_cache import KernelCache
+from dlattn.graph.lifecycle import Lifecycle
 from dlattn.graph.lower import Lowered
-from dlattn.graph.overrides import Overrides
 from dlattn.graph.placement import Place
 from dlattn.graph.recipe import recipe
 from dlattn.plans.base import Runnable
 from dlattn.runtime.target import Target
 
 if TYPE_CHECKING:
-    from dlattn.graph.planning import Planning
+    from dlattn.graph.planning import Engine
 
 
-class Portable(Declarations):
+class Portable(Lifecycle):
     """What a graph is besides the steps of its life, which :class:`pygraph` has."""
 
     _types: dict[str, data_type]
@@ -34,11 +30,6 @@ class Portable(Declarations):
     _device_property: Any
     #: Where a graph runs that was compiled before, or that is another with other shapes.
     _decided: Target | None = None
-    _kernel_cache: KernelCache | None
-    _lowered: Lowered | None
-    _filters: list[Callable[[Runnable], bool]]
-    _planning: Planning | None
-    _overrides: Overrides | None
 
     @property
     @abstractmethod
@@ -46,7 +37,7 @@ class Portable(Declarations):
         """What plans see of the graph."""
 
     @abstractmethod
-    def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]: ...
+    def _lower(self) -> tuple[Lowered, list[Engine]]: ...
 
     def key(self) -> int:
         """A hash of everything that execution depends on, the same in every process.
@@ -109,11 +100,3 @@ class Portable(Declarations):
         self._planning = Planning(self.lowered, self._kernel_cache)
         self._planning.append(plan)
         self._planning.build_at(0)
-
-    def _overriding(self) -> Overrides:
-        if self._overrides is None:
-            raise InvalidArgumentError(
-                f"Graph {self._name!r} was made without is_override_shape_enabled=True, which "
-                "executing it with other shapes takes."
-            )
-        return self._overrides

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
-from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.kernel_cache import checked
 from dlattn.graph.lower import Lowered
-from dlattn.graph.notes import behavior_notes, numerical_notes
 from dlattn.graph.overrides import Overrides
 from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
-from dlattn.graph.vocabulary import behavior_note, build_plan_policy, heur_mode, numerical_note
-from dlattn.plans.base import Runnable
+from dlattn.runtime import cuda_graph as cuda_graphs
 
 if TYPE_CHECKING:
     from dlattn.graph.execution import Execution
-    from dlattn.graph.planning import Planning
+    from dlattn.graph.planning import Engine
 
 
 class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
@@ -76,10 +74,6 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         self._kernel_cache = checked(kernel_cache)
         self._device_property = device_property
         self._overrides = Overrides(self) if is_override_shape_enabled else None
-        self._lowered: Lowered | None = None
-        self._makers: list[Callable[[], Runnable]] = []
-        self._filters: list[Callable[[Runnable], bool]] = []
-        self._planning: Planning | None = None
 
     # From declarations to plans ---------------------------------------------------------------
 
@@ -115,127 +109,6 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         assert self._lowered is not None
         return self._lowered
 
-    def create_execution_plans(
-        self, heuristics: Iterable[heur_mode] = (heur_mode.A, heur_mode.FALLBACK)
-    ) -> None:
-        """Make the plans, best first. dlattn has one ranking, whatever the heuristic's name."""
-        for mode in heuristics:
-            if not isinstance(mode, heur_mode):
-                raise TypeError(f"create_execution_plans takes heur_mode members; got {mode!r}.")
-        self._plan(keep_others=False, engines=range(self.get_engine_count()))
-
-    def create_execution_plan(self, engine_id: int, knobs: Mapping[Any, int] | None = None) -> None:
-        """Add the plan of one engine, from 0 to ``get_engine_count() - 1``, best first.
-
-        Raises:
-            InvalidArgumentError: there is no such engine.
-            cudnnGraphNotSupportedError: knobs were given; plans have none.
-        """
-        if knobs:
-            raise cudnnGraphNotSupportedError("Plans have no knobs to turn; leave knobs out.")
-        if not 0 <= engine_id < self.get_engine_count():
-            raise InvalidArgumentError(
-                f"There is no engine {engine_id}; {len(self._makers)} can run this graph, counted "
-                "from 0."
-            )
-        self._plan(keep_others=True, engines=[engine_id])
-
-    def check_support(self) -> None:
-        """Check that filtering left a plan.
-
-        Raises:
-            cudnnGraphNotSupportedError: it left none.
-        """
-        self._planned().check()
-
-    def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
-        """Compile and load the best plan, or all of them: the slow step.
-
-        Raises:
-            CompileError: NVRTC refused a kernel.
-        """
-        self._planned().build(policy)
-
-    def build(self, heuristics: Iterable[heur_mode] | None = None) -> None:
-        """All steps at once."""
-        self.create_execution_plans(*() if heuristics is None else (heuristics,))
-        self.build_plans()
-
-    def build_plan_at_index(self, index: int) -> None:
-        """Compile and load one plan, which becomes the one that ``execute`` runs."""
-        self._planned().build_at(index)
-
-    # Choosing among plans ---------------------------------------------------------------------
-
-    def get_engine_count(self) -> int:
-        """How many plans can run the graph."""
-        self.build_operation_graph()
-        return len(self._makers)
-
-    def get_knobs_for_engine(self, engine_id: int) -> list[Any]:
-        """None: plans choose their tiling themselves."""
-        return []
-
-    def get_execution_plan_count(self) -> int:
-        """Plans made so far; 0 before ``create_execution_plans``."""
-        return 0 if self._planning is None else len(self._planning.plans)
-
-    def get_plan_name_at_index(self, index: int) -> str:
-        return self._planned().at(index).name
-
-    def get_workspace_size(
-        self, override_uids: Any = None, override_shapes: Any = None, override_strides: Any = None
-    ) -> int:
-        """Bytes of scratch memory that ``execute`` needs; may be 0.
-
-        Of the declared shapes; with dlattn's own arguments, of a call of ``execute`` with these
-        shapes, for which all is then ready.
-        """
-        if override_uids is not None:
-            return self._overriding().workspace_size(
-                override_uids, override_shapes, override_strides
-            )
-        return self._planned().workspace_size
-
-    def get_workspace_size_plan_at_index(self, index: int) -> int:
-        return self._planned().at(index).workspace_size
-
-    def get_behavior_notes(self) -> list[behavior_note]:
-        """The notes of the best plan."""
-        return self.get_behavior_notes_for_plan_at_index(0)
-
-    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
-        return sorted(behavior_notes(self._planned().at(index)), key=lambda note: note.name)
-
-    def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
-        """Keep only plans that have every note."""
-        wanted = set(notes)
-        self._filter(lambda plan: wanted <= behavior_notes(plan))
-
-    def deselect_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
-        """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
-        self._filter(lambda plan: not unwanted & behavior_notes(plan))
-
-    def select_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
-        """Keep only plans that have every note."""
-        wanted = set(notes)
-        self._filter(lambda plan: wanted <= numerical_notes(plan))
-
-    def deselect_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
-        """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
-        self._filter(lambda plan: not unwanted & numerical_notes(plan))
-
-    def deselect_engines(self, names: Iterable[str]) -> None:
-        """Keep only plans with other names than these."""
-        unwanted = set(names)
-        self._filter(lambda plan: plan.name not in unwanted)
-
-    def deselect_workspace_greater_than(self, nbytes: int) -> None:
-        """Keep only plans that need at most this much workspace."""
-        self._filter(lambda plan: plan.workspace_size <= nbytes)
-
     # Running ----------------------------------------------------------------------------------
 
     def execute(
@@ -257,6 +130,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
                 may be ``None`` or 0 when the size is 0.
             handle: instead of the graph's. A stream set on it wins; else torch's current stream if
                 the pack has torch tensors, else CuPy's.
+
             override_uids: of a graph with ``is_override_shape_enabled``, tensors that have other
                 shapes in this call. Those that the graph has inferred follow by themselves.
             override_shapes, override_strides: one for each of these uids. Without strides, they
@@ -275,15 +149,11 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             InvalidGraphError: the shapes do not go together.
             cudnnGraphNotSupportedError: no plan runs the shapes.
         """
-        if not (override_uids is None and override_shapes is None and override_strides is None):
-            execution: Execution | None = self._overriding().execution(
-                override_uids, override_shapes, override_strides, workspace
-            )
+        if override_uids is None and override_shapes is None and override_strides is None:
+            execution = self._built("execute")
         else:
-            execution = None if self._planning is None else self._planning.chosen
-        if execution is None:
-            raise InvalidArgumentError(
-                f"Graph {self._name!r} has no built plan to execute; call build() first."
+            execution = self._overriding().execution(
+                override_uids, override_shapes, override_strides, workspace
             )
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
@@ -305,19 +175,108 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             )
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
-    # CUDA graphs ------------------------------------------------------------------------------
+    def autotune(
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: int | None = None,
+        *,
+        rounds: int = 5,
+    ) -> list[tuple[str, float]]:
+        """Time every plan on the caller's tensors, and run the fastest from now on.
 
-    def populate_cuda_graph(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Populating a CUDA graph")
+        cuDNN's ``Graph::autotune`` has no Python form; this one times each configuration of each
+        engine, too (:meth:`get_knobs_for_engine`), and the graph has a plan for each afterwards.
+        Plans that filters drop are not timed, nor, after :meth:`create_execution_plan`, other
+        engines than those asked for. The outputs are overwritten many times: an output that shares
+        memory with an input leaves neither worth anything. The host waits for the device.
 
-    def update_cuda_graph(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Updating a CUDA graph")
+        Unless some were left out, the best is remembered beside the compiled kernels, for graphs of
+        the same problem, shapes, strides and numbers on a device of that name, with this version of
+        dlattn. Only ``create_execution_plans([heur_mode.AUTOTUNED])``, and what takes the same
+        heuristics, asks for it.
+
+        Args:
+            variant_pack, handle: as for :meth:`execute`.
+            workspace: :meth:`get_autotune_workspace_size` bytes; as for :meth:`execute`.
+            rounds: how often each plan is timed, in turns; the median counts.
+
+        Returns:
+            Plan names and microseconds of a call, fastest first: on a GPU, of calls back to back in
+            a CUDA graph, without the host's time.
+
+        Raises:
+            InvalidArgumentError: ``rounds`` is not positive.
+            Others as of :meth:`build_plans` and :meth:`execute`; the plan that ran still does then.
+        """
+        from dlattn.graph.autotune import autotune
+
+        if rounds < 1:
+            raise InvalidArgumentError(f"rounds: expected at least 1, got {rounds}.")
+        planning = self._plan_every_configuration()
+        arguments = (variant_pack, workspace, self._handle if handle is None else handle)
+        return autotune(self.lowered, self._makers, planning, arguments, rounds)
+
+    def populate_cuda_graph(
+        self,
+        handle: int | None,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        cuda_graph: Any,
+    ) -> None:
+        """Add the work to an empty CUDA graph, without running it.
+
+        Kernels, and what clears the workspace, become nodes of that graph itself, in a line and
+        without a child graph. The nodes hold the addresses, and what numbers in host memory are
+        now; the memory, and this graph, must stay as long as the CUDA graph may run. Inputs of JAX
+        are not waited for.
+
+        Args:
+            handle: as for :meth:`execute`; nothing is enqueued, so a stream on it means nothing.
+            variant_pack, workspace: as for :meth:`execute`.
+            cuda_graph: a ``cudaGraph_t`` as an int, or an object that ``int()`` makes one of.
+
+        Raises:
+            InvalidArgumentError: the CUDA graph is null or has nodes, or no plan is built.
+            InvalidVariantPackError: memory is missing, or is not what the graph declared.
+            cudnnGraphNotSupportedError: the graph runs on the CPU.
+        """
+        explicit_stream(handle)
+        with self._built("populate").operations(variant_pack, workspace) as operations:
+            cuda_graphs.populate(_address_of(cuda_graph), operations)
+
+    def update_cuda_graph(
+        self,
+        handle: int | None,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any,
+        cuda_graph: Any,
+    ) -> None:
+        """Give the nodes of a CUDA graph that this graph populated, or of a clone of it (such as a
+        child graph), the addresses of another call.
+
+        What was instantiated of it takes them over by ``cudaGraphExecUpdate``, or by
+        ``cudaGraphExecChildGraphNodeSetParams``. Arguments and errors as of
+        :meth:`populate_cuda_graph`.
+
+        Raises:
+            InvalidArgumentError: the CUDA graph has other nodes; none is changed.
+        """
+        explicit_stream(handle)
+        with self._built("update").operations(variant_pack, workspace) as operations:
+            cuda_graphs.update(_address_of(cuda_graph), operations)
 
     # Details ----------------------------------------------------------------------------------
 
-    def _lower(self) -> tuple[Lowered, list[Callable[[], Runnable]]]:
+    def _built(self, purpose: str) -> Execution:
+        execution = None if self._planning is None else self._planning.chosen
+        if execution is None:
+            raise InvalidArgumentError(
+                f"Graph {self._name!r} has no built plan to {purpose}; call build() first."
+            )
+        return execution
+
+    def _lower(self) -> tuple[Lowered, list[Engine]]:
         from dlattn.graph.planning import supported_plans
 
         for node in self._nodes:
@@ -341,28 +300,12 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
                 )
             named[uid] = t.get_name()
 
-    def _planned(self) -> Planning:
-        if self._planning is None:
-            self.create_execution_plans()
-        assert self._planning is not None
-        return self._planning
 
-    def _plan(self, keep_others: bool, engines: Iterable[int]) -> None:
-        from dlattn.graph.planning import Planning
-
-        assert self._lowered is not None
-        if self._planning is None or not keep_others:
-            self._planning = Planning(self._lowered, self._kernel_cache)
-        for engine in engines:
-            self._planning.append(self._makers[engine]())
-        for wanted in self._filters:
-            self._planning.keep(wanted)
-
-    def _filter(self, wanted: Callable[[Runnable], bool]) -> None:
-        self._filters.append(wanted)
-        if self._planning is not None:
-            self._planning.keep(wanted)
-
-
-def _not_yet(what: str) -> cudnnGraphNotSupportedError:
-    return cudnnGraphNotSupportedError(f"{what} is not supported yet; leave it out.")
+def _address_of(cuda_graph: Any) -> int:
+    try:
+        return int(cuda_graph)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"cuda_graph: expected a cudaGraph_t as an int, got {type(cuda_graph).__name__}; pass "
+            "its address."
+        ) from None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlattn.graph.portable import Portable
 
 _KIND = "graph"
-_FACTS = ("graph", "arch", "plan", "tiling", "overrides", "kernels")
+_FACTS = ("graph", "arch", "plan", "tiling", "configuration", "overrides", "kernels")
 
 
 def serialize(graph: Portable) -> bytes:
@@ -52,6 +52,7 @@ def serialize(graph: Portable) -> bytes:
         "arch": target.arch if target.kind == "cuda" else "cpu",
         "plan": plan.name,
         "tiling": vars(plan.tiling) if hasattr(plan, "tiling") else None,
+        "configuration": plan.configuration,
         "overrides": graph._overrides is not None,
         "kernels": write_kernels(kernels),
     }
@@ -115,6 +116,11 @@ def _build(graph: Portable, facts: Mapping[str, Any], carried: set[jit.KernelSou
     lowered = graph.lowered
     makers = supported_plans(lowered, facts["plan"])
     plan = _with_tiling(makers[0](), facts["tiling"])
+    if type(facts["configuration"]) is not int:
+        raise InvalidArgumentError(
+            f"The data has no configuration of {plan.name}; serialise the graph anew."
+        )
+    plan.configuration = facts["configuration"]
     absent = [source.name for source in plan.sources() if source not in carried]
     if absent:
         raise cudnnGraphNotSupportedError(

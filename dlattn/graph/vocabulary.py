@@ -3,16 +3,22 @@
 # ruff: noqa: N801 - cuDNN's public spellings
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dlattn.enums import VocabularyEnum
 
 
 class heur_mode(VocabularyEnum):
-    """How plans are ranked; dlattn has one measured ranking, and every mode means it."""
+    """How plans are ranked; dlattn has one measured ranking, and every mode means it.
+
+    ``AUTOTUNED``, dlattn's own, puts before it what ``autotune`` remembered.
+    """
 
     A = 0
     B = 1
     FALLBACK = 2
     OPENSOURCE = 3
+    AUTOTUNED = 4
 
 
 class build_plan_policy(VocabularyEnum):
@@ -110,7 +116,7 @@ class behavior_note(VocabularyEnum):
 
 
 class knob_type(VocabularyEnum):
-    """cuDNN's engine knobs; dlattn's plans have none to turn from here."""
+    """cuDNN's engine knobs; dlattn's plans have ``KERNEL_CFG``."""
 
     NOT_SET = 0
     SWIZZLE = 1
@@ -141,3 +147,16 @@ class knob_type(VocabularyEnum):
     TILE_M = 26
     TILE_N = 27
     WARP_SPEC_CFG = 28
+
+
+@dataclass(frozen=True)
+class knob:
+    """What can be set of an engine: any of ``range(min_value, max_value + 1, stride)``."""
+
+    type: knob_type
+    min_value: int
+    max_value: int
+    stride: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.type} from {self.min_value} to {self.max_value}"

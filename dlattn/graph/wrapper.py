@@ -365,6 +365,13 @@ class Graph(Operations):
     def __repr__(self) -> str:
         return repr(self._graph)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(pygraph, name):
+            raise AttributeError(f"Graph has no attribute {name!r}.")
+        raise InvalidArgumentError(
+            f"A Graph builds and runs itself, so it has no {name}(); declare a pygraph for that."
+        )
+
 
 def _handle(handle: int | str | None) -> int | None:
     if handle is None or handle == "auto":

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager
+from typing import ClassVar, Protocol
 
+from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.jit import CompiledKernel, KernelSource
+from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
+
+
+class Choice(Protocol):
+    """One of several ways to divide the same work."""
+
+    @property
+    def cpp(self) -> str:
+        """All that it is."""
+        ...
 
 
 class Runnable(ABC):
@@ -24,9 +36,17 @@ class Runnable(ABC):
     #: The plans that it runs, one after the other; of most, none.
     plans: Sequence[Runnable] = ()
 
+    #: Which of :meth:`Plan.choices` it was made with; 0 is what it takes by itself.
+    configuration: int = 0
+
     def __init__(self, geometry: Geometry, target: Target) -> None:
         self.geometry = geometry
         self.target = target
+
+    @property
+    def title(self) -> str:
+        """The name, and the number of a configuration that was asked for."""
+        return f"{self.name}#{self.configuration}" if self.configuration else self.name
 
     @property
     @abstractmethod
@@ -65,6 +85,23 @@ class Runnable(ABC):
             stream: CUDA stream handle (0 is the legacy default stream); ignored on the CPU.
         """
 
+    def operations(
+        self, pointers: Mapping[str, int], workspace: int
+    ) -> AbstractContextManager[Sequence[Operation]]:
+        """``with`` it: what :meth:`execute` would enqueue, in order. After the block, the plan may
+        give them other addresses.
+
+        Args:
+            pointers, workspace: as for :meth:`execute`.
+
+        Raises:
+            cudnnGraphNotSupportedError: it runs on the host.
+        """
+        raise cudnnGraphNotSupportedError(
+            f"{self.name} runs on {self.target}, and CUDA graphs hold what runs on a CUDA device; "
+            "call execute(), or make the graph for a CUDA device."
+        )
+
 
 class Plan(Runnable):
     """One way to run one problem; ``supports`` comes first."""
@@ -77,3 +114,9 @@ class Plan(Runnable):
     @abstractmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         """``None`` when this plan can run the problem, else one sentence that says why not."""
+
+    @classmethod
+    def choices(cls, problem: Problem, geometry: Geometry, target: Target) -> Sequence[Choice]:
+        """Tilings that a plan for a supported problem can be made with, as ``tiling=``; its own
+        choice comes first. Empty where there is one way only."""
+        return ()

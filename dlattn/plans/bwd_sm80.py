@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,8 +121,8 @@ def wide_tilings(problem: Problem, target: Target) -> tuple[BwdTiling, ...]:
     return WIDE_TILINGS if target.capability == (9, 0) and fits else WIDE_TILINGS[1:]
 
 
-def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
-    """The fastest tiling, as measured, that fits the device's shared memory."""
+def fitting_tilings(problem: Problem, target: Target) -> list[BwdTiling]:
+    """Those that fit the device's shared memory, the fastest, as measured, first."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     measured = target.capability == (9, 0) and problem.access_bytes == 16
     if largest <= 64 and len(set(padded_dims(problem))) == 2:
@@ -138,7 +139,7 @@ def choose_tiling(problem: Problem, target: Target) -> BwdTiling:
     tilings = next(
         (row for limit, row in table.items() if largest <= limit), wide_tilings(problem, target)
     )
-    return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
+    return [t for t in tilings if t.shared_memory(problem) <= target.shared_memory]
 
 
 class BwdSm80(BackwardPlan):
@@ -154,7 +155,7 @@ class BwdSm80(BackwardPlan):
         tiling: BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem, target)
+        self.tiling = tiling or fitting_tilings(problem, target)[0]
         self.set_waves()
 
     @classmethod
@@ -168,6 +169,10 @@ class BwdSm80(BackwardPlan):
                 f"shared memory than {target} has; on it, one of them must be at most 480."
             )
         return reason
+
+    @classmethod
+    def choices(cls, problem: Problem, geometry: Geometry, target: Target) -> Sequence[BwdTiling]:
+        return fitting_tilings(problem, target)
 
     def main_kernel(self, items: int) -> KernelLaunch:
         shared = self.tiling.shared_memory(self.problem)

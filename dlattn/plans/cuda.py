@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
@@ -23,7 +23,7 @@ from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
-from dlattn.runtime.launch import Launch, clear, device_guard
+from dlattn.runtime.launch import Clear, Launch, Operation, device_guard
 from dlattn.runtime.target import Target, cuda_device_count
 
 #: Blocks of a launch grid along x, and along y or z.
@@ -86,7 +86,8 @@ class CudaPlan(Plan):
         if problem.dropout is not None:
             self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
         self._lock = Lock()
-        self._launches: list[Launch] | None = None
+        self._clear: Clear | None = None
+        self._operations: list[Operation] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
         self._ragged_at: int | None = None
@@ -164,16 +165,19 @@ class CudaPlan(Plan):
         return jit.compile_kernels(self.sources(), self.target.arch, self.companions())
 
     def build(self) -> None:
-        if self._launches is not None:
+        if self._operations is not None:
             return
         self._place_slopes()
         kernels, compiled = self._all_kernels(), self.compile()
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
-        launches = []
+        operations: list[Operation] = []
+        if self.cleared_bytes:
+            self._clear = Clear(self.cleared_bytes)
+            operations.append(self._clear)
         for kernel, cubin in zip(kernels, compiled, strict=True):
             loaded = jit.load(cubin, self.target.index)
             loaded.set_shared(kernel.shared)
-            launches.append(
+            operations.append(
                 Launch(
                     loaded.function,
                     kernel.grid,
@@ -183,7 +187,7 @@ class CudaPlan(Plan):
                     name=kernel.source.name,
                 )
             )
-        self._launches = launches
+        self._operations = operations
 
     def _place_slopes(self) -> None:
         """ALiBi's slopes, unless the user gives them: on the device as long as the plan is."""
@@ -194,23 +198,33 @@ class CudaPlan(Plan):
             self._params.alibi_slopes = SlopeRef(self._slopes.data.ptr, 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        launches = self._launches
-        if launches is None:
-            raise RuntimeError(f"{self.name}: build() comes before execute()")
         # The driver copies Params during the launch call, so the lock covers no device work.
         with self._lock, self._guard:
-            self.place_tensors(pointers)
-            for role, dtype, slot in self._host_numbers:
-                value = ctypes.string_at(pointers[role], dtype.itemsize)
-                slot.value = np.frombuffer(value, dtype)[0].item()
-            self.place_workspace(workspace)
-            if self.ragged is not None and workspace != self._ragged_at:
-                self.ragged.place(self._params, workspace + self.scratch_bytes)
-                self._ragged_at = workspace
-            if self.cleared_bytes:
-                clear(workspace, self.cleared_bytes, stream)
-            for launch in launches:
-                launch(stream)
+            for operation in self._placed(pointers, workspace):
+                operation(stream)
+
+    @contextmanager
+    def operations(
+        self, pointers: Mapping[str, int], workspace: int
+    ) -> Iterator[Sequence[Operation]]:
+        with self._lock, self._guard:
+            yield self._placed(pointers, workspace)
+
+    def _placed(self, pointers: Mapping[str, int], workspace: int) -> Sequence[Operation]:
+        """The operations, with the addresses and numbers of one call."""
+        if self._operations is None:
+            raise RuntimeError(f"{self.name}: build() comes before execute()")
+        self.place_tensors(pointers)
+        for role, dtype, slot in self._host_numbers:
+            value = ctypes.string_at(pointers[role], dtype.itemsize)
+            slot.value = np.frombuffer(value, dtype)[0].item()
+        self.place_workspace(workspace)
+        if self.ragged is not None and workspace != self._ragged_at:
+            self.ragged.place(self._params, workspace + self.scratch_bytes)
+            self._ragged_at = workspace
+        if self._clear is not None:
+            self._clear.address = workspace
+        return self._operations
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -130,8 +131,7 @@ class Decode(CudaPlan):
         tiling: DecodeTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        rows = geometry.seq_q * heads_per_item(geometry)
-        self.tiling = tiling or next(t for t in tilings(problem, target) if t.rows >= rows)
+        self.tiling = tiling or self.choices(problem, geometry, target)[0]
         self._params.heads_per_block = heads_per_item(geometry)
         self._params.heads_per_wave = items_side_by_side(geometry, target.multiprocessors)
         self._params.parts.mark = secrets.randbits(64) | 1
@@ -165,6 +165,13 @@ class Decode(CudaPlan):
         if geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 64) >= 2**31:
             return "batch x heads x (keys / 64) must be below 2**31."
         return None
+
+    @classmethod
+    def choices(
+        cls, problem: Problem, geometry: Geometry, target: Target
+    ) -> Sequence[DecodeTiling]:
+        rows = geometry.seq_q * heads_per_item(geometry)
+        return [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
 
     @cached_property
     def _blocks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlattn.plans.cuda import (
@@ -99,8 +100,8 @@ BIASED_TILINGS: dict[int, tuple[FwdTiling, ...]] = {
 }
 
 
-def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
-    """The fastest tiling, as measured, that fits the device's shared memory."""
+def fitting_tilings(problem: Problem, target: Target) -> list[FwdTiling]:
+    """Those that fit the device's shared memory, the fastest, as measured, first."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     measured = target.capability < (10, 0) and problem.access_bytes == 16
     table = TILINGS if measured else SMALLER_TILINGS
@@ -111,7 +112,7 @@ def choose_tiling(problem: Problem, target: Target) -> FwdTiling:
         for limit, row in table.items()
         if largest <= limit and not (problem.has_blocks and any(BLOCK % t.tile_k for t in row))
     )
-    return next(t for t in tilings if t.shared_memory(problem) <= target.shared_memory)
+    return [t for t in tilings if t.shared_memory(problem) <= target.shared_memory]
 
 
 class FwdSm80(CudaPlan):
@@ -127,7 +128,7 @@ class FwdSm80(CudaPlan):
         tiling: FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem, target)
+        self.tiling = tiling or fitting_tilings(problem, target)[0]
         self._params.heads_per_wave = pairs_per_wave(problem, geometry)
 
     @classmethod
@@ -136,6 +137,10 @@ class FwdSm80(CudaPlan):
         if reason is None and value_slices(problem) * query_tiles(geometry, 64) > MOST_BLOCKS:
             return "batch x heads x (queries / 64) x (columns of v / 256) must be below 2**31."
         return reason
+
+    @classmethod
+    def choices(cls, problem: Problem, geometry: Geometry, target: Target) -> Sequence[FwdTiling]:
+        return fitting_tilings(problem, target)
 
     def kernels(self) -> list[KernelLaunch]:
         shared = self.tiling.shared_memory(self.problem)

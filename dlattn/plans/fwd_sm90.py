@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -179,6 +179,13 @@ class FwdSm90(MappedPlan):
             return "batch x heads x (queries / 128) must be below 2**31."
         return cls.mapping_refusal(problem, geometry, target)
 
+    @classmethod
+    def choices(
+        cls, problem: Problem, geometry: Geometry, target: Target
+    ) -> Sequence[Sm90FwdTiling]:
+        best = choose_tiling(problem, geometry)
+        return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
+
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
@@ -227,7 +234,7 @@ class FwdSm90(MappedPlan):
         return min(query_tiles(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
 
     def build(self) -> None:
-        if self._launches is not None:
+        if self._operations is not None:
             return
         if not self._asks_for_tiles:
             self._schedule = to_device(self.schedule(), self.target.index)

@@ -97,7 +97,7 @@ class MappedPlan(CudaPlan):
         return params
 
     def build(self) -> None:
-        if self._launches is not None:
+        if self._operations is not None:
             return
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]

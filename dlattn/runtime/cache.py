@@ -1,4 +1,5 @@
-"""Compiled kernels on disk: one folder per entry, named by what it was made from.
+"""Compiled kernels on disk, and choices among them: one folder per entry, named by what it was
+made from.
 
 An entry is written beside its place and renamed into it, so readers see all of it or nothing,
 and of several writers any one wins. ``kernel.json`` holds the hash of each file and of itself; an
@@ -46,17 +47,24 @@ def read(root: Path, name: str) -> Entry | None:
     return _read(root / name) or _read(_private_root() / name)
 
 
-def write(root: Path, name: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> Path:
-    """Store an entry, replacing a damaged one, and return its folder.
+def write(
+    root: Path,
+    name: str,
+    files: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+    *,
+    replace: bool = False,
+) -> Path:
+    """Store an entry, replacing a damaged one, or any if asked to, and return its folder.
 
     Falls back to a folder of this process, with one warning, when ``root`` cannot be written.
     """
     content = {**files, _FACTS: _describe(files, facts)}
     try:
-        return _publish(root, name, content)
+        return _publish(root, name, content, replace)
     except OSError as error:
         _warn_unwritable(root, error)
-        return _publish(_private_root(), name, content)
+        return _publish(_private_root(), name, content, replace)
 
 
 def _describe(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> bytes:
@@ -85,7 +93,7 @@ def _read(folder: Path) -> Entry | None:
     return Entry(folder, files, facts)
 
 
-def _publish(root: Path, name: str, content: Mapping[str, bytes]) -> Path:
+def _publish(root: Path, name: str, content: Mapping[str, bytes], replace: bool) -> Path:
     place = root / name
     draft = _beside(place, "draft")
     draft.mkdir(parents=True)
@@ -93,7 +101,7 @@ def _publish(root: Path, name: str, content: Mapping[str, bytes]) -> Path:
         for file, data in content.items():
             (draft / file).write_bytes(data)
         while not _moved(draft, place):
-            if _read(place) is not None:
+            if not replace and _read(place) is not None:
                 break  # another process was faster; its entry is as good
             _discard(place)
     finally:

@@ -70,9 +70,11 @@ class Launch:
         name: str = "kernel",
     ) -> None:
         self.name = name
-        self._empty = 0 in grid
+        self.function = function
+        self.programmatic = programmatic
+        self.is_empty = 0 in grid
         self._attribute = LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", (1,))
-        self._config = LaunchConfig(
+        self.config = LaunchConfig(
             grid,
             (block, 1, 1),
             shared,
@@ -80,12 +82,12 @@ class Launch:
             ctypes.pointer(self._attribute),
             int(programmatic),
         )
-        self._params = (ctypes.c_void_p * 1)(params_address)
+        self.params = (ctypes.c_void_p * 1)(params_address)
         self._launch = driver().cuLaunchKernelEx
         self._arguments = (
-            ctypes.byref(self._config),
+            ctypes.byref(self.config),
             ctypes.c_void_p(function),
-            self._params,
+            self.params,
             None,
         )
 
@@ -98,41 +100,59 @@ class Launch:
         Raises:
             DlattnError: the driver refused.
         """
-        if self._empty:
+        if self.is_empty:
             return
-        self._config.stream = stream
+        self.config.stream = stream
         status = self._launch(*self._arguments)  # as every call pays for it, without a wrapper
         if status == _ERROR_INVALID_CONTEXT:
-            _make_context_current()
+            make_context_current()
             status = self._launch(*self._arguments)
         if status:
             raise DlattnError(
-                f"Launching {self.name} failed with {_error_name(status)} (grid "
-                f"{tuple(self._config.grid)}, {self._config.block[0]} threads, "
-                f"{self._config.shared} bytes of shared memory, stream {stream:#x}). An earlier "
+                f"Launching {self.name} failed with {error_name(status)} (grid "
+                f"{tuple(self.config.grid)}, {self.config.block[0]} threads, "
+                f"{self.config.shared} bytes of shared memory, stream {stream:#x}). An earlier "
                 "asynchronous failure on the same device may also be reported here."
             )
 
 
-def clear(address: int, nbytes: int, stream: int) -> None:
-    """Enqueue setting bytes of device memory to zero.
+class Clear:
+    """Bytes of device memory that are set to zero; called as a :class:`Launch` is.
 
-    Raises:
-        DlattnError: the driver refused.
+    Attributes:
+        address: where they are; it may be set anew before each call.
+        nbytes: how many.
     """
-    status = call_in_context(
-        driver().cuMemsetD8Async,
-        ctypes.c_uint64(address),
-        ctypes.c_ubyte(0),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_void_p(stream),
-    )
-    if status:
-        raise DlattnError(
-            f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
-            f"{_error_name(status)} (stream {stream:#x}). The workspace must be device memory of "
-            "at least the size that the graph asks for."
+
+    is_empty = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = 0
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it.
+
+        Raises:
+            DlattnError: the driver refused.
+        """
+        status = call_in_context(
+            driver().cuMemsetD8Async,
+            ctypes.c_uint64(self.address),
+            ctypes.c_ubyte(0),
+            ctypes.c_size_t(self.nbytes),
+            ctypes.c_void_p(stream),
         )
+        if status:
+            raise DlattnError(
+                f"Clearing {self.nbytes} bytes of workspace at {self.address:#x} failed with "
+                f"{error_name(status)} (stream {stream:#x}). The workspace must be device memory "
+                "of at least the size that the graph asks for."
+            )
+
+
+#: What a plan does, one after the other: enqueued by a call, or a node of a CUDA graph.
+Operation = Launch | Clear
 
 
 class device_guard:  # noqa: N801 - used as a statement, like a function
@@ -182,18 +202,18 @@ def call_in_context(function: Any, *arguments: Any) -> int:
     """The status of a driver call, which is made again if it was the thread's first CUDA call."""
     status: int = function(*arguments)
     if status == _ERROR_INVALID_CONTEXT:
-        _make_context_current()
+        make_context_current()
         status = function(*arguments)
     return status
 
 
-def _make_context_current() -> None:
+def make_context_current() -> None:
     """Give this thread the context of its current device, as its first CUDA call would."""
     runtime = _runtime()
     runtime.setDevice(runtime.getDevice())
 
 
-def _error_name(status: int) -> str:
+def error_name(status: int) -> str:
     name = ctypes.c_char_p()
     if driver().cuGetErrorName(status, ctypes.byref(name)) or name.value is None:
         return f"CUresult {status}"

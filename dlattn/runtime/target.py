@@ -76,6 +76,17 @@ def cuda_target(index: int) -> Target:
     )
 
 
+@cache
+def device_name(target: Target) -> str:
+    """What the device is called, e.g. ``NVIDIA H200``."""
+    if target.kind == "cpu":
+        return "cpu"
+    from cupy.cuda import runtime
+
+    name: bytes = runtime.getDeviceProperties(target.index)["name"]
+    return name.decode()
+
+
 def cuda_device_count() -> int:
     """CUDA devices that CuPy can use; 0 without CuPy, a driver, or a device."""
     try:

@@ -97,6 +97,18 @@ def test_kernels_of_another_source(hopper_data):
         restored(bundle.seal("graph", facts).encode(), sm_version=90)
 
 
+def test_a_tiling_that_was_asked_for(hopper_data):
+    """Of a plan's other tilings, the data says which it was."""
+    graph = declared((2, 4, 256, 64), sm_version=90)
+    graph.create_execution_plan(0, {cudnn.knob_type.KERNEL_CFG: 1})
+    graph.build_plans()
+    again = restored(graph.serialize(), sm_version=90)
+    assert again.get_plan_name_at_index(0) == graph.get_plan_name_at_index(0) == "fwd_sm90#1"
+    first, other = (it._planning.chosen.plan.tiling for it in (graph, again))
+    plain = restored(hopper_data, sm_version=90)._planning.chosen.plan.tiling
+    assert first == other != plain
+
+
 def test_plans_of_plans(monkeypatch):
     """A plan that runs others takes along what they launch."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
-from dlattn.graph import execution, placement
+from dlattn.graph import execution, placement, slots
 from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
 from dlattn.runtime.target import Target
@@ -189,7 +189,7 @@ def test_outputs_must_be_writable(call):
 
 def test_other_devices(call, monkeypatch):
     """Memory of another device is refused with both devices."""
-    monkeypatch.setattr(execution, "view", lambda x: view(x)._replace(device=("cuda", 1)))
+    monkeypatch.setattr(slots, "view", lambda x: view(x)._replace(device=("cuda", 1)))
     with pytest.raises(ValueError, match="q .* expected memory on cpu, got cuda:1"):
         call()
 
@@ -297,7 +297,8 @@ def test_current_stream_of_the_device(call, monkeypatch):
     """On CUDA without an explicit stream, the frameworks of the inputs say which one is current."""
     gpu = Target("cuda", 1, (9, 0))
     monkeypatch.setattr(placement, "default_target", lambda: gpu)
-    monkeypatch.setattr(execution, "view", lambda x: view(x)._replace(device=("cuda", 1)))
+    for module in (execution, slots):
+        monkeypatch.setattr(module, "view", lambda x: view(x)._replace(device=("cuda", 1)))
     asked = []
     monkeypatch.setattr(execution, "current_stream", lambda objs, index: asked.append(index) or 33)
     ordered = []

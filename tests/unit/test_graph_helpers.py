@@ -63,6 +63,12 @@ def test_graph_cache_keeps_the_newest():
     assert make.__doc__ == "Make."
 
 
+def test_graph_cache_of_no_size():
+    """With maxsize 0, every call makes anew."""
+    make = cudnn.graph_cache(key_fn=lambda: 0, maxsize=0)(object)
+    assert make() is not make()
+
+
 def test_there_is_no_last_error():
     """Errors are exceptions, so there is nothing to fetch afterwards."""
     assert cudnn.get_last_error_string() == ""

@@ -121,11 +121,12 @@ def test_lengths_on_the_host_are_refused_on_a_device():
 
 
 def test_notes_of_device_plans():
-    """CUDA plans are compiled at run time, and can be deselected for it."""
+    """CUDA plans are compiled at run time, and can be deselected for it; CUDA graphs take them."""
     graph = graph_on((GPU0,) * 3)
     graph.create_execution_plans([cudnn.heur_mode.A])
     note = cudnn.behavior_note.RUNTIME_COMPILATION
-    assert graph.get_behavior_notes() == [note]
+    native = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
+    assert graph.get_behavior_notes() == [note, native]
     graph.select_behavior_notes([note])
     graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
     graph.check_support()

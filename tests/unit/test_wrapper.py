@@ -213,6 +213,16 @@ def test_errors_of_the_block_propagate():
         graph()
 
 
+@pytest.mark.parametrize(
+    "name", ["validate", "build", "build_plans", "execute", "populate_cuda_graph", "key"]
+)
+def test_what_a_graph_does_itself(qkv, name):
+    """The steps of a ``pygraph`` are not the caller's to take (``RuntimeError``, as in cuDNN)."""
+    with pytest.raises(RuntimeError, match=f"so it has no {name}"):
+        getattr(declared(qkv), name)
+    assert not hasattr(declared(qkv), "no_such_thing")
+
+
 def test_declaring_outside_the_block(qkv):
     """Operations before and after the block are refused."""
     for graph in (cudnn.Graph(), declared(qkv)):

@@ -1,0 +1,258 @@
+"""Of each tensor of a variant pack: where it is found, and what makes it the graph's.
+
+Every tensor costs one look-up, one view and one comparison; sentences are made only once something
+differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidVariantPackError
+from dlattn.graph.lower import HostNumber, Lowered
+from dlattn.graph.tensor import Device, tensor
+from dlattn.plans.host import host_array
+from dlattn.problem import TensorSpec
+from dlattn.problem.layout import canonical_stride
+from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.target import Target
+from dlattn.runtime.tensors import TensorView, matcher, view
+
+#: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
+_LOWEST_ADDRESS = 4096
+
+
+class Slot:
+    """One tensor of the pack: its keys, and what the last accepted tensor looked like."""
+
+    def __init__(
+        self, role: str, t: tensor, spec: TensorSpec, target: Target, is_output: bool
+    ) -> None:
+        self.role = role
+        self.key = t
+        self.uid = t.get_uid()
+        self.spec = spec
+        self.by_value = spec.by_value
+        self.is_output = is_output
+        #: Of an integer by value, an int in the pack is the number; of all others, an address.
+        self.takes_int = spec.by_value and spec.dtype in (data_type.INT32, data_type.INT64)
+        self.alignment = 1 if spec.by_value else t.get_alignment()
+        self.device: Device = (
+            ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
+        )
+        #: The address of a tensor that is laid out as the last accepted one, else 0.
+        self.match: Callable[[Any], int] = lambda value: 0
+
+    def admit(self, value: Any) -> int:
+        """The address of a tensor that agrees with the graph in all that means something.
+
+        Raises:
+            InvalidVariantPackError: it does not, or is no tensor.
+        """
+        try:
+            seen = view(value)
+        except InvalidVariantPackError as error:
+            raise InvalidVariantPackError(f"{self.said}: {error}") from error
+        complaint = self._complaint(seen)
+        if complaint is not None:
+            raise InvalidVariantPackError(f"{self.said}: {complaint}")
+        self.match = matcher(value)
+        return seen.ptr
+
+    @property
+    def said(self) -> str:
+        return f"{self.spec.name} (uid {self.uid})"
+
+    def _complaint(self, seen: TensorView) -> str | None:
+        spec = self.spec
+        ptr, shape, stride, dtype, device, writable = seen
+        if dtype is not spec.dtype:
+            return f"expected elements of {spec.dtype}, got {dtype}; cast the tensor."
+        if device != self.device:
+            wanted, got = said_device(self.device), said_device(device)
+            return f"expected memory on {wanted}, got {got}; move the tensor."
+        misfit = self._misfit(tuple(shape), tuple(stride))
+        if misfit is not None:
+            return misfit
+        if self.is_output and not writable:
+            return "it is written to, but its framework made it read-only; pass a writable tensor."
+        return self._address_complaint(ptr)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        spec = self.spec
+        if self._size(shape) != self._size(spec.dim):
+            return f"expected shape {spec.dim}, got {shape}; pass a tensor of that shape."
+        if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:
+            return (
+                f"expected strides {spec.stride} (those of sizes 1 aside), got {stride}; "
+                "pass a tensor of that layout, or declare this one in a new graph."
+            )
+        return None
+
+    def checked_address(self, ptr: int) -> int:
+        """A raw address, of which only the alignment can be checked."""
+        complaint = self._address_complaint(ptr)
+        if complaint is not None:
+            raise InvalidVariantPackError(f"{self.said}: {complaint}")
+        return ptr
+
+    def _address_complaint(self, ptr: int) -> str | None:
+        if ptr < _LOWEST_ADDRESS:
+            return f"expected a tensor or an address, got {ptr}."
+        if ptr % self.alignment:
+            return (
+                f"expected an address aligned to {self.alignment} bytes, got {ptr:#x}; copy the "
+                "tensor, or call set_alignment() with what its addresses have and build again."
+            )
+        return None
+
+    def _size(self, shape: tuple[int, ...]) -> Any:
+        """What must be equal: the shape, or for scalars only that there is one element."""
+        single = all(size == 1 for size in shape)
+        is_scalar = self.role in SCALAR_ROLES or self.by_value
+        return () if single and is_scalar else tuple(shape)
+
+
+#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
+_MOST_ELEMENTS = 2**34
+
+
+class RaggedSlot(Slot):
+    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
+
+    Attributes:
+        end: where the tensor that was admitted last ends, the gap behind its last token included;
+            None of an address.
+    """
+
+    end: int | None = None
+
+    def admit(self, value: Any) -> int:
+        pointer = super().admit(value)
+        _, shape, stride, *_ = view(value)
+        self.end = self._end(shape, stride)
+        return pointer
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return _extent(shape, stride) + stride[0]
+
+    def checked_address(self, ptr: int) -> int:
+        self.end, self.match = None, lambda value: 0
+        return super().checked_address(ptr)
+
+    def check_offsets(self, offsets: int, spec: TensorSpec) -> None:
+        """Refuses offsets, at an address in host memory, that leave the tensor."""
+        if self.end is None:
+            return
+        element = ctypes.c_int64 if dtypes.itemsize(spec.dtype) == 8 else ctypes.c_int32
+        numbers = (element * spec.dim[0]).from_address(offsets)
+        least, most = min(numbers), max(numbers)
+        if least < 0 or most > self.end:
+            raise InvalidVariantPackError(
+                f"{spec.name}: expected offsets from 0 to at most {self.end}, where {self.said} "
+                f"ends, got {least} to {most}; count elements of that tensor."
+            )
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
+        declared shape; or memory without gaps in one dimension."""
+        _, heads, longest, columns = self.spec.dim
+        _, head, row, _ = self.spec.stride
+        # Of few tokens, the graph does not know the distance from one to the next.
+        step = row if longest > 1 else None
+        if len(shape) == 1:
+            fits = stride == (1,) or shape == (1,)
+        elif shape == self.spec.dim:
+            fits = canonical_stride(shape[1:], stride[1:]) == self.spec.stride[1:]
+        else:
+            if len(shape) == 2 and columns == 1:
+                shape, stride = (*shape, 1), (*stride, 1)
+            wanted = (step, head, 1)
+            fits = shape[1:] == (heads, columns) and all(
+                size == 1 or want in (None, got)
+                for size, want, got in zip(shape, wanted, stride, strict=True)
+            )
+        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
+            return (
+                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
+            )
+        if fits:
+            return None
+        return (
+            f"expected (tokens, heads, columns) = (any, {heads}, {columns}) with strides ({row}, "
+            f"{head}, 1), got shape {shape} and strides {stride}; pass such a view of the packed "
+            "memory, or an address."
+        )
+
+
+class TableSlot(RaggedSlot):
+    """A packed page table's: memory of any shape, without gaps."""
+
+    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return math.prod(shape)
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        if canonical_stride(shape, stride) == canonical_stride(shape, compact_strides(shape)):
+            return None
+        return f"expected entries one after the other, got shape {shape} and strides {stride}."
+
+
+class TransposedSlot(Slot):
+    """That of a tensor whose last two axes the graph has swapped; packs may, or may not."""
+
+    def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
+        if super()._misfit(shape, stride) is None:
+            return None
+        swapped = copy.copy(self)
+        dim, stride = _swap(self.spec.dim), _swap(self.spec.stride)
+        swapped.spec = replace(self.spec, dim=dim, stride=canonical_stride(dim, stride))
+        return Slot._misfit(swapped, shape, stride)
+
+
+def _swap(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (*sizes[:-2], sizes[-1], sizes[-2])
+
+
+class NumberSlot(Slot):
+    """That of a number that plans do not read, because the graph knows what it has to be."""
+
+    def __init__(self, number: HostNumber, target: Target) -> None:
+        super().__init__("", number.tensor, number.spec, target, is_output=False)
+        self._number = number
+
+    def check(self, value: Any) -> None:
+        """Refuses another number than the graph was made for."""
+        if not isinstance(value, (float, np.floating)):
+            is_address = type(value) is int and not self.takes_int
+            address = self.checked_address(value) if is_address else self.admit(value)
+            value = host_array(address, self.spec).item()
+        if not self._number.accepts(float(value)):
+            raise InvalidVariantPackError(
+                f"{self.said}: expected {self._number.wanted}, got {value}; pass that."
+            )
+
+
+def slot_type(role: str, spec: TensorSpec, lowered: Lowered) -> type[Slot]:
+    if role in lowered.transposed:
+        return TransposedSlot
+    return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def said_device(device: Device) -> str:
+    kind, index = device
+    return kind if kind == "cpu" else f"{kind}:{index}"
