@@ -320,11 +320,16 @@ class FakeCupy:
             driver=SimpleNamespace(funcSetAttribute=lambda *given: self.attributes.append(given)),
         )
 
-    @contextlib.contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        self.current.append(index)
-        yield
-        self.current.pop()
+    def device(self, index: int) -> contextlib.ExitStack:
+        current = self.current
+
+        class Device(contextlib.ExitStack):
+            def __enter__(self) -> contextlib.ExitStack:
+                current.append(index)
+                self.callback(current.pop)
+                return super().__enter__()
+
+        return Device()
 
     def module(self) -> SimpleNamespace:
         made = SimpleNamespace()
