@@ -17,7 +17,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.enums import VocabularyEnum
-from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.errors import DlattnError, InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph import vocabulary
 from dlattn.graph.declarations import Declarations
 from dlattn.graph.nodes import TENSOR_ARGUMENTS
@@ -81,7 +81,9 @@ def declare(graph: Portable, kept: Mapping[str, Any], overrides: Overrides | Non
 def _said_to_be_wrong() -> Iterator[None]:
     try:
         yield
-    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except DlattnError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InvalidGraphError(
             "The data describes no graph of this version of dlattn "
             f"({type(error).__name__}: {error}); serialise the graph anew."

@@ -43,32 +43,40 @@ def unseal(kind: str, text: str | bytes) -> dict[str, Any]:
         InvalidArgumentError: they are damaged, or were never sealed.
         cudnnGraphNotSupportedError: another version of dlattn has sealed them.
     """
-    try:
-        outside = json.loads(text)
-        found, version = outside["dlattn"], outside["format"]
-        intact = version != FORMAT or outside["sha256"] == _sha256(outside["body"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidArgumentError(
-            f"The data is no {kind} of dlattn, or is cut off or damaged; serialise it anew."
-        ) from error
-    if found != kind:
+    outside = _parsed(kind, text)
+    found, version = outside.get("dlattn"), outside.get("format")
+    if found is not None and found != kind:
         raise InvalidArgumentError(f"The data is a {found!r} of dlattn; expected a {kind!r}.")
-    if not intact:
-        raise InvalidArgumentError(
-            f"The {kind} is damaged: its checksum does not match. Serialise it anew."
-        )
-    if version != FORMAT:
+    if found is not None and version != FORMAT:
         raise cudnnGraphNotSupportedError(
             f"The {kind} has format {version!r}; this version of dlattn reads {FORMAT}. Serialise "
             "it with this version."
         )
-    facts: dict[str, Any] = json.loads(outside["body"])
+    body = str(outside.get("body"))
+    if found is None or outside.get("sha256") != _sha256(body):
+        raise InvalidArgumentError(
+            f"The data is no {kind} of dlattn, or is cut off or damaged: its checksum does not "
+            "match. Serialise it anew."
+        )
+    facts = _parsed(kind, body)
     if facts.get("headers") != jit.headers_digest():
         raise cudnnGraphNotSupportedError(
             f"The {kind} was made by another version of dlattn, whose kernels differ from this "
             "one's; serialise it with this version."
         )
     return facts
+
+
+def _parsed(kind: str, text: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(
+            f"The data is no {kind} of dlattn, or is cut off or damaged; serialise it anew."
+        )
+    return found
 
 
 def write_kernels(kernels: Iterable[tuple[jit.KernelSource, jit.CompiledKernel]]) -> list[Any]:

@@ -167,6 +167,17 @@ def sealed(**changes):
     return bundle.seal("graph", {**facts, **changes})
 
 
+def test_deep_data(data):
+    """Neither does nesting without end end the process."""
+    deep = "[" * 200_000 + "]" * 200_000
+    outside = json.loads(bytes(data))
+    for text in (deep, json.dumps({**outside, "body": deep, "sha256": bundle._sha256(deep)})):
+        with pytest.raises(RuntimeError, match="cut off or damaged"):
+            restored(text.encode())
+    with pytest.raises(RuntimeError, match="is no JSON"):
+        restored(deep)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 10, 200, -1])
 def test_cut_off(data, cut):
     """Truncated data is damaged data."""
@@ -221,7 +232,7 @@ def mutations():
 @given(st.data())
 def test_hostile_data(draw):
     """Whatever a writer of sealed data says, the answer is a graph or a sentence."""
-    outside = json.loads(bytes(HOSTILE))
+    outside = json.loads(bytes(draw.draw(st.sampled_from(HOSTILE))))
     facts = json.loads(outside["body"])
     del facts["headers"]
     for _ in range(draw.draw(st.integers(1, 3))):
@@ -245,7 +256,14 @@ def test_hostile_data(draw):
     assert graph.get_execution_plan_count() == 1
 
 
-HOSTILE = on_cpu().serialize()
+def _primitives():
+    case = Mha(scale="scores", padding="qk", causal=0, bias=(True,) * 4, dropout="rng", stats=True)
+    built = primitives(case, arrays(case))
+    built.graph.build()
+    return built.graph
+
+
+HOSTILE = [graph.serialize() for graph in (on_cpu(), _primitives())]
 
 
 # The wrapper --------------------------------------------------------------------------------------
