@@ -49,7 +49,8 @@ def autotune(
     order = sorted(range(len(times)), key=lambda index: times[index])
     planning.build_at(order[0])
     result = [(planning.plans[index].title, times[index]) for index in order]
-    if 1 < len(result) == sum(engine.configurations for engine in engines):
+    possible = {(it.name, number) for it in engines for number in range(it.configurations)}
+    if len(possible) > 1 and {(it.name, it.configuration) for it in planning.plans} == possible:
         _remember(lowered, engines, planning.plans[order[0]], result)
     return result
 

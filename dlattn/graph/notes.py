@@ -8,10 +8,14 @@ from dlattn.problem import Direction
 
 
 def behavior_notes(plan: Runnable) -> set[behavior_note]:
-    """CUDA plans are compiled at run time, and can be added to CUDA graphs kernel by kernel."""
+    """CUDA plans are compiled at run time, and those that tell their operations can be added to
+    CUDA graphs."""
     if plan.target.kind != "cuda":
         return set()
-    return {behavior_note.RUNTIME_COMPILATION, behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API}
+    notes = {behavior_note.RUNTIME_COMPILATION}
+    if type(plan).operations is not Runnable.operations:
+        notes.add(behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API)
+    return notes
 
 
 def numerical_notes(plan: Runnable) -> set[numerical_note]:

@@ -95,11 +95,11 @@ class Runnable(ABC):
             pointers, workspace: as for :meth:`execute`.
 
         Raises:
-            cudnnGraphNotSupportedError: it runs on the host.
+            cudnnGraphNotSupportedError: it has none, as what runs on the host.
         """
         raise cudnnGraphNotSupportedError(
-            f"{self.name} runs on {self.target}, and CUDA graphs hold what runs on a CUDA device; "
-            "call execute(), or make the graph for a CUDA device."
+            f"{self.name} on {self.target} has nothing that a CUDA graph holds; call execute(), or "
+            "make the graph for a CUDA device."
         )
 
 

@@ -116,6 +116,27 @@ class Launch:
             )
 
 
+def clear(address: int, nbytes: int, stream: int) -> None:
+    """Enqueue setting bytes of device memory to zero.
+
+    Raises:
+        DlattnError: the driver refused.
+    """
+    status = call_in_context(
+        driver().cuMemsetD8Async,
+        ctypes.c_uint64(address),
+        ctypes.c_ubyte(0),
+        ctypes.c_size_t(nbytes),
+        ctypes.c_void_p(stream),
+    )
+    if status:
+        raise DlattnError(
+            f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
+            f"{error_name(status)} (stream {stream:#x}). The workspace must be device memory of "
+            "at least the size that the graph asks for."
+        )
+
+
 class Clear:
     """Bytes of device memory that are set to zero; called as a :class:`Launch` is.
 
@@ -131,24 +152,8 @@ class Clear:
         self.address = 0
 
     def __call__(self, stream: int) -> None:
-        """Enqueue it.
-
-        Raises:
-            DlattnError: the driver refused.
-        """
-        status = call_in_context(
-            driver().cuMemsetD8Async,
-            ctypes.c_uint64(self.address),
-            ctypes.c_ubyte(0),
-            ctypes.c_size_t(self.nbytes),
-            ctypes.c_void_p(stream),
-        )
-        if status:
-            raise DlattnError(
-                f"Clearing {self.nbytes} bytes of workspace at {self.address:#x} failed with "
-                f"{error_name(status)} (stream {stream:#x}). The workspace must be device memory "
-                "of at least the size that the graph asks for."
-            )
+        """Enqueue it; see :func:`clear`."""
+        clear(self.address, self.nbytes, stream)
 
 
 #: What a plan does, one after the other: enqueued by a call, or a node of a CUDA graph.

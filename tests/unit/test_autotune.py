@@ -127,6 +127,9 @@ def test_only_what_is_left_is_timed(plans, folder):
     graph.create_execution_plans()
     graph.deselect_engines(["fast#1"])
     assert [name for name, _ in graph.autotune(pack, aligned(64))] == ["fast", "slow"]
+    graph.create_execution_plan(0)
+    times = graph.autotune(pack, aligned(64))
+    assert [name for name, _ in times] == ["fast", "slow", "slow"]
     graph = cudnn.pygraph(io_data_type=HALF, handle=cudnn.create_handle(device="cpu"))
     q = graph.tensor(DIM)
     o, _ = graph.sdpa(q, q, q, generate_stats=False)

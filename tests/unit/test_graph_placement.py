@@ -121,12 +121,11 @@ def test_lengths_on_the_host_are_refused_on_a_device():
 
 
 def test_notes_of_device_plans():
-    """CUDA plans are compiled at run time, and can be deselected for it; CUDA graphs take them."""
+    """CUDA plans are compiled at run time, and can be deselected for it."""
     graph = graph_on((GPU0,) * 3)
     graph.create_execution_plans([cudnn.heur_mode.A])
     note = cudnn.behavior_note.RUNTIME_COMPILATION
-    native = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
-    assert graph.get_behavior_notes() == [note, native]
+    assert graph.get_behavior_notes() == [note]
     graph.select_behavior_notes([note])
     graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
     graph.check_support()
