@@ -107,18 +107,19 @@ def check(driver: Driver, case: Case, source: Source) -> None:
         raise
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(case=cases("gpu"))
 def test_serialized(driver: Driver, case: Case) -> None:
     """A deserialised graph launches the same kernels, with the very same arguments."""
     check(driver, case, sources.reloaded)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(case=cases("gpu"))
 def test_overridden(driver: Driver, case: Case) -> None:
     """A graph with other shapes launches what a graph that was declared with them does."""
-    check(driver, case, sources.overridden)
+    # The bounds that ragged backwards are told are numbers, which stay as they were declared.
+    check(driver, replace(case, bounded=False), sources.overridden)
 
 
 def test_what_is_compared(driver: Driver) -> None:
