@@ -319,15 +319,15 @@ class Kernel:
         self._device = cupy.cuda.Device(device_index)
         self._shared = 0
         with self._device:
-            # Kept: the driver unloads the code when the module goes.
+            # Both are kept: the driver unloads the code when the module goes.
             if compiled.code is None:
                 self._module = cupy.RawModule(path=str(compiled.cubin))
-                loaded = self._module.get_function(compiled.name).kernel
+                self._function = self._module.get_function(compiled.name).kernel
             else:
                 self._module = cupy.cuda.function.Module()
                 self._module.load(compiled.code)
-                loaded = self._module.get_function(compiled.name)
-            self.function = int(loaded.ptr)
+                self._function = self._module.get_function(compiled.name)
+            self.function = int(self._function.ptr)
 
     def set_shared(self, nbytes: int) -> None:
         """Allow launches with this much dynamic shared memory per block, in bytes."""
