@@ -114,3 +114,28 @@ def test_nothing_runs_there():
         graph.execute({})
     assert graph.get_workspace_size() == 0
     assert cudnn.behavior_note.RUNTIME_COMPILATION in graph.get_behavior_notes()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_numeric_notes(deterministic):
+    """CUDA plans use tensor cores; a backward has a fixed order of additions where it was asked."""
+    notes, dim = cudnn.numerical_note, (2, 4, 128, 64)
+    forward = declared(sm_version=90)
+    forward.select_numeric_notes([notes.TENSOR_CORE])
+    forward.deselect_numeric_notes([notes.NONDETERMINISTIC, notes.DOWN_CONVERT_INPUTS])
+    forward.check_support()
+    backward = cudnn.pygraph(io_data_type=HALF, sm_version=90)
+    tensors = [backward.tensor(dim) for _ in range(5)]
+    stats = backward.tensor((2, 4, 128, 1), data_type=cudnn.data_type.FLOAT)
+    for gradient in backward.sdpa_backward(
+        *tensors, stats, use_deterministic_algorithm=deterministic
+    ):
+        gradient.set_output(True)
+    backward.select_numeric_notes([notes.TENSOR_CORE])
+    backward.check_support()
+    backward.deselect_numeric_notes([notes.NONDETERMINISTIC])
+    if deterministic:
+        backward.check_support()
+    else:
+        with pytest.raises(NotSupported, match="No execution plans support the graph"):
+            backward.check_support()
