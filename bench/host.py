@@ -5,7 +5,8 @@ tensors, per replay of a CUDA graph of a forward and a backward, per ``update_cu
 backward, and per call of each function into memory for the output, beside those of torch's
 ``x.add_(1)`` as a yardstick of the machine; the seconds of a first (cold) compile; and what a
 second process with a warm cache spends until its first result, beyond importing CuPy and creating
-the CUDA context.
+the CUDA context; and the same of a process that deserialises the graph, with neither NVRTC nor a
+cache.
 """
 
 from __future__ import annotations
@@ -18,31 +19,47 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-WARM = """
+#: What every process does first, and last.
+FIRST = """
 import sys, time
 import cupy
 cupy.zeros(1).sum().get()  # the context, and CuPy's own kernels
+memory = cupy.zeros(5 * 16384, dtype=cupy.float32)
 begun = time.perf_counter()
 import dlattn
-g = dlattn.pygraph(io_data_type=dlattn.data_type.BFLOAT16,
-                   intermediate_data_type=dlattn.data_type.FLOAT,
-                   compute_data_type=dlattn.data_type.FLOAT)
-dim, stride = (1, 2, 128, 64), (16384, 8192, 64, 1)
-q, k, v = (g.tensor(dim=dim, stride=stride, data_type=dlattn.data_type.BFLOAT16) for _ in range(3))
-o, stats = g.sdpa(q, k, v, attn_scale=0.125, generate_stats=True, use_causal_mask=True)
-o.set_output(True).set_dim(dim).set_stride(stride)
-stats.set_output(True)
-g.build([dlattn.heur_mode.A])
-memory = cupy.zeros(5 * 16384, dtype=cupy.float32)
-address = lambda i: memory.data.ptr + i * 65536
-g.execute({t: address(i) for i, t in enumerate((q, k, v, o, stats))}, 0)
+imported = time.perf_counter()
+"""
+LAST = """
+g.execute({uid: memory.data.ptr + (uid - 1) * 65536 for uid in range(1, 6)}, 0)
 cupy.cuda.get_current_stream().synchronize()
 seconds = time.perf_counter() - begun
 from dlattn.runtime import jit
 loaded = "libnvrtc" in open("/proc/self/maps").read()
-print(f"{seconds:.4f} {jit.statistics.compiles} {loaded}")
+print(f"{seconds:.4f} {imported - begun:.4f} {jit.statistics.compiles} {loaded}")
+"""
+WARM = """
+g = dlattn.pygraph(io_data_type=dlattn.data_type.BFLOAT16,
+                   intermediate_data_type=dlattn.data_type.FLOAT,
+                   compute_data_type=dlattn.data_type.FLOAT)
+dim, stride = (1, 2, 128, 64), (16384, 8192, 64, 1)
+q, k, v = (
+    g.tensor(dim=dim, stride=stride, data_type=dlattn.data_type.BFLOAT16, uid=uid)
+    for uid in (1, 2, 3)
+)
+o, stats = g.sdpa(q, k, v, attn_scale=0.125, generate_stats=True, use_causal_mask=True)
+o.set_output(True).set_dim(dim).set_stride(stride).set_uid(4)
+stats.set_output(True).set_uid(5)
+g.build([dlattn.heur_mode.A])
+"""
+SAVE = """
+open(sys.argv[1], "wb").write(bytes(g.serialize()))
+"""
+LOAD = """
+g = dlattn.pygraph()
+g.deserialize([*open(sys.argv[1], "rb").read()])
 """
 
 
@@ -183,20 +200,43 @@ def add_one() -> Callable[[], object]:
     return lambda: x.add_(1)
 
 
-def warm_start(cache: str) -> tuple[float, int, bool]:
-    """Seconds until the first result of a fresh process, its compiles, whether NVRTC was loaded.
+@dataclass(frozen=True)
+class Start:
+    """A fresh process until its first result.
+
+    Attributes:
+        seconds: beyond importing CuPy and creating the CUDA context.
+        importing: of these, to import dlattn.
+        compiles: kernels that were compiled.
+        nvrtc: whether NVRTC was loaded.
+    """
+
+    seconds: float
+    importing: float
+    compiles: int
+    nvrtc: bool
+
+    def __str__(self) -> str:
+        return (
+            f"first result after {1e3 * self.seconds:.0f} ms, of which importing dlattn takes "
+            f"{1e3 * self.importing:.0f}; {self.compiles} compiles, NVRTC loaded: {self.nvrtc}"
+        )
+
+
+def start(program: str, cache: str, *arguments: str) -> Start:
+    """Run a program that makes the graph, and executes it.
 
     The package is byte-compiled first, as pip leaves an installed one.
     """
     compileall.compile_dir(Path(__file__).parent.parent / "dlattn", quiet=1)
     output = subprocess.run(
-        [sys.executable, "-c", WARM],
+        [sys.executable, "-c", FIRST + program + LAST, *arguments],
         env={**os.environ, "DLATTN_CACHE_DIR": cache},
         check=True,
         capture_output=True,
         text=True,
     ).stdout.split()
-    return float(output[0]), int(output[1]), output[2] == "True"
+    return Start(float(output[0]), float(output[1]), int(output[2]), output[3] == "True")
 
 
 def main() -> None:
@@ -208,15 +248,14 @@ def main() -> None:
     for name, call in differentiable().items():
         print(f"{name}, with a gradient to come: {microseconds(call):.2f} us")
     print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")
-    with tempfile.TemporaryDirectory() as cache:
-        seconds, compiles, _ = warm_start(cache)
-        print(f"cold process, {compiles} compile: first result after {seconds:.2f} s")
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as empty:
+        print(f"cold process: {start(WARM, cache)}")
         for _ in range(3):
-            seconds, compiles, loaded = warm_start(cache)
-            print(
-                f"warm process, {compiles} compiles: first result after {1e3 * seconds:.0f} ms, "
-                f"NVRTC loaded: {loaded}"
-            )
+            print(f"warm process: {start(WARM, cache)}")
+        data = str(Path(empty) / "graph")
+        start(WARM + SAVE, cache, data)
+        for _ in range(3):
+            print(f"process that deserialises: {start(LOAD, empty, data)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 
 import dlattn as cudnn
 from dlattn.dtypes import from_any
-from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
     PAGE_TABLES,
     Alibi,
@@ -34,7 +33,6 @@ from dlattn.problem import (
     alibi_slopes,
     offset_role,
 )
-from dlattn.runtime.target import CPU
 from tests import oracle
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
@@ -53,9 +51,10 @@ OPTIONS = (
     *PAGE_TABLES.values(),
 )
 
+#: Tensors of a forward, and of a backward.
 _BOTH = ("q", "k", "v", "o", "stats", *OPTIONS, "rng_dump")
-_FORWARD = (*_BOTH, "score_max", "score_sum_exp", "debug_softmax")
-_BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
+FORWARD = (*_BOTH, "score_max", "score_sum_exp", "debug_softmax")
+BACKWARD = (*_BOTH, "dO", "dQ", "dK", "dV", "dSink_token", "dBias")
 
 
 def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) -> None:
@@ -86,74 +85,45 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         raise
 
 
-def run_plan(case: Case, tensors: Tensors) -> None:
-    """Runs the reference plan on NumPy tensors."""
-    for direction, roles in ((Direction.FORWARD, _FORWARD), (Direction.BACKWARD, _BACKWARD)):
-        if direction is Direction.BACKWARD and not case.stats:
-            return
-        used = {role: tensors[role] for role in roles if role in tensors}
-        if not case.drops:
-            used = {role: t for role, t in used.items() if not role.startswith("dropout_")}
-        _forget_dump(tensors)
-        ragged = not set(case.ragged).isdisjoint(used)
-        offsets = [name for role in used if (name := offset_role(role)) in tensors]
-        used |= {name: tensors[name] for name in offsets}
-        plan = Reference(problem_of(case, direction, ragged), geometry_of(case, used), CPU)
-        plan.build()
-        plan.execute({role: t.tensor.ctypes.data for role, t in used.items()}, 0, 0)
+@dataclass(frozen=True)
+class Roles:
+    """The tensors of a graph: those it reads, those it makes, and those it is given to write."""
+
+    inputs: tuple[str, ...]
+    made: tuple[str, ...]
+    written: tuple[str, ...]
 
 
-def forward(case: Case, arrays: Mapping[str, Any], compute: Any = np.float64) -> Any:
-    """o, stats, score_max and score_sum_exp by the reference engine's function."""
-    return attention_forward(
-        *(arrays[role] for role in "qkv"),
-        edits=edits_of(case),
-        masks=masks_of(case),
-        values=values_of(case, arrays),
-        sink=arrays.get("sink_token"),
-        dropout=dropout_of(case),
-        compute=compute,
-    )
+#: A built graph, its tensors and numbers by role, and other arguments of ``execute``.
+Ready = tuple[cudnn.pygraph, dict[str, Any], dict[str, Any]]
+Source = Callable[[Case, Tensors, Roles], Ready]
 
 
-def backward(
-    case: Case, arrays: Mapping[str, Any], compute: Any = np.float64, d_bias: Any = None
-) -> Any:
-    """dQ, dK, dV by the reference engine's functions, from a forward of its own; the gradient of
-    the bias is added to ``d_bias``."""
-    o, stats, *_ = forward(case, arrays, compute)
-    return attention_backward(
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        o,
-        arrays["dO"],
-        stats,
-        edits=edits_of(case),
-        masks=masks_of(case),
-        values=values_of(case, arrays),
-        dropout=dropout_of(case),
-        d_bias=d_bias,
-        compute=compute,
-    )
+def built(case: Case, tensors: Tensors, roles: Roles) -> Ready:
+    """The graph of a case."""
+    graph, given = declare_graph(case, tensors, roles)
+    graph.build()
+    return graph, given, {}
 
 
-def run_graph(case: Case, tensors: Tensors) -> None:
+def run_graph(case: Case, tensors: Tensors, source: Source = built) -> None:
     """Runs a forward and a backward graph on the device of the tensors."""
     made = ("o", "stats") if case.stats else ("o",)
     dump = ("rng_dump",) * case.rng_dump
     debug = ("debug_softmax",) * case.looks_inside
-    _run_graph_of(case, tensors, ("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
+    roles = Roles(("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
+    _run_graph_of(case, tensors, roles, source)
     if case.stats:
         inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
         written = (*(role for role in ("dSink_token", "dBias") if role in tensors), *dump)
+        roles = Roles(inputs, made, written)
         try:
-            _run_graph_of(case, tensors, inputs, made, written)
+            _run_graph_of(case, tensors, roles, source)
         except cudnn.cudnnGraphNotSupportedError as refusal:
             # Not every kernel has an order of additions; none leaves the wish out of its reasons.
             if not (case.deterministic and "use_deterministic_algorithm" in str(refusal)):
                 raise
-            _run_graph_of(replace(case, deterministic=False), tensors, inputs, made, written)
+            _run_graph_of(replace(case, deterministic=False), tensors, roles, source)
 
 
 def problem_of(case: Case, direction: Direction, ragged: bool = False) -> Problem:
@@ -282,61 +252,63 @@ def gpu_library() -> Library:
     return Library(cupy)
 
 
-def _run_graph_of(
-    case: Case,
-    tensors: Tensors,
-    inputs: tuple[str, ...],
-    made: tuple[str, ...],
-    written: tuple[str, ...],
-) -> None:
+def declare_graph(
+    case: Case, tensors: Tensors, roles: Roles, **options: Any
+) -> tuple[cudnn.pygraph, dict[str, Any]]:
+    """The graph of a case, and its tensors and numbers by role."""
     graph = cudnn.pygraph(
         io_data_type=from_any(Library().dtype(case.dtype)),
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
+        **options,
     )
-    options = [role for role in OPTIONS if role in tensors]
-    if "dO" not in inputs and "dropout_scale_inv" in options:
-        options.remove("dropout_scale_inv")
-    fed = [*inputs, *options, *written]
-    _forget_dump(tensors)
+    backward = "dO" in roles.inputs
+    optional = [role for role in OPTIONS if role in tensors]
+    if not backward and "dropout_scale_inv" in optional:
+        optional.remove("dropout_scale_inv")
+    fed = [*roles.inputs, *optional, *roles.written]
     given: dict[str, Any] = {role: declare(graph, role, tensors) for role in fed}
-    pack = {given[role]: tensors[role].tensor for role in fed}
     if case.scale_as == "value" and case.scale is not None:
         given["attn_scale"] = case.scale
     if case.page_k or case.page_v:
         given["paged_attention_max_seq_len_kv"] = case.seq_kv
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
-    arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
+    arguments["dropout"] = dropout_argument(case, given, backward=backward)
     arguments["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None
     arguments["use_padding_mask"] = "seq_len_q" in given or "seq_len_kv" in given
-    if case.bounded and "dO" in inputs and {*fed, *made} & set(case.ragged):
+    if case.bounded and backward and {*fed, *roles.made} & set(case.ragged):
         arguments["max_total_seq_len_q"] = max(1, sum(case.lengths_q()))
         arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
-    if "dO" in inputs:
+    if backward:
         arguments["use_deterministic_algorithm"] = case.deterministic
         results = graph.sdpa_backward(**arguments)
     else:
         results = graph.sdpa(**arguments, generate_stats=case.stats is not None)
-    for role, t in zip(made, results, strict=False):
+    for role, t in zip(roles.made, results, strict=False):
         spec = tensors[role].spec
         t.set_output(True).set_dim(spec.dim).set_stride(spec.stride).set_data_type(spec.dtype)
         if case.layout(role) == "odd":
             t.set_alignment(tensors[role].tensor.itemsize)
-        set_offset(graph, role, t, tensors)
-        pack[t] = tensors[role].tensor
-        given[role] = t
-    for role in given:
+        given[role] = set_offset(graph, role, t, tensors)
+    return graph, given
+
+
+def _run_graph_of(case: Case, tensors: Tensors, roles: Roles, source: Source) -> None:
+    forget_dump(tensors)
+    graph, given, overrides = source(case, tensors, roles)
+    known = {role: t for role, t in given.items() if isinstance(t, cudnn.tensor)}
+    pack = {t: tensors[role].tensor for role, t in known.items()}
+    for role, t in known.items():
         if offset_role(role) in tensors:
-            pack[given[role].attributes.ragged_offset] = tensors[offset_role(role)].tensor
-    graph.build()
-    size = graph.get_workspace_size()
+            pack[t.attributes.ragged_offset] = tensors[offset_role(role)].tensor
+    size = graph.get_workspace_size(**overrides)
     guarded = tensors["q"].library.full(size + 2 * _MARGIN, 0x7F, "uint8")
     workspace = guarded[_MARGIN : _MARGIN + size] if size else None
-    graph.execute(pack, workspace)
+    graph.execute(pack, workspace, **overrides)
     if case.deterministic:
         first = {role: t.library.copy(t.bits) for role, t in tensors.items()}
-        graph.execute(pack, workspace)
+        graph.execute(pack, workspace, **overrides)
         for role, bits in first.items():
             assert bool((tensors[role].bits == bits).all()), f"{role} differs in a second run"
     outside = int((guarded[:_MARGIN] != 0x7F).sum() + (guarded[_MARGIN + size :] != 0x7F).sum())
@@ -355,7 +327,7 @@ def dropout_argument(case: Case, given: Mapping[str, Any], backward: bool) -> An
     return (first, *(given.get(role, numbers.get(role)) for role in roles))
 
 
-def _forget_dump(tensors: Tensors) -> None:
+def forget_dump(tensors: Tensors) -> None:
     """So that the backward's dump is seen to be its own."""
     if "rng_dump" in tensors:
         tensors["rng_dump"].tensor[...] = float("nan")

@@ -34,6 +34,8 @@ class Declarations(Operations):
         self._name = name
         self._tensors: list[Tensor] = []
         self._nodes: list[AttentionNode | PrimitiveNode] = []
+        #: Of each node, what its operation was given.
+        self._calls: list[dict[str, Any]] = []
         self._is_built = False
 
     def tensor(
@@ -150,6 +152,7 @@ class Declarations(Operations):
                 )
         node = self._node(operation, given)
         self._nodes.append(node)
+        self._calls.append(given)
         self._keep_tensors_of(node)
         return list(node.returned)
 

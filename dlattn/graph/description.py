@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlattn.dtypes import data_type
+from dlattn.graph.dropout import DropoutArgument
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.tensor import Tensor, described
@@ -36,6 +37,8 @@ def describe(node: Node) -> dict[str, Any]:
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,
         "max_total": dict(node.max_total),
+        "dropout": None if node.dropout is None else _described_dropout(node.dropout),
+        "use_deterministic_algorithm": node.deterministic,
         "not_supported": list(node.not_supported),
         "tensors": {role: described(t) for role, t in node.tensors.items()},
     }
@@ -59,6 +62,11 @@ def key_of(nodes: Sequence[Node], types: Mapping[str, data_type], place: str) ->
     types_by_name = {name: dtype.name for name, dtype in types.items()}
     text = json.dumps([told, types_by_name, place], sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _described_dropout(asked: DropoutArgument) -> dict[str, Any]:
+    form = None if asked.form is None else type(asked.form).__name__
+    return {"p": asked.p, "form": form, **asked.numbers}
 
 
 def _nameless(t: Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dlattn import dtypes
-from dlattn.errors import InvalidVariantPackError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered
 from dlattn.graph.slots import NumberSlot, RaggedSlot, Slot, said_device, slot_type
@@ -147,6 +147,16 @@ class Execution:
             f"workspace: expected {self._workspace_size} writable contiguous bytes on "
             f"{said_device(self._device)}, aligned to {WORKSPACE_ALIGNMENT}, got {got}; allocate "
             "get_workspace_size() bytes there."
+        )
+
+
+class Elsewhere(Execution):
+    """That of a plan for a device that is not here: compiled, to be serialised."""
+
+    def addresses(self, pack: Mapping[Any, Any]) -> NoReturn:
+        raise InvalidArgumentError(
+            f"The graph was built for a device that is only described, {self.plan.target.arch}, "
+            "and cannot be executed here; deserialize() what serialize() returns where it is."
         )
 
 

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from dlattn.dtypes import data_type
-from dlattn.errors import cudnnGraphNotSupportedError
+from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.pygraph import pygraph
 from dlattn.graph.tensor import tensor
 from dlattn.graph.vocabulary import heur_mode
@@ -103,16 +103,6 @@ def get_last_error_string() -> str:
     return ""
 
 
-def create_kernel_cache() -> Any:
-    """Not needed: compiled kernels are cached on disk, and sizes are not compiled in."""
-    raise cudnnGraphNotSupportedError(
-        "Kernel caches are not supported: dlattn caches compiled kernels on disk by itself, and no "
-        "size is compiled in. Leave kernel_cache out."
-    )
-
-
-def create_device_properties(device: int | str) -> Any:
-    """Not supported yet."""
-    raise cudnnGraphNotSupportedError(
-        "Building for a device that is not there is not supported yet; leave device_property out."
-    )
+def create_kernel_cache() -> KernelCache:
+    """A new kernel cache, for ``pygraph(kernel_cache=...)``; see :class:`KernelCache`."""
+    return KernelCache()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.declarations import Declarations
+from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
 from dlattn.graph.notes import behavior_notes, numerical_notes
+from dlattn.graph.overrides import Overrides
 from dlattn.graph.vocabulary import (
     behavior_note,
     build_plan_policy,
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 class Lifecycle(Declarations):
     """The plans of a graph, from the first to the one that is built."""
+
+    _kernel_cache: KernelCache | None
+    _overrides: Overrides | None
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -135,8 +140,18 @@ class Lifecycle(Declarations):
         """The engine's name; of a configuration that was asked for, with ``#`` and its number."""
         return self._planned().at(index).title
 
-    def get_workspace_size(self) -> int:
-        """Bytes of scratch memory that ``execute`` needs; may be 0."""
+    def get_workspace_size(
+        self, override_uids: Any = None, override_shapes: Any = None, override_strides: Any = None
+    ) -> int:
+        """Bytes of scratch memory that ``execute`` needs; may be 0.
+
+        Of the declared shapes; with dlattn's own arguments, of a call of ``execute`` with these
+        shapes, for which all is then ready.
+        """
+        if override_uids is not None:
+            return self._overriding().workspace_size(
+                override_uids, override_shapes, override_strides
+            )
         return self._planned().workspace_size
 
     def get_autotune_workspace_size(self) -> int:
@@ -197,7 +212,7 @@ class Lifecycle(Declarations):
 
         assert self._lowered is not None
         if self._planning is None or not keep_others:
-            self._planning = Planning(self._lowered)
+            self._planning = Planning(self._lowered, self._kernel_cache)
         for engine, configuration in wanted:
             self._planning.append(self._makers[engine](configuration))
         for keep in self._filters:
@@ -215,6 +230,14 @@ class Lifecycle(Declarations):
         ]
         self._plan(missing, keep_others=True)
         return self._planned()
+
+    def _overriding(self) -> Overrides:
+        if self._overrides is None:
+            raise InvalidArgumentError(
+                f"Graph {self._name!r} was made without is_override_shape_enabled=True, which "
+                "executing it with other shapes takes."
+            )
+        return self._overrides
 
     def _filter(self, wanted: Callable[[Runnable], bool]) -> None:
         self._filters.append(wanted)

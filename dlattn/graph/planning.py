@@ -8,7 +8,8 @@ from functools import partial
 
 from dlattn.config import settings
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.graph.execution import Execution
+from dlattn.graph.execution import Elsewhere, Execution
+from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
 from dlattn.plans.base import Choice, Runnable
@@ -43,28 +44,33 @@ class Engine:
         return max(1, len(self.choices))
 
 
-def supported_plans(lowered: Lowered) -> list[Engine]:
+def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Engine]:
     """What makes the plans that can run a graph, best first.
+
+    Args:
+        engine: only plans of this name, in place of ``DLATTN_ENGINE``.
 
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
     """
     problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
+    engine = engine or settings().engine
     if isinstance(problem, Program):
-        runs = interpreter(settings().engine)
+        runs = interpreter(engine)
         return [Engine(runs.name, partial(runs, problem, geometry, target))]
     what = (problem, geometry, target)
     return [
         Engine(kind.name, partial(kind, *what), kind.choices(*what))
-        for kind in select(*what, settings().engine)
+        for kind in select(*what, engine)
     ]
 
 
 class Planning:
     """The plans made for a graph, best first, and those of them that are built."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: Lowered, kernel_cache: KernelCache | None = None) -> None:
         self._lowered = lowered
+        self._kernel_cache = kernel_cache
         self._plans: list[Runnable] = []
         self._executions: dict[int, Execution] = {}
         self._chosen: int | None = None
@@ -117,8 +123,14 @@ class Planning:
         """A plan, built if it was not; the one that runs stays the one that runs."""
         plan = self.at(index)
         if index not in self._executions:
-            plan.build()
-            self._executions[index] = Execution(self._lowered, plan)
+            is_here = self._lowered.target.is_here
+            if is_here:
+                plan.build()
+            else:
+                plan.compile()
+            if self._kernel_cache is not None:
+                self._kernel_cache.add(plan)
+            self._executions[index] = (Execution if is_here else Elsewhere)(self._lowered, plan)
         return self._executions[index]
 
     def at(self, index: int) -> Runnable:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
-from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
-from dlattn.graph.description import describe, key_of
+from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.lifecycle import Lifecycle
+from dlattn.graph.kernel_cache import checked
 from dlattn.graph.lower import Lowered
+from dlattn.graph.overrides import Overrides
+from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
 from dlattn.runtime import cuda_graph as cuda_graphs
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dlattn.graph.planning import Engine
 
 
-class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
+class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
     """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
 
     It holds one ``sdpa`` or ``sdpa_backward``, or primitive operations. Those that together are
@@ -38,11 +38,13 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         compute_data_type: FLOAT, or DOUBLE on the reference engine.
         handle: stream and device, see :func:`create_handle`. ``None``: the device is that of the
             tensors, and execution follows the frameworks' current stream.
-        sm_version: compute capability that the device must have, e.g. 90.
-        sm_count, is_dynamic_shape_enabled: accepted; plans neither need the count nor compile
-            sizes in.
-        kernel_cache, device_property, is_override_shape_enabled: not supported yet; ``validate``
-            says so when they are given.
+        sm_version: compute capability that the device must have, e.g. 90. It need not be here:
+            then the graph can be built and serialised, not executed.
+        sm_count: multiprocessors of a device that is not here.
+        kernel_cache: of :func:`create_kernel_cache`; it then holds the kernels of this graph, too.
+        device_property: of :func:`create_device_properties`: the device, which need not be here.
+        is_dynamic_shape_enabled: accepted; sizes are never compiled in.
+        is_override_shape_enabled: ``execute`` takes other shapes than the declared ones.
     """
 
     def __init__(
@@ -68,11 +70,10 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         }
         self._handle = handle
         self._sm_version = sm_version
-        self._not_supported = {
-            "kernel_cache": kernel_cache,
-            "device_property": device_property,
-            "is_override_shape_enabled": is_override_shape_enabled,
-        }
+        self._sm_count = sm_count
+        self._kernel_cache = checked(kernel_cache)
+        self._device_property = device_property
+        self._overrides = Overrides(self) if is_override_shape_enabled else None
 
     # From declarations to plans ---------------------------------------------------------------
 
@@ -130,14 +131,30 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
             handle: instead of the graph's. A stream set on it wins; else torch's current stream if
                 the pack has torch tensors, else CuPy's.
 
+            override_uids: of a graph with ``is_override_shape_enabled``, tensors that have other
+                shapes in this call. Those that the graph has inferred follow by themselves.
+            override_shapes, override_strides: one for each of these uids. Without strides, they
+                are packed in the order of the declared ones.
+
+        The best plan for the shapes runs, whichever runs the declared ones: with few queries, that
+        for decoding. It is made at the first call with these shapes (up to a few milliseconds, and
+        then it may allocate) and kept. Kernels are compiled then only if none of the graph's has
+        run before: those of another plan, or of strides that are aligned otherwise; NVRTC takes
+        about a second. ``get_workspace_size`` with the same arguments does all that in advance.
+
         Raises:
-            InvalidVariantPackError: memory is missing, or is not what the graph declared.
+            InvalidVariantPackError: memory is missing, or is not what the graph, or the call,
+                declared; or the workspace is smaller than the shapes need.
             InvalidArgumentError: no plan is built.
-            cudnnGraphNotSupportedError: override arguments were given.
+            InvalidGraphError: the shapes do not go together.
+            cudnnGraphNotSupportedError: no plan runs the shapes.
         """
-        if not (override_uids is None and override_shapes is None and override_strides is None):
-            raise _not_yet("Overriding shapes and strides at execution")
-        execution = self._built("execute")
+        if override_uids is None and override_shapes is None and override_strides is None:
+            execution = self._built("execute")
+        else:
+            execution = self._overriding().execution(
+                override_uids, override_shapes, override_strides, workspace
+            )
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
     def execute_plan_at_index(
@@ -151,9 +168,11 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         override_strides: Any = None,
     ) -> None:
         """As :meth:`execute`, with one of several built plans."""
-        if not (override_uids is None and override_shapes is None and override_strides is None):
-            raise _not_yet("Overriding shapes and strides at execution")
         execution = self._planned().execution_at(index)
+        if not (override_uids is None and override_shapes is None and override_strides is None):
+            execution = self._overriding().execution(
+                override_uids, override_shapes, override_strides, workspace, index
+            )
         execution(variant_pack, workspace, self._handle if handle is None else handle)
 
     def autotune(
@@ -247,29 +266,6 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
         with self._built("update").operations(variant_pack, workspace) as operations:
             cuda_graphs.update(_address_of(cuda_graph), operations)
 
-    # Looking at a graph -----------------------------------------------------------------------
-
-    def key(self) -> int:
-        """A hash of everything that execution depends on, the same in every process.
-
-        Names do not count; uids count when the user set them.
-        """
-        lowered = self._lowered or self._lower()[0]
-        return key_of(self._nodes, self._types, str(lowered.target))
-
-    def __repr__(self) -> str:
-        types = {name: dtype.name for name, dtype in self._types.items()}
-        nodes = [describe(node) for node in self._nodes]
-        return json.dumps({"name": self._name, **types, "nodes": nodes})
-
-    def serialize(self) -> list[int]:
-        """Not supported yet."""
-        raise _not_yet("Serialising a graph")
-
-    def deserialize(self, *args: Any) -> None:
-        """Not supported yet."""
-        raise _not_yet("Deserialising a graph")
-
     # Details ----------------------------------------------------------------------------------
 
     def _built(self, purpose: str) -> Execution:
@@ -283,15 +279,12 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
     def _lower(self) -> tuple[Lowered, list[Engine]]:
         from dlattn.graph.planning import supported_plans
 
-        for argument, value in self._not_supported.items():
-            if value:
-                raise _not_yet(f"The graph's argument {argument}")
         for node in self._nodes:
             self._keep_tensors_of(node)  # ragged offsets may have been set since the call
         self._check_uids()
-        lowered = translate(self._name, self._nodes, self._types, self._handle)
-        target = lowered.target
-        self._check_capability(target.capability if target.kind == "cuda" else None)
+        place = self._place
+        lowered = translate(self._name, self._nodes, self._types, place)
+        place.check(self._name, lowered.target)
         return lowered, supported_plans(lowered)
 
     def _check_uids(self) -> None:
@@ -306,20 +299,6 @@ class pygraph(Lifecycle):  # noqa: N801 - cuDNN's public spelling
                     f"have uid {uid}; give each its own."
                 )
             named[uid] = t.get_name()
-
-    def _check_capability(self, capability: tuple[int, int] | None) -> None:
-        if capability is None or self._sm_version is None:
-            return
-        major, minor = capability
-        if self._sm_version != 10 * major + minor:
-            raise InvalidGraphError(
-                f"Graph {self._name!r} was made for sm_version {self._sm_version}, but its device "
-                f"has {10 * major + minor}; leave sm_version out to use the device's."
-            )
-
-
-def _not_yet(what: str) -> cudnnGraphNotSupportedError:
-    return cudnnGraphNotSupportedError(f"{what} is not supported yet; leave it out.")
 
 
 def _address_of(cuda_graph: Any) -> int:

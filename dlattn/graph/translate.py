@@ -8,7 +8,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.graph import infer, lower
 from dlattn.graph.nodes import AttentionNode
-from dlattn.graph.placement import choose_target
+from dlattn.graph.placement import Place, choose_target
 from dlattn.graph.primitives import infer as primitive_infer
 from dlattn.graph.primitives import lower as primitive_lower
 from dlattn.graph.primitives.fuse import attention
@@ -20,7 +20,7 @@ Node = AttentionNode | PrimitiveNode
 
 
 def translate(
-    name: str, nodes: Sequence[Node], types: Mapping[str, data_type], handle: int | None
+    name: str, nodes: Sequence[Node], types: Mapping[str, data_type], place: Place
 ) -> lower.Lowered:
     """Complete the nodes of a graph, choose its device, and lower it.
 
@@ -34,7 +34,7 @@ def translate(
     """
     primitive = [node for node in nodes if isinstance(node, PrimitiveNode)]
     if nodes and len(primitive) == len(nodes):
-        return _primitives(name, primitive, types, handle)
+        return _primitives(name, primitive, types, place)
     if len(nodes) != 1:
         held = ", ".join(f"{node.operation} {node.name!r}" for node in nodes) or "nothing"
         raise cudnnGraphNotSupportedError(
@@ -50,7 +50,7 @@ def translate(
         )
     infer.complete(node, types["io_data_type"])
     tensors = ((node.label(role), t) for role, t in node.tensors.items())
-    target = choose_target(f"{node.operation} {node.name!r}", tensors, handle)
+    target = choose_target(f"{node.operation} {node.name!r}", tensors, place)
     return lower.lower(node, target, types["compute_data_type"])
 
 
@@ -58,12 +58,12 @@ def _primitives(
     name: str,
     nodes: Sequence[PrimitiveNode],
     types: Mapping[str, data_type],
-    handle: int | None,
+    place: Place,
 ) -> lower.Lowered:
     """Attention if that is what they are; else, on the CPU, one operation after the other."""
     primitive_infer.complete(nodes, types)
     tensors = [(node.label(role), t) for node in nodes for role, t in node.tensors.items()]
-    target = choose_target(f"graph {name!r}", tensors, handle)
+    target = choose_target(f"graph {name!r}", tensors, place)
     program = primitive_lower.lower(nodes, target, types["compute_data_type"])
     try:
         return _attention(nodes, target, types)

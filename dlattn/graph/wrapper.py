@@ -345,12 +345,22 @@ class Graph(Operations):
         return self._graph.query_tensor_attributes_of_uid(uid)
 
     def serialize(self) -> list[int]:
-        """Not supported yet."""
+        """See :meth:`pygraph.serialize`."""
         return self._graph.serialize()
 
     def deserialize(self, *args: Any) -> None:
-        """Not supported yet."""
+        """Become a serialised graph, outside of any block; see :meth:`pygraph.deserialize`.
+
+        Calls then find tensors by uid and by name, or in the order of :meth:`set_io_tuples`.
+        """
         self._graph.deserialize(*args)
+        if self._graph.get_execution_plan_count() == 0:
+            self._graph.build(self._heuristics)
+        for t in self._graph._tensors:
+            self._names.add(t)
+        self._is_built = True
+        if self._asked != (None, None):
+            self.set_io_tuples(*self._asked)
 
     def __repr__(self) -> str:
         return repr(self._graph)

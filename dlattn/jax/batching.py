@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlattn.attention.arguments import Options
 from dlattn.jax.traced import call
+from dlattn.one_call.arguments import Options
 
 #: What one batch of both can be made of; everything else is taken entry by entry.
 _ROWS = ("q", "k", "v", "dout", "out")

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
-from dlattn.attention.arguments import Options
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
+from dlattn.one_call.arguments import Options
 
 
 class _Static(NamedTuple):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
-from dlattn.attention import backward, forward
-from dlattn.attention.arguments import Options, Wanted
 from dlattn.calls.arguments import Argument
 from dlattn.calls.call import built, cu_seqlens_check
 from dlattn.dtypes import data_type, to_numpy
+from dlattn.one_call import backward, forward
+from dlattn.one_call.arguments import Options, Wanted
 from dlattn.plans.base import Plan
 from dlattn.runtime.launch import clear
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, compact_strides

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.problem import Geometry, Problem
+from dlattn.runtime.jit import CompiledKernel, KernelSource
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
 
@@ -25,11 +26,15 @@ class Choice(Protocol):
 class Runnable(ABC):
     """One way to run one graph on one device.
 
-    Life: ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow: compiles and loads) ->
+    Life: ``__init__`` (cheap) -> ``workspace_size`` -> ``build`` (slow: compiles, which
+    :meth:`compile` does without a device, and loads) ->
     ``execute`` (often; thread-safe; never allocates device memory, copies or synchronises).
     """
 
     name: ClassVar[str]
+
+    #: The plans that it runs, one after the other; of most, none.
+    plans: Sequence[Runnable] = ()
 
     #: Which of :meth:`Plan.choices` it was made with; 0 is what it takes by itself.
     configuration: int = 0
@@ -47,6 +52,19 @@ class Runnable(ABC):
     @abstractmethod
     def workspace_size(self) -> int:
         """Bytes of 16-byte aligned scratch memory that :meth:`execute` needs; may be 0."""
+
+    def sources(self) -> list[KernelSource]:
+        """The kernels that it launches, in order."""
+        return [source for plan in self.plans for source in plan.sources()]
+
+    def companions(self) -> list[KernelSource]:
+        """Kernels that other sizes of the same problem take: compiled when these are, so that a new
+        size compiles nothing."""
+        return [source for plan in self.plans for source in plan.companions()]
+
+    def compile(self) -> list[CompiledKernel]:
+        """The part of :meth:`build` that needs no device: compile :meth:`sources`."""
+        return [kernel for plan in self.plans for kernel in plan.compile()]
 
     @abstractmethod
     def build(self) -> None:

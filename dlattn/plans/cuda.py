@@ -118,11 +118,6 @@ class CudaPlan(Plan):
         source = ragged_source()
         return [KernelLaunch(source, (self.geometry.batch, 1, 1), RAGGED_THREADS, 0, plain=True)]
 
-    def companions(self) -> list[jit.KernelSource]:
-        """Kernels that other sizes of the same problem take: compiled when these are, so that a new
-        size compiles nothing."""
-        return []
-
     def make_argument(self) -> ctypes.Structure:
         """The argument of every kernel, with every address null; they are set at each execute."""
         return params_for(self.geometry)
@@ -155,18 +150,25 @@ class CudaPlan(Plan):
     def place_workspace(self, workspace: int) -> None:
         """Writes the addresses of scratch arrays into the argument."""
 
-    def build(self) -> None:
-        if self._operations is not None:
-            return
-        self._place_slopes()
-        kernels = [
+    def _all_kernels(self) -> list[KernelLaunch]:
+        return [
             *self.first_kernels(),
             *self.kernels(),
             *dump_kernels(self.problem, self.geometry),
             *debug_kernels(self.problem, self.geometry),
         ]
-        sources = [kernel.source for kernel in kernels]
-        compiled = jit.compile_kernels(sources, self.target.arch, self.companions())
+
+    def sources(self) -> list[jit.KernelSource]:
+        return [kernel.source for kernel in self._all_kernels()]
+
+    def compile(self) -> list[jit.CompiledKernel]:
+        return jit.compile_kernels(self.sources(), self.target.arch, self.companions())
+
+    def build(self) -> None:
+        if self._operations is not None:
+            return
+        self._place_slopes()
+        kernels, compiled = self._all_kernels(), self.compile()
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
         operations: list[Operation] = []
         if self.cleared_bytes:

@@ -54,12 +54,15 @@ class CompiledKernel(Usage):
         arch: NVRTC's ``-arch`` value, e.g. ``sm_90a``.
         cubin: the file; ``kernel.cu``, ``kernel.log`` and ``kernel.json`` lie beside it.
         log: NVRTC's and ptxas's output.
+        code: the cubin itself, of a kernel that came in serialised data; ``cubin`` is then only
+            what it is called.
     """
 
     name: str
     arch: str
     cubin: Path
     log: str
+    code: bytes | None = None
 
 
 @dataclass
@@ -136,6 +139,12 @@ def compile_kernels(
     workers = min(len(sources), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="dlattn-nvrtc") as pool:
         return list(pool.map(lambda source: compile_kernel(source, arch), sources))
+
+
+def remember(source: KernelSource, kernel: CompiledKernel) -> None:
+    """Answer later requests with a kernel that was compiled elsewhere."""
+    with _memory_lock:
+        _memory.setdefault((source, kernel.arch), kernel)
 
 
 def headers_digest() -> str:
@@ -292,6 +301,8 @@ def _digest(*parts: str) -> str:
 
 # Loading ------------------------------------------------------------------------------------------
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
 
 class Kernel:
     """A kernel on one device.
@@ -308,17 +319,24 @@ class Kernel:
         self._device = cupy.cuda.Device(device_index)
         self._shared = 0
         with self._device:
-            # Kept: the driver unloads the code when the module goes.
-            self._module = cupy.RawModule(path=str(compiled.cubin))
-            self._raw_kernel = self._module.get_function(compiled.name)
-            self.function = int(self._raw_kernel.kernel.ptr)
+            # Both are kept: the driver unloads the code when the module goes.
+            if compiled.code is None:
+                self._module = cupy.RawModule(path=str(compiled.cubin))
+                self._function = self._module.get_function(compiled.name).kernel
+            else:
+                self._module = cupy.cuda.function.Module()
+                self._module.load(compiled.code)
+                self._function = self._module.get_function(compiled.name)
+            self.function = int(self._function.ptr)
 
     def set_shared(self, nbytes: int) -> None:
         """Allow launches with this much dynamic shared memory per block, in bytes."""
         if nbytes <= self._shared:
             return
+        import cupy
+
         with self._device:
-            self._raw_kernel.max_dynamic_shared_size_bytes = nbytes
+            cupy.cuda.driver.funcSetAttribute(self.function, _MAX_DYNAMIC_SHARED, nbytes)
         self._shared = nbytes
 
 

@@ -12,7 +12,7 @@ class Target:
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.
-        index: CUDA device ordinal.
+        index: CUDA device ordinal; -1 of a description, on which nothing runs.
         capability: CUDA compute capability, e.g. ``(9, 0)``.
         shared_memory: most bytes of dynamic shared memory a block may ask for.
         multiprocessors: streaming multiprocessors.
@@ -30,7 +30,14 @@ class Target:
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a device, and no description."""
+        return self.index >= 0
+
     def __str__(self) -> str:
+        if not self.is_here:
+            return f"{self.arch} (described)"
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
 

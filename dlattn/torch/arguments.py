@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dlattn.attention import backward as backward_pass
-from dlattn.attention import forward as forward_pass
+from dlattn.one_call import backward as backward_pass
+from dlattn.one_call import forward as forward_pass
 
 
 class Tensors(NamedTuple):
@@ -36,7 +36,7 @@ class Tensors(NamedTuple):
 
     @property
     def all(self) -> tuple[Any, ...]:
-        """As :data:`dlattn.attention.arguments.TENSORS`."""
+        """As :data:`dlattn.one_call.arguments.TENSORS`."""
         state = self.state
         return (*self[:-1], *((None, None) if state is None else (state[:1], state[1:])))
 
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """As :class:`dlattn.attention.arguments.Options`."""
+        """As :class:`dlattn.one_call.arguments.Options`."""
         layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p = self
         window, most = (left, right), (most_q, most_kv)
         return layout, causal, window, alignment, scale, softcap, most, p, (False, False)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn
-from dlattn.attention.forward import _CALLS
+from dlattn.one_call.forward import _CALLS
 from dlattn.runtime import jit
 from tests.calls import check_attention
 from tests.cases import Case

@@ -175,7 +175,7 @@ def test_jax() -> None:
 
 def test_seeds_make_no_new_plan() -> None:
     """Another seed is another mask, of the same plan."""
-    from dlattn.attention.forward import _CALLS
+    from dlattn.one_call.forward import _CALLS
 
     q, k, v = (random(1, 40, 2, 8) for _ in range(3))
     first = dlattn.attention(q, k, v, dropout=(0.5, 1, 0))

@@ -13,7 +13,8 @@ from dlattn.plans.rows import sink_gradient
 from dlattn.problem import Edit, Values, Where
 from tests.builders import make_tensors
 from tests.cases import Case
-from tests.drivers import backward, forward, run_plan, values_of
+from tests.drivers import values_of
+from tests.engine import backward, forward, run_plan
 from tests.libraries import Library
 from tests.pages import by_sequence
 from tests.reference.examples import CASE, Cube, Weave

@@ -14,7 +14,8 @@ from dlattn.problem.dropout import philox
 from tests import philox as definition
 from tests.builders import make_tensors
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
-from tests.drivers import backward, forward, run_graph
+from tests.drivers import run_graph
+from tests.engine import backward, forward
 from tests.libraries import Library
 
 RAGGED = (*RAGGED_Q, *RAGGED_KV)

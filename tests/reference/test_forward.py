@@ -16,7 +16,8 @@ from dlattn.problem import BlockMask, Direction, Values, Where, alibi_slopes
 from dlattn.runtime.target import CPU, KNOWN
 from tests.builders import Guarded, make_tensors
 from tests.cases import Case
-from tests.drivers import check, forward, geometry_of, problem_of, run_plan
+from tests.drivers import check, geometry_of, problem_of
+from tests.engine import forward, run_plan
 from tests.libraries import Library
 from tests.reference.examples import CASE, Cube, Weave
 from tests.strategies import cases

@@ -13,7 +13,8 @@ from dlattn.plans.reference import attention_forward
 from dlattn.problem import Edit, Values, Where
 from tests.builders import make_tensors
 from tests.cases import Case
-from tests.drivers import backward, dropout_of, edits_of, forward, masks_of, values_of
+from tests.drivers import dropout_of, edits_of, masks_of, values_of
+from tests.engine import backward, forward
 from tests.libraries import Library
 from tests.pages import by_sequence
 from tests.strategies import cases

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.cases import Case
-from tests.drivers import check, run_graph, run_plan
+from tests.drivers import check, run_graph
+from tests.engine import run_plan
 from tests.libraries import Library
 from tests.strategies import cases
 

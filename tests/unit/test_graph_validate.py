@@ -109,16 +109,6 @@ def test_attn_scale_tensors_are_float():
         made.validate()
 
 
-@pytest.mark.parametrize(
-    "argument", [{"is_override_shape_enabled": True}, {"kernel_cache": 1}, {"device_property": 1}]
-)
-def test_graph_arguments_without_a_plan(argument):
-    """pygraph arguments that promise something dlattn does not do yet are named by validate."""
-    made = Forward(**argument).sdpa()
-    with pytest.raises(NotSupported, match=next(iter(argument))):
-        made.validate()
-
-
 def test_graphs_of_one_operation():
     """Nothing, and two operations, are refused with what the graph holds."""
     with pytest.raises(NotSupported, match="holds nothing"):

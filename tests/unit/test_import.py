@@ -51,3 +51,22 @@ def test_enumerations_behave_as_cudnn_does():
 def test_not_supported_error_is_no_runtime_error():
     """Callers that catch RuntimeError around a graph do not swallow "not supported"."""
     assert not issubclass(cudnn.cudnnGraphNotSupportedError, (RuntimeError, ValueError))
+
+
+def test_functions_are_imported_when_they_are_asked_for():
+    """Graphs start without the functions, which are there under every usual import."""
+    program = """
+import sys, dlattn
+assert not [name for name in sys.modules if name.startswith(("dlattn.flash", "dlattn.calls"))]
+assert {"flash", "attention", "merge_states", "pygraph"} <= {*dir(dlattn)}
+from dlattn import attention, merge_states
+assert callable(attention) and attention is dlattn.attention
+assert callable(dlattn.merge_states) and callable(dlattn.flash.mha_fwd)
+import dlattn.flash
+try:
+    dlattn.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "module 'dlattn' has no attribute 'nothing'", done.stderr

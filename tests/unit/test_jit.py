@@ -312,14 +312,37 @@ class FakeCupy:
 
     def __init__(self) -> None:
         self.current: list[int] = []
-        self.loaded: list[tuple[str, str, int]] = []
-        self.cuda = SimpleNamespace(Device=self.device)
+        self.loaded: list[tuple[str | bytes, str, int]] = []
+        self.attributes: list[tuple[int, int, int]] = []
+        self.cuda = SimpleNamespace(
+            Device=self.device,
+            function=SimpleNamespace(Module=self.module),
+            driver=SimpleNamespace(funcSetAttribute=lambda *given: self.attributes.append(given)),
+        )
 
-    @contextlib.contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        self.current.append(index)
-        yield
-        self.current.pop()
+    def device(self, index: int) -> contextlib.ExitStack:
+        current = self.current
+
+        class Device(contextlib.ExitStack):
+            def __enter__(self) -> contextlib.ExitStack:
+                current.append(index)
+                self.callback(current.pop)
+                return super().__enter__()
+
+        return Device()
+
+    def module(self) -> SimpleNamespace:
+        made = SimpleNamespace()
+
+        def load(code: bytes) -> None:
+            made.code = code
+
+        def get_function(name: str) -> SimpleNamespace:
+            self.loaded.append((made.code, name, self.current[-1]))
+            return SimpleNamespace(ptr=2000 + self.current[-1])
+
+        made.load, made.get_function = load, get_function
+        return made
 
     def RawModule(self, path: str) -> SimpleNamespace:  # noqa: N802 - CuPy's name
         def get_function(name: str) -> SimpleNamespace:
@@ -339,6 +362,23 @@ def test_load_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jit.load(compiled, 0) is first
     assert cupy.loaded == [("k.cubin", "k", 0), ("k.cubin", "k", 1)]
     assert (first.function, second.function) == (1000, 1001)
+
+
+def test_load_from_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that came in data is found by its source, and loaded without a file."""
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    monkeypatch.setattr(jit, "_kernels", {})
+    came = jit.CompiledKernel(
+        name="scale", arch="sm_80", cubin=Path("scale-0.cubin"), log="", code=b"\x7fELF"
+    )
+    jit.remember(source(), came)
+    kernel = jit.load(compile_kernel(source(), "sm_80"), 1)
+    assert cupy.loaded == [(b"\x7fELF", "scale", 1)] and kernel.function == 2001
+    kernel.set_shared(100_000)
+    kernel.set_shared(1000)
+    assert cupy.attributes == [(2001, 8, 100_000)]  # 8: the most dynamic shared memory
+    assert counts() == (0, 0, 1)
 
 
 # Sources ------------------------------------------------------------------------------------------

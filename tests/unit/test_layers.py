@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "plans": {"problem", "runtime"},
     "graph": {"problem", "plans", "runtime"},
     "calls": {"problem", "plans", "runtime"},
-    "attention": {"problem", "plans", "runtime", "calls"},
+    "one_call": {"problem", "plans", "runtime", "calls"},
 }
 
 #: The commands use dlattn as any user does.

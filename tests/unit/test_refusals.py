@@ -13,6 +13,7 @@ import dlattn as cudnn
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.drivers import check, run_graph
 from tests.libraries import Library
+from tests.serial import run_overridden
 from tests.unit.valid_graphs import FLOAT, Backward, Forward, lengths, plans
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
@@ -23,7 +24,7 @@ LIFTED: dict[str, Check] = {}
 REFUSED: dict[str, Check] = {}
 
 
-def right(**fields: Any) -> Check:
+def right(run: Callable[[Case, Any], None] = run_graph, **fields: Any) -> Check:
     """Forward and backward of a small case agree with the oracle."""
     sizes: dict[str, Any] = {
         "dtype": "float16",
@@ -37,7 +38,7 @@ def right(**fields: Any) -> Check:
         "head_dim_v": 24,
         "scale": 0.25,
     }
-    return lambda: check(Case(**{**sizes, **fields}), Library(), run_graph)
+    return lambda: check(Case(**{**sizes, **fields}), Library(), run)
 
 
 def all_of(*checks: Check) -> Check:
@@ -223,10 +224,8 @@ REFUSED["F38"] = all_of(
     refuses(Forward, {"softmax": None}, "unexpected keyword argument 'softmax'", TypeError),
     right(dropout=0.1, rng_dump=True),
 )
-REFUSED["F39"] = refuses(
-    lambda: Forward(is_override_shape_enabled=True),  # type: ignore[arg-type]
-    {},
-    "is_override_shape_enabled",
+LIFTED["F39"] = all_of(
+    right(run_overridden, seq_q=1, right=0), right(run_overridden, seq_q=40, seq_kv=130)
 )
 
 LIFTED["B1"] = right(seq_q=1, seq_kv=1)

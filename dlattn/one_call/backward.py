@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dlattn.attention.arguments import (
+from dlattn.calls.arguments import Argument, plain_spec
+from dlattn.calls.cache import CallCache
+from dlattn.calls.call import Call, Output
+from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
+from dlattn.one_call.arguments import (
     TENSORS,
     Described,
     Options,
@@ -16,11 +21,6 @@ from dlattn.attention.arguments import (
     describe,
     sorted_out,
 )
-from dlattn.calls.arguments import Argument, plain_spec
-from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
-from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Direction, TensorSpec
 
 
@@ -105,7 +105,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
 
     Args:
         tensors: as :data:`NAMES`.
-        options: as :class:`dlattn.attention.arguments.Options`, and what follows them in
+        options: as :class:`dlattn.one_call.arguments.Options`, and what follows them in
             :func:`wanted`; hashable.
         hosts: arrays of one number in host memory.
     """

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlattn.attention.arguments import (
+from dlattn.calls.arguments import Argument
+from dlattn.calls.cache import CallCache
+from dlattn.calls.call import Call, Output
+from dlattn.one_call.arguments import (
     TENSORS,
     Options,
     Wanted,
@@ -14,9 +17,6 @@ from dlattn.attention.arguments import (
     describe,
     sorted_out,
 )
-from dlattn.calls.arguments import Argument
-from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
 from dlattn.problem import Direction
 
 
@@ -103,7 +103,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
 
     Args:
         tensors: as :data:`NAMES`, or q, k and v alone.
-        options: as :class:`dlattn.attention.arguments.Options`, and whether the log-sum-exp is
+        options: as :class:`dlattn.one_call.arguments.Options`, and whether the log-sum-exp is
             wanted; hashable.
         hosts: arrays of one number in host memory.
     """
