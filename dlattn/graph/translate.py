@@ -12,6 +12,7 @@ from dlattn.graph.placement import choose_target
 from dlattn.graph.primitives import infer as primitive_infer
 from dlattn.graph.primitives import lower as primitive_lower
 from dlattn.graph.primitives.fuse import attention
+from dlattn.graph.primitives.fuse_backward import backward, is_backward
 from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.runtime.target import Target
@@ -84,6 +85,6 @@ def _primitives(
 def _attention(
     nodes: Sequence[PrimitiveNode], target: Target, types: Mapping[str, data_type]
 ) -> lower.Lowered:
-    found = attention(nodes)
+    found = backward(nodes) if is_backward(nodes) else attention(nodes)
     infer.complete(found.node, types["io_data_type"])
     return found.lower(target, types["compute_data_type"])

@@ -1,0 +1,272 @@
+"""Random backwards of attention written as primitive operations, beside ``sdpa_backward`` of the same
+function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+import dlattn as cudnn
+from dlattn.problem import Problem
+from tests.callers import Caller
+from tests.mha import FLOAT, P_KEEP, SCALE, Built, Mha, arrays, masked, sdpa, transposed
+
+ADD = cudnn.reduction_mode.ADD
+
+
+@dataclass(frozen=True)
+class MhaBackward:
+    """One backward of primitive operations; its repr is one line that evaluates to it.
+
+    Attributes:
+        of: the attention.
+        v: how v is transposed, as k is.
+        late: dropout's scale multiplies what is left of dP less delta times its inverse, as in
+            cuDNN; else dP at once.
+        by: what transposes probabilities: ``"transpose"`` or ``"reshape"``.
+        d_bias: the gradient of the bias is an output, if there is one.
+        again: gradients of scores are masked, too.
+    """
+
+    of: Mha = Mha()
+    v: str = "declared"
+    late: bool = True
+    by: str = "transpose"
+    d_bias: bool = False
+    again: bool = False
+
+    def __repr__(self) -> str:
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"MhaBackward({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
+
+
+def inputs(case: MhaBackward, caller: Caller) -> dict[str, Any]:
+    """The inputs: role -> tensor, o and the statistics as ``sdpa`` makes them."""
+    made = arrays(case.of)
+    given = {role: caller.tensor(x) for role, x in made.items()}
+    found = sdpa(replace(case.of, stats=True, softmax="node"), given).run(caller)
+    # Of rows without keys the operations one by one would be NaN: whatever is larger than scores.
+    stats = np.where(found["stats"] < -1e19, 1e30, found["stats"])
+    d_o = np.random.default_rng(case.of.seed + 1).standard_normal(found["o"].shape)
+    made = {
+        "o": found["o"].astype(case.of.numpy),
+        "stats": stats.astype(np.float32),
+        "dO": d_o.astype(case.of.numpy),
+    }
+    return given | {role: caller.tensor(x) for role, x in made.items()}
+
+
+def sdpa_backward(case: MhaBackward, given: dict[str, Any]) -> Built:
+    """The graph of one ``sdpa_backward``."""
+    of = case.of
+    built = Built(replace(of, k="natural"), given)
+    graph, t = built.graph, built.inputs
+    dropout: Any = None
+    if of.dropout == "rng":
+        dropout = (1 - P_KEEP, t["seed"], t["offset"])
+    if of.dropout == "mask":
+        dropout = (t["keep"], 1 / P_KEEP, P_KEEP)
+    scale = None
+    if of.scale is not None:
+        scale = built.number(SCALE, True, "scale") if of.scale_by == "value" else SCALE
+    d_bias = None
+    if case.d_bias and of.bias is not None:
+        d_bias = graph.tensor(t["bias"].get_dim(), data_type=of.data_type, name="dBias")
+    alignment = cudnn.diagonal_alignment
+    gradients = graph.sdpa_backward(
+        *(t[role] for role in ("q", "k", "v", "o", "dO", "stats")),
+        attn_scale=scale,
+        bias=t.get("bias", t.get("mask")),
+        dBias=d_bias,
+        use_padding_mask=bool(of.padding),
+        seq_len_q=t.get("len_q"),
+        seq_len_kv=t.get("len_k"),
+        diagonal_band_right_bound=of.causal,
+        diagonal_band_left_bound=of.window,
+        diagonal_alignment=alignment.BOTTOM_RIGHT if of.bottom_right else alignment.TOP_LEFT,
+        dropout=dropout,
+    )
+    built.outputs = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+    if d_bias is not None:
+        built.outputs["dBias"] = d_bias
+    for output in built.outputs.values():
+        output.set_output(True)
+    return built
+
+
+class Primitives:
+    """The graph of primitive operations.
+
+    Attributes:
+        change: what each operation's arguments become, for tests of graphs that are wrong.
+    """
+
+    def __init__(
+        self, case: MhaBackward, given: dict[str, Any], change: Callable[..., Any] | None = None
+    ) -> None:
+        self.case, self.of = case, case.of
+        self.built = Built(
+            case.of,
+            given,
+            views=("k",) * (case.of.k == "declared") + ("v",) * (case.v == "declared"),
+        )
+        self.graph = self.built.graph
+        self.change = change
+        self.factors: dict[str, Any] = {}
+
+    def node(self, operation: str, *operands: Any, **named: Any) -> Any:
+        if self.change is not None:
+            operation, operands, named = self.change(operation, operands, named)
+        return getattr(self.graph, operation)(*operands, **named)
+
+    def number(self, value: float, name: str) -> Any:
+        """One tensor for each number."""
+        by_value = self.of.fill == "value" and self.of.dropout == "rng"
+        if name not in self.factors:
+            self.factors[name] = self.built.number(value, by_value, name)
+        return self.factors[name]
+
+    def swapped(self, x: Any, name: str) -> Any:
+        if self.case.by == "transpose":
+            return self.node("transpose", x, (0, 1, 3, 2), name=name)
+        b, h, sq, skv = self.of.scores_dim
+        viewed = self.node("reshape", x, name=name).set_dim((b, h, skv, sq))
+        return viewed.set_stride((h * sq * skv, sq * skv, 1, skv))
+
+    def lengths(self, **sides: str) -> dict[str, Any]:
+        t = self.built.inputs
+        if not self.of.overrides:
+            return {}
+        return {f"{axis}_override": t.get(f"len_{side}") for axis, side in sides.items()}
+
+    def scaled(self, x: Any, name: str) -> Any:
+        of = self.of
+        if of.scale is None:
+            return x
+        if "scale" not in self.factors:
+            value = 1 / SCALE if of.scale_by == "div" else SCALE
+            self.factors["scale"] = self.built.number(value, of.scale_by == "value", "scale")
+        operation = "div" if of.scale_by == "div" else "scale"
+        return self.node(operation, x, self.factors["scale"], name=name)
+
+    def dropped(self, x: Any, mask: Any, name: str) -> Any:
+        return x if mask is None else self.node("mul", x, mask, name=name)
+
+    def rows(self, x: Any) -> Any:
+        return x.set_dim((*self.of.scores_dim[:3], 1))
+
+    def heads(self, x: Any, heads: int, name: str) -> Any:
+        if heads == self.of.heads_q:
+            return x
+        b, _, rows, columns = self.full[name]
+        summed = self.node("reduction", x, ADD, name=f"{name}_heads")
+        return summed.set_dim((b, heads, rows, columns))
+
+    @property
+    def full(self) -> dict[str, tuple[int, ...]]:
+        of = self.of
+        dim = (of.batch, of.heads_q, of.seq_kv)
+        return {"dK": (*dim, of.head_dim_qk), "dV": (*dim, of.head_dim_v)}
+
+    def probabilities(self, kt: Any, q: Any) -> Any:
+        t, of = self.built.inputs, self.of
+        q = self.scaled(q, "scale_q") if of.scale == "q" else q
+        kt = self.scaled(kt, "scale_k") if of.scale == "k" else kt
+        scores = self.node("matmul", q, kt, name="bmm1", padding=-5.0, **self.lengths(m="q", n="k"))
+        if of.scale == "scores":
+            scores = self.scaled(scores, "scale_scores")
+        if of.bias is not None:
+            scores = self.node("bias", scores, t["bias"], name="add_bias")
+        scores = masked(self.built, scores)
+        return self.node("exp", self.node("sub", scores, t["stats"], name="less"), name="exp")
+
+    def declared(self, keep_p: bool = False) -> Built:
+        """The graph; with probabilities as an output, it is not run as attention."""
+        t, of, case = self.built.inputs, self.of, self.case
+        drops = of.dropout is not None
+        q, d_o = t["q"], t["dO"]
+        k, kt = transposed(self.built, "k", of.k, keep_p)
+        _, vt = transposed(self.built, "v", case.v, keep_p)
+        delta = self.node("mul", d_o, t["o"], name="do_o")
+        delta = self.rows(self.node("reduction", delta, ADD, name="delta"))
+        if drops and case.late:
+            delta = self.node("scale", delta, self.number(P_KEEP, "keep"), name="delta_inverse")
+        p = self.probabilities(kt, q)
+        mask = None
+        if of.dropout == "rng":
+            mask = self.node(
+                "rng", t["seed"], t["offset"], bernoulli_probability=P_KEEP, name="rng"
+            )
+            mask.set_dim(of.scores_dim)
+        elif drops:
+            mask = t["keep"]
+        kept = self.dropped(p, mask, "drop")
+        if drops:
+            kept = self.node("mul", kept, self.number(1 / P_KEEP, "inverse"), name="scale_kept")
+        turned = self.swapped(kept, "p_transposed")
+        dv = self.node("matmul", turned, d_o, name="dV", **self.lengths(m="k", k="q"))
+        dp = self.node("matmul", d_o, vt, name="dP", padding=3.0, **self.lengths(m="q", n="k"))
+        dp = self.dropped(dp, mask, "drop_dP")
+        if drops and not case.late:
+            dp = self.node("mul", dp, self.number(1 / P_KEEP, "inverse"), name="scale_dP")
+        ds = self.node("sub", dp, delta, name="less_delta")
+        ds = self.node("mul", ds, p, name="times_p")
+        if drops and case.late:
+            ds = self.node("mul", ds, self.number(1 / P_KEEP, "inverse"), name="scale_dS")
+        outputs = {}
+        if case.d_bias and of.bias is not None:
+            outputs["dBias"] = self.node("reduction", ds, ADD, name="dBias")
+            outputs["dBias"].set_dim(t["bias"].get_dim())
+        ds = self.scaled(ds, "scale_by_attn")
+        if case.again and of.causal is not None and not (of.bottom_right or of.mask):
+            zero = self.graph.tensor_scalar(0.0)
+            row, col = (self.node("gen_index", ds, axis) for axis in (2, 3))
+            last = self.node("add", row, self.graph.tensor_scalar(of.causal))
+            ds = self.node("binary_select", ds, zero, self.node("cmp_ge", last, col), name="again")
+        turned = self.swapped(ds, "ds_transposed")
+        dk = self.node("matmul", turned, q, name="dK", **self.lengths(m="k", k="q"))
+        dq = self.node("matmul", ds, k, name="dQ", **self.lengths(m="q", k="k"))
+        outputs |= {
+            "dQ": dq,
+            "dK": self.heads(dk, of.heads_k, "dK"),
+            "dV": self.heads(dv, of.heads_v, "dV"),
+        }
+        if keep_p:
+            outputs["p"] = p
+        self.built.outputs = {role: x.set_output(True) for role, x in outputs.items()}
+        return self.built
+
+
+def check_backward(case: MhaBackward, caller: Caller) -> None:
+    """Fails unless primitives are lowered to the problem of ``sdpa_backward``, and give its very
+    bits; where the order of sums is not fixed, nearly."""
+    try:
+        given = inputs(case, caller)
+        wanted, found = sdpa_backward(case, given), Primitives(case, given).declared()
+        expected, got = wanted.run(caller), found.run(caller)
+        problem = found.graph.lowered.problem
+        assert isinstance(problem, Problem)
+        assert problem == wanted.graph.lowered.problem
+        assert expected.keys() == got.keys()
+        for role, x in expected.items():
+            if found.graph.lowered.target.kind == "cpu":
+                np.testing.assert_array_equal(got[role], x, err_msg=role)
+            else:
+                np.testing.assert_allclose(got[role], x, 2e-2, 1e-2 * abs(x).max(), err_msg=role)
+    except BaseException:
+        print(f'pytest tests/test_repro.py --repro "{case!r}"')
+        raise
+
+
+def check_backward_meaning(case: MhaBackward, caller: Caller) -> None:
+    """Fails unless the operations one by one, in float64, are what ``sdpa_backward`` computes."""
+    given = inputs(case, caller)
+    wanted = sdpa_backward(case, given)
+    found = Primitives(case, given).declared(keep_p=True)
+    expected, got = wanted.run(caller), found.run(caller)
+    assert not isinstance(found.graph.lowered.problem, Problem)
+    for role, x in expected.items():
+        np.testing.assert_allclose(got[role], x, 1e-9, 1e-9, err_msg=f"{case!r}: {role}")
