@@ -193,8 +193,15 @@ def sdpa(case: Mha, given: dict[str, Any]) -> Built:
     return built
 
 
-def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
-    """The graph of primitive operations; with S as an output, it is not run as attention."""
+def primitives(
+    case: Mha, given: dict[str, Any], keep_s: bool = False, opaque: bool = False
+) -> Built:
+    """The graph of primitive operations.
+
+    Args:
+        keep_s: S is an output, too, so that it is not run as attention.
+        opaque: S is an output that only attention reads.
+    """
     built = Built(case, given, views=("k",) * (case.k == "declared"))
     graph, t = built.graph, built.inputs
     q, (_, k) = t["q"], transposed(built, "k", case.k, keep_s)
@@ -210,7 +217,7 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
     if case.bias is not None:
         scores = graph.bias(scores, t["bias"], name="add_bias")
     scores = masked(built, scores)
-    weights = _softmax(built, scores)
+    weights = s = _softmax(built, scores)
     if case.dropout is not None:
         if case.dropout == "rng":
             drawn = graph.rng(t["seed"], t["offset"], bernoulli_probability=P_KEEP, name="rng")
@@ -219,13 +226,17 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
             drawn = t["keep"]
         by_value = case.fill == "value" and case.dropout == "rng"
         inverse = built.number(1 / P_KEEP, by_value, "inverse")
-        weights = graph.mul(graph.mul(weights, drawn, name="drop"), inverse, name="scale_kept")
+        s = graph.mul(weights, drawn, name="drop")
+        weights = graph.mul(s, inverse, name="scale_kept")
     for output in built.outputs.values():
         output.set_output(True)
         if not keep_s:
             output.set_data_type(FLOAT)
-    if keep_s:
-        built.outputs["s"] = weights.set_output(True)
+    if keep_s or opaque:
+        built.outputs["s"] = s.set_output(True)
+        s.set_data_type(case.data_type)
+    if opaque:
+        s.set_reordering_type(cudnn.tensor_reordering.F16x16)
     if lengths:
         lengths["k_override"] = lengths.pop("n_override")
     o = graph.matmul(weights, t["v"], name="bmm2", **lengths or {})
@@ -251,10 +262,11 @@ def transposed(built: Built, role: str, how: str, as_declared: bool) -> tuple[An
     return t, graph.reshape(t, name=f"{role}_viewed").set_dim(dim).set_stride(stride)
 
 
-def masked(built: Built, scores: Any) -> Any:
+def masked(built: Built, scores: Any, fill: Any = None) -> Any:
+    """Scores, or their gradients, with what is masked set to a number."""
     case, graph, t = built.case, built.graph, built.inputs
     value = -np.inf if case.fill == "-inf" else -1e20
-    fill = built.number(value, case.fill == "value", "fill")
+    fill = fill or built.number(value, case.fill == "value", "fill")
     row, col = (graph.gen_index(scores, axis, name=f"index{axis}") for axis in (2, 3))
     keeps = []
     if "q" in case.padding:

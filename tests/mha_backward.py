@@ -1,5 +1,5 @@
-"""Random backwards of attention written as primitive operations, beside ``sdpa_backward`` of the same
-function."""
+"""Random backwards of attention written as primitive operations, beside ``sdpa_backward`` of the
+same function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import dlattn as cudnn
 from dlattn.problem import Problem
 from tests.callers import Caller
-from tests.mha import FLOAT, P_KEEP, SCALE, Built, Mha, arrays, masked, sdpa, transposed
+from tests.mha import P_KEEP, SCALE, Built, Mha, arrays, masked, primitives, sdpa, transposed
 
 ADD = cudnn.reduction_mode.ADD
 
@@ -216,16 +216,21 @@ class Primitives:
         ds = self.node("mul", ds, p, name="times_p")
         if drops and case.late:
             ds = self.node("mul", ds, self.number(1 / P_KEEP, "inverse"), name="scale_dS")
+        built = self.ended(q, k, ds, dv, self.graph.tensor_scalar(0.0))
+        if keep_p:
+            built.outputs["p"] = p.set_output(True)
+        return built
+
+    def ended(self, q: Any, k: Any, ds: Any, dv: Any, zero: Any) -> Built:
+        """From the gradient of scores to the outputs."""
+        t, of, case = self.built.inputs, self.of, self.case
         outputs = {}
         if case.d_bias and of.bias is not None:
             outputs["dBias"] = self.node("reduction", ds, ADD, name="dBias")
             outputs["dBias"].set_dim(t["bias"].get_dim())
         ds = self.scaled(ds, "scale_by_attn")
-        if case.again and of.causal is not None and not (of.bottom_right or of.mask):
-            zero = self.graph.tensor_scalar(0.0)
-            row, col = (self.node("gen_index", ds, axis) for axis in (2, 3))
-            last = self.node("add", row, self.graph.tensor_scalar(of.causal))
-            ds = self.node("binary_select", ds, zero, self.node("cmp_ge", last, col), name="again")
+        if case.again:
+            ds = masked(self.built, ds, zero)
         turned = self.swapped(ds, "ds_transposed")
         dk = self.node("matmul", turned, q, name="dK", **self.lengths(m="k", k="q"))
         dq = self.node("matmul", ds, k, name="dQ", **self.lengths(m="q", k="k"))
@@ -234,10 +239,79 @@ class Primitives:
             "dK": self.heads(dk, of.heads_k, "dK"),
             "dV": self.heads(dv, of.heads_v, "dV"),
         }
-        if keep_p:
-            outputs["p"] = p
         self.built.outputs = {role: x.set_output(True) for role, x in outputs.items()}
         return self.built
+
+
+class Bprop(Primitives):
+    """The graph of cuDNN's Mha-bprop, which takes S in the place of o and statistics."""
+
+    def declared(self, keep_p: bool = False) -> Built:
+        t, of, case = self.built.inputs, self.of, self.case
+        q, d_o = t["q"], t["dO"]
+        k, _ = transposed(self.built, "k", of.k, False)
+        _, vt = transposed(self.built, "v", case.v, False)
+        s, drops = t["s"], of.dropout is not None
+        s.set_reordering_type(cudnn.tensor_reordering.F16x16)
+        p_t = self.swapped(s, "s_transposed")
+        if drops:
+            p_t = self.node("mul", p_t, self.number(1 / P_KEEP, "inverse"), name="scale_kept")
+            p_t = self.node("abs" if case.late else "relu", p_t, name="kept")
+        dv = self.node("matmul", p_t, d_o, name="dV", **self.lengths(m="k", k="q"))
+        dp = self.node("matmul", d_o, vt, name="dP", padding=3.0, **self.lengths(m="q", n="k"))
+        p, zero = s, self.number(0.0, "zero")
+        if drops:
+            p = self.node("abs", s, name="p")
+            kept = self.node("cmp_gt", s, zero, name="is_kept")
+            dp = self.node("mul", dp, self.number(1 / P_KEEP, "inverse"), name="scale_dP")
+            dp = self.node("binary_select", dp, zero, kept, name="drop_dP")
+        delta = self.node("reduction", self.node("mul", p, dp, name="p_dp"), ADD, name="delta")
+        less = self.node("sub", dp, self.rows(delta), name="less_delta")
+        ds = self.node("mul", less, p, name="times_p")
+        return self.ended(q, k, ds, dv, zero)
+
+
+#: Of gradients from S, which is rounded to its type: relative, and of the largest.
+_TOLERANCES = {
+    "float64": (1e-6, 1e-6),
+    "float32": (1e-3, 1e-4),
+    "float16": (2e-2, 1e-2),
+    "bfloat16": (1e-1, 6e-2),
+}
+
+
+def check_bprop(case: MhaBackward, caller: Caller) -> None:
+    """Fails unless a forward leaves in S what the backward needs: its gradients are those of
+    ``sdpa_backward``."""
+    # Products are told lengths only where gradients are masked by them; a mask of the user's is in
+    # S alone.
+    again = case.again and not case.of.mask
+    of = replace(case.of, overrides=case.of.overrides and again)
+    case = replace(case, again=again, of=of)
+    try:
+        given = inputs(case, caller)
+        expected = sdpa_backward(case, given).run(caller)
+        forward = primitives(of, given, opaque=True)
+        made = forward.run(caller)
+        assert isinstance(forward.graph.lowered.problem, Problem)
+        assert_near(of.dtype, {"o": caller.host(given["o"])}, {"o": made["o"]})
+        given["s"] = caller.tensor(made["s"].astype(of.numpy))
+        backward = Bprop(case, given).declared()
+        got = backward.run(caller)
+        assert isinstance(backward.graph.lowered.problem, Problem)
+        assert expected.keys() == got.keys()
+        assert_near(of.dtype, expected, got)
+    except BaseException:
+        print(f"check_bprop({case!r}, Caller({caller.name!r}, {caller.device!r}))")
+        raise
+
+
+def assert_near(dtype: str, expected: dict[str, Any], got: dict[str, Any]) -> None:
+    relative, absolute = _TOLERANCES[dtype]
+    for role, x in expected.items():
+        x = x.astype(np.float64)
+        most = max(1.0, abs(x).max())
+        np.testing.assert_allclose(got[role], x, relative, absolute * most, err_msg=role)
 
 
 def check_backward(case: MhaBackward, caller: Caller) -> None:

@@ -99,8 +99,8 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _reduction(step: Step, arrays: Arrays, made: Mapping[str, Value]) -> Arrays:
-    """Of an axis of n entries with m results, result i is that of entries from ``i * n // m`` on, as
-    matmul takes matrices."""
+    """Of an axis of n entries with m results, result i is that of entries from ``i * n // m`` on,
+    as matmul takes matrices."""
     x, dim = arrays["input"].astype(to_numpy(step.compute)), made["Y"].dim
     groups = [(m, n // m) for n, m in zip(x.shape, dim, strict=True)]
     axes = tuple(2 * axis + 1 for axis, (_, size) in enumerate(groups) if size > 1)

@@ -28,7 +28,8 @@ from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import band
 from dlattn.graph.primitives.readers import MASKED
 from dlattn.graph.tensor import Tensor
-from dlattn.graph.vocabulary import diagonal_alignment
+from dlattn.graph.vocabulary import diagonal_alignment, tensor_reordering
+from dlattn.problem import Bias, GivenMask, Problem, Stored, StoredSigns
 from dlattn.runtime.target import Target
 
 #: What of a softmax can be an output -> the output of ``sdpa`` that it is.
@@ -41,21 +42,51 @@ class Attention:
 
     Attributes:
         node: the same as an ``sdpa`` or ``sdpa_backward`` node. Of a k or v that is given
-            transposed it has a tensor of its own, in place of the graph's.
-        transposed: role -> the graph's tensor, of those that are given transposed.
+            transposed, and of S, it has a tensor of its own, in place of the graph's. That of a
+            backward of S has S as its bias, and as its keep mask, and neither o nor statistics.
+        declared: role -> the graph's tensor, of those.
         numbers: as in :class:`dlattn.graph.lower.Lowered`.
     """
 
     node: AttentionNode
-    transposed: Mapping[str, Tensor]
+    declared: Mapping[str, Tensor]
     numbers: tuple[HostNumber, ...]
 
     def lower(self, target: Target, compute: data_type) -> Lowered:
         """See :func:`dlattn.graph.lower.lower`."""
         lowered = lower(self.node, target, compute)
-        tensors = {**lowered.tensors, **self.transposed}
-        transposed = frozenset(self.transposed)
-        return replace(lowered, tensors=tensors, transposed=transposed, numbers=self.numbers)
+        problem = lowered.problem
+        if isinstance(problem, Problem) and "dQ" in lowered.tensors and "o" not in lowered.tensors:
+            problem = of_stored(problem)
+        return replace(
+            lowered,
+            problem=problem,
+            tensors={**lowered.tensors, **self.declared},
+            transposed=frozenset(self.declared) & {"k", "v"},
+            numbers=self.numbers,
+        )
+
+
+def of_stored(problem: Problem) -> Problem:
+    """A problem whose bias is S, and whose keep mask is that of its signs."""
+    edits = (Stored(**vars(edit)) if isinstance(edit, Bias) else edit for edit in problem.edits)
+    mask = problem.dropout
+    return replace(
+        problem,
+        edits=tuple(edits),
+        dropout=StoredSigns(**vars(mask)) if isinstance(mask, GivenMask) else mask,
+    )
+
+
+def plain(t: Tensor) -> Tensor:
+    """S, as a tensor that anybody may read."""
+    unordered = replace(t.attributes, reordering_type=tensor_reordering.NONE, inferred=frozenset())
+    return Tensor(unordered)
+
+
+def is_opaque(t: Tensor) -> bool:
+    """Whether only attention may read a tensor: S, or dP."""
+    return t.get_reordering_type() is tensor_reordering.F16x16
 
 
 def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
@@ -68,7 +99,7 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
     results = {t: found for t, found in known.items() if not t.get_is_virtual()}
     outputs: dict[str, tuple[Tensor, PrimitiveNode, Meaning]] = {}
     for t, (node, means) in results.items():
-        role = _role(means)
+        role = _role(means, t)
         if role is None or role in outputs:
             raise Misfit(
                 node,
@@ -86,6 +117,8 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
             raise Misfit(other, f"writes {t.get_name()}, which is of other scores.")
         if isinstance(meaning, Drawn) and means.weights.mask is not meaning:
             raise Misfit(other, f"writes {t.get_name()}, by which nothing is dropped.")
+        if isinstance(meaning, Weights) and meaning != replace(means.weights, scales=()):
+            raise Misfit(other, f"writes {t.get_name()}, which is not what is left by dropout.")
         if isinstance(meaning, OfScores):
             if t.get_data_type() is not data_type.FLOAT:
                 raise Misfit(other, f"writes {t.get_name()} as {t.get_data_type()}, not FLOAT.")
@@ -99,11 +132,13 @@ def compute_type(known: Mapping[Any, tuple[PrimitiveNode, Any]], last: Primitive
     return data_type.DOUBLE if data_type.DOUBLE in asked else last.compute_data_type
 
 
-def _role(means: Meaning) -> str | None:
+def _role(means: Meaning, t: Tensor) -> str | None:
     if isinstance(means, Output):
         return "o"
     if isinstance(means, Drawn):
         return "rng_dump"
+    if isinstance(means, Weights):
+        return "debug_softmax" if is_opaque(t) and not means.scales else None
     return _STATISTICS.get(means.what) if isinstance(means, OfScores) else None
 
 
@@ -133,9 +168,11 @@ def _attention(
         **_dropout(node, weights, numbers),
     }
     found_node = sdpa_node(node.name, given)
+    made = {role: plain(t) if is_opaque(t) else t for role, t in sorted(outputs.items())}
+    declared = {role: t for role, t in outputs.items() if is_opaque(t)}
     return Attention(
-        replace(found_node, outputs={role: outputs[role] for role in sorted(outputs)}),
-        {} if seen is k else {"k": k},
+        replace(found_node, outputs=made),
+        declared if seen is k else {**declared, "k": k},
         tuple(numbers),
     )
 

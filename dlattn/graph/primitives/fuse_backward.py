@@ -19,12 +19,15 @@ from dlattn.graph.primitives.fuse import (
     check_drawn,
     compute_type,
     host_number,
-    masks,
+    is_opaque,
     mask_numbers,
+    masks,
+    plain,
     scale,
 )
-from dlattn.graph.primitives.gradient_readers import is_opaque, meaning
+from dlattn.graph.primitives.gradient_readers import meaning
 from dlattn.graph.primitives.gradients import (
+    Delta,
     LessStats,
     Meaning,
     OfBias,
@@ -32,6 +35,8 @@ from dlattn.graph.primitives.gradients import (
     OfScores,
     Probabilities,
     Result,
+    Signs,
+    Stored,
 )
 from dlattn.graph.primitives.match import needed, read
 from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Misfit, Scores
@@ -88,39 +93,70 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
         if role not in outputs:
             raise Misfit(last, f"is the last, and nothing before is {role}, the product {product}.")
     dq, dk, dv = (outputs[role] for role in ("dQ", "dK", "dV"))
-    dropped = dv.means.a
-    if not isinstance(dropped.of, LessStats):
-        raise Misfit(dv.node, "takes S.")
-    scores, gradient = dropped.of.scores, dq.of.centered.gradient
+    dropped, gradient = dv.means.a, dq.of.centered.gradient
+    scores = _scores(dropped, dq, dk)
     _check_operands(scores, gradient, dq, dk, dv)
-    o = _forward_output(dq)
+    forward = _forward(dropped, dq)
     of_scores = [output for role, output in outputs.items() if role in ("dQ", "dK", "dBias")]
     for output in of_scores:
-        _check_same(output, dq, dropped)
+        _check_same(output, dq, dropped, scores.keep)
     numbers: list[HostNumber] = mask_numbers(scores)
     given: dict[str, Any] = {
         **_defaults(),
         "q": scores.q.tensor,
         "k": as_rows(scores.k),
         "v": as_rows(gradient.v),
-        "o": o,
         "dO": gradient.d_o.tensor,
-        "stats": dropped.of.stats,
-        "attn_scale": scale(dq.node, scores.scales),
         **masks(dq.node, scores, _lengths(gradient, dq, dk, dv)),
+        **forward,
         "dBias": outputs["dBias"].tensor if "dBias" in outputs else None,
         "rng_dump": outputs["rng_dump"].tensor if "rng_dump" in outputs else None,
         "compute_data_type": compute_type(known, dq.node),
         **_scales(scores, dropped, dv, of_scores, numbers),
     }
     numbers += _zeros(dropped, dq)
-    _check_bias(given, outputs)
+    _check_bias(given["bias"], outputs, isinstance(dropped.of, Stored))
     node = sdpa_backward_node(dq.node.name, given)
-    made = {role: outputs[role].tensor for role in node.outputs}
     graphs = {"k": scores.k.tensor, "v": gradient.v.tensor}
-    transposed = {role: t for role, t in graphs.items() if t is not given[role]}
+    inputs = dict(node.inputs)
+    if isinstance(dropped.of, Stored):
+        graphs |= dict.fromkeys({"bias", "dropout_mask"} & inputs.keys(), dropped.of.s)
+        del inputs["o"], inputs["stats"]
+    made = {role: outputs[role].tensor for role in node.outputs}
+    declared = {role: t for role, t in graphs.items() if t is not inputs[role]}
     unique = {number.tensor: number for number in numbers}
-    return Attention(replace(node, outputs=made), transposed, tuple(unique.values()))
+    found = replace(node, inputs=inputs, outputs=made)
+    return Attention(found, declared, tuple(unique.values()))
+
+
+def _scores(dropped: Probabilities, dq: _Output, dk: _Output) -> Scores:
+    """The scores that probabilities are made of; of S, the operands that they had, and the masks of
+    the gradient."""
+    if isinstance(dropped.of, LessStats):
+        return dropped.of.scores
+    it: Given = dq.means.b
+    keep = Predicate()
+    for part in _masked(dropped, dq):
+        joined = keep.joined(part, every=True)
+        assert joined is not None
+        keep = joined
+    if keep.masks:
+        raise Misfit(
+            dq.node, "ends a backward masked by a tensor; S is 0 there, so leave the mask out."
+        )
+    conditions = [x for i, x in enumerate(keep.conditions) if x not in keep.conditions[:i]]
+    k = replace(it, transposed=not it.transposed, scales=())
+    scores = Scores(replace(dk.means.b, scales=()), k, keep=Predicate(tuple(conditions)))
+    if scores.dim != dropped.of.dim:
+        raise Misfit(dq.node, f"ends a backward of {scores.dim} whose S is {dropped.of.dim}.")
+    return scores
+
+
+def _masked(dropped: Probabilities, output: _Output) -> tuple[Predicate, ...]:
+    """Where probabilities and gradients are set to 0, on the way to one output."""
+    of, delta = output.of, output.of.centered.delta.of.factors
+    within = [x.keep for x in delta if isinstance(x, (Probabilities, OfProbabilities))]
+    return (dropped.keep, of.probabilities.keep, of.centered.gradient.keep, of.keep, *within)
 
 
 def _defaults() -> dict[str, Any]:
@@ -176,22 +212,32 @@ def _check_operands(
             )
 
 
-def _forward_output(dq: _Output) -> Tensor:
-    """o, which delta is made of with dO."""
+def _forward(dropped: Probabilities, dq: _Output) -> dict[str, Any]:
+    """What the forward has left: o, of which delta is made with dO, and statistics; or S."""
     a, b = dq.of.centered.delta.of.factors
-    d_o = dq.of.centered.gradient.d_o.tensor
-    if d_o not in (a, b):
-        raise Misfit(dq.node, "ends a backward whose sums of rows are not of dO times o.")
-    o = b if a is d_o else a
-    assert isinstance(o, Tensor)
-    return o
+    gradient = dq.of.centered.gradient
+    if isinstance(dropped.of, LessStats):
+        if gradient.d_o.tensor not in (a, b):
+            raise Misfit(dq.node, "ends a backward whose sums of rows are not of dO times o.")
+        return {"o": b if a is gradient.d_o.tensor else a, "stats": dropped.of.stats}
+    assert isinstance(dropped.of, Stored)
+    if not (
+        isinstance(a, Probabilities)
+        and isinstance(b, OfProbabilities)
+        and a.of == dropped.of
+        and a.mask in (None, gradient.mask)
+        and (b.d_o, b.v, b.mask) == (gradient.d_o, gradient.v, gradient.mask)
+    ):
+        raise Misfit(dq.node, "ends a backward whose sums of rows are not of S times dP.")
+    s = plain(dropped.of.s)
+    return {"o": s, "stats": s, "bias": s}
 
 
 def _lengths(gradient: OfProbabilities, *outputs: _Output) -> tuple[tuple[str, Tensor], ...]:
     return (*gradient.lengths, *(x for output in outputs for x in output.means.lengths))
 
 
-def _check_same(output: _Output, dq: _Output, dropped: Probabilities) -> None:
+def _check_same(output: _Output, dq: _Output, dropped: Probabilities, keep: Predicate) -> None:
     """All gradients are of the same probabilities, and drop the same."""
     of, centered = output.of, output.of.centered
     wanted = dq.of.centered
@@ -199,11 +245,13 @@ def _check_same(output: _Output, dq: _Output, dropped: Probabilities) -> None:
         raise Misfit(output.node, "is of another gradient of scores than dQ is.")
     if of.probabilities.of != dropped.of or of.probabilities.mask is not None:
         raise Misfit(output.node, "is of other probabilities than dV is, or of dropped ones.")
-    if not _is_same_mask(dropped.mask, centered.gradient.mask):
+    is_absolute = isinstance(dropped.of, Stored) and dropped.mask is None
+    if not is_absolute and not _is_same_mask(dropped.mask, centered.gradient.mask):
         raise Misfit(output.node, "drops something else than dV does.")
-    assert isinstance(dropped.of, LessStats)
-    for keep in (dropped.keep, of.probabilities.keep, centered.gradient.keep, of.keep):
-        if not _is_part(keep, dropped.of.scores.keep):
+    if isinstance(centered.gradient.mask, Signs) and dropped.of != Stored(centered.gradient.mask.s):
+        raise Misfit(output.node, "drops by the signs of another tensor than S.")
+    for part in _masked(dropped, output):
+        if not _is_part(part, keep):
             raise Misfit(output.node, "is masked where scores are not; mask scores.")
 
 
@@ -228,23 +276,30 @@ def _is_same_mask(a: Any, b: Any) -> bool:
 def _zeros(dropped: Probabilities, dq: _Output) -> list[HostNumber]:
     of = dq.of
     zeros = (*dropped.zeros, *of.zeros, *of.probabilities.zeros, *of.centered.gradient.zeros)
+    for x in of.centered.delta.of.factors:
+        if isinstance(x, (Probabilities, OfProbabilities)):
+            zeros = (*zeros, *x.zeros)
     return [host_number(t, "0, for what is masked", lambda x: x == 0) for t in zeros]
 
 
-def _check_bias(given: Mapping[str, Any], outputs: Mapping[str, _Output]) -> None:
+def _check_bias(bias: Tensor | None, outputs: Mapping[str, _Output], stored: bool) -> None:
+    """dBias has the shape of the bias; of S, whose bias is not known, one that broadcasts."""
     if "dBias" not in outputs:
         return
-    node, bias, t = outputs["dBias"].node, given["bias"], outputs["dBias"].tensor
+    node, t = outputs["dBias"].node, outputs["dBias"].tensor
     if bias is None:
         raise Misfit(
             node,
             f"writes {t.get_name()} to memory, the gradient of a bias that scores do not have; "
             "call set_output(False) on it.",
         )
-    if bias.attributes.dim != t.attributes.dim:
-        raise Misfit(
-            node, f"makes dBias of {t.attributes.dim}; the bias has {bias.attributes.dim}."
-        )
+    whole, dim = bias.attributes.dim, t.attributes.dim
+    if stored:
+        if any(size not in (1, most) for size, most in zip(dim, whole, strict=True)):
+            raise Misfit(node, f"makes dBias of {dim}; expected {whole}, with 1 for any size.")
+        return
+    if whole != dim:
+        raise Misfit(node, f"makes dBias of {dim}; the bias has {whole}.")
 
 
 def _scales(
@@ -262,15 +317,21 @@ def _scales(
     centered = of_scores[0].of.centered
     c = _amount(dv.node, (*dropped.scales, *dv.means.scales))
     i = _amount(dv.node, centered.gradient.scales)
-    d = _amount(dv.node, centered.delta.scales)
-    dropout, known = _dropout(dv.node, dropped, scores, c, i, d, numbers)
-    wanted = _amount(dv.node, scores.scales)
+    d = _amount(dv.node, _delta_scales(centered.delta))
+    dropout, known = _dropout(dv.node, dropped, centered.gradient.mask, scores, c, i, d, numbers)
+    wanted = None
+    if isinstance(dropped.of, LessStats):
+        wanted = _amount(dv.node, scores.scales)
+        dropout["attn_scale"] = scale(dv.node, scores.scales)
     for output in of_scores:
         u = _amount(output.node, output.scales)
         per_row = (u.times(i) or Amount(0)).over(c)
         found = per_row and per_row.where(known)
+        if wanted is None and found is not None and isinstance(output.means, Result):
+            wanted = found
+            dropout["attn_scale"] = _entry(output.node, found)
         expected = wanted if isinstance(output.means, Result) else Amount()
-        if found is None or not found.is_as(expected):
+        if found is None or expected is None or not found.is_as(expected):
             raise Misfit(
                 output.node,
                 "is not scaled as a gradient is: by the scale of the scores, dBias aside, and by "
@@ -282,6 +343,7 @@ def _scales(
 def _dropout(
     node: PrimitiveNode,
     dropped: Probabilities,
+    gradient_mask: Any,
     scores: Scores,
     c: Amount,
     i: Amount,
@@ -289,7 +351,7 @@ def _dropout(
     numbers: list[HostNumber],
 ) -> tuple[dict[str, Any], dict[Tensor, float]]:
     """The argument, and numbers in packs that have to be what it says."""
-    mask = dropped.mask
+    mask = gradient_mask if isinstance(gradient_mask, Signs) else dropped.mask
     inverse = d.over(i)
     if inverse is None:
         raise Misfit(node, "ends a backward whose dP is scaled by 0.")
@@ -297,6 +359,9 @@ def _dropout(
         if not (c.is_as(Amount()) and inverse.is_as(Amount())):
             raise Misfit(node, "ends a backward with scales of a dropout that it does not have.")
         return {}, {}
+    if isinstance(mask, Signs):
+        numbers += _positive(node, c)
+        return {"dropout": (plain(mask.s), _entry(node, c), _entry(node, inverse))}, {}
     if isinstance(mask, Given):
         return {"dropout": (mask.tensor, _entry(node, c), _entry(node, inverse))}, {}
     assert isinstance(mask, Drawn)
@@ -319,6 +384,20 @@ def _dropout(
             )
     seed, offset = mask.node.inputs.values()
     return {"dropout": (1 - keep, seed, offset)}, known
+
+
+def _delta_scales(delta: Delta) -> tuple[Factor, ...]:
+    of = (x.scales for x in delta.of.factors if isinstance(x, (Probabilities, OfProbabilities)))
+    return (*delta.scales, *(factor for scales in of for factor in scales))
+
+
+def _positive(node: PrimitiveNode, scale: Amount) -> list[HostNumber]:
+    """That the scale of what is then made absolute, or 0, has no sign."""
+    if scale.number <= 0 or not all(t.get_is_pass_by_value() for t in scale.powers):
+        raise Misfit(
+            node, "ends a backward whose S is not scaled by a positive number, known or by value."
+        )
+    return [host_number(t, "a number above 0", lambda x: x > 0) for t in scale.powers]
 
 
 def _dropout_number(t: Tensor, wanted: float) -> HostNumber:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlattn.graph.primitives import readers
+from dlattn.graph.primitives.fuse import is_opaque
 from dlattn.graph.primitives.gradients import (
     Centered,
     Delta,
@@ -30,7 +31,6 @@ from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import COL, ROW, Predicate
 from dlattn.graph.primitives.readers import FLOATS, is_keep_mask, is_one, predicate, swaps
 from dlattn.graph.tensor import Tensor
-from dlattn.graph.vocabulary import tensor_reordering
 
 #: What numbers may multiply.
 _SCALED = (Probabilities, OfProbabilities, Delta, Centered, OfScores, Result)
@@ -54,11 +54,6 @@ def meaning(node: PrimitiveNode, *operands: Any) -> Meaning:
         return readers.meaning(node, *operands)
     _check_dim(node, found)
     return found
-
-
-def is_opaque(t: Any) -> bool:
-    """Whether only attention's own backward may read a tensor."""
-    return t.get_reordering_type() is tensor_reordering.F16x16
 
 
 def _none(node: PrimitiveNode, *operands: Any) -> None:
@@ -248,6 +243,7 @@ def _select(node: PrimitiveNode, x: Any, y: Any, mask: Any) -> Meaning | None:
     if keep is None or not (keep.every or keep.is_single) or not is_plain:
         raise Misfit(node, "selects by what is no mask that fused kernels know.")
     together = x.keep.joined(replace(keep, every=True), every=True)
+    assert together is not None
     return replace(x, keep=together, zeros=(*x.zeros, *_zeros(y)))
 
 
