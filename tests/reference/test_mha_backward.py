@@ -6,10 +6,20 @@ from itertools import product
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.callers import Caller
 from tests.mha import Mha
-from tests.mha_backward import MhaBackward, check_backward, check_backward_meaning
+from tests.mha_backward import (
+    Bprop,
+    Change,
+    MhaBackward,
+    Primitives,
+    check_backward,
+    check_backward_meaning,
+    check_bprop,
+    check_change,
+)
 from tests.primitive_strategies import backwards
 from tests.reference.test_mha import SUBSETS
 
@@ -44,3 +54,30 @@ def test_torch(case: MhaBackward) -> None:
 def test_meaning(case: MhaBackward) -> None:
     """What is found is what the operations mean: one by one they give the same."""
     check_backward_meaning(case, Caller("numpy"))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_every_subset_of_bprop(dtype: str) -> None:
+    """A forward leaves in S what the backward of every subset of the parts needs."""
+    for parts, late in product(SUBSETS, (False, True)):
+        of = Mha(dtype=dtype, stats=late, **parts)
+        check_bprop(MhaBackward(of, late=late, d_bias=True, again=late), Caller("numpy"))
+
+
+@settings(max_examples=300)
+@given(backwards(dtype="float64"))
+def test_bprop(case: MhaBackward) -> None:
+    """And of any attention."""
+    check_bprop(case, Caller("numpy"))
+
+
+@pytest.mark.parametrize("form", [Primitives, Bprop])
+@settings(max_examples=600)
+@given(
+    case=backwards(dtype="float64"),
+    kind=st.sampled_from(("scaled", "negated", "dropped", "other", "swapped")),
+    number=st.integers(0, 30),
+)
+def test_one_node_wrong(form: type[Primitives], case: MhaBackward, kind: str, number: int) -> None:
+    """What is found in a graph of which one node is wrong is what its operations mean."""
+    check_change(case, form, lambda: Change(kind, number))

@@ -248,8 +248,11 @@ def _check_same(output: _Output, dq: _Output, dropped: Probabilities, keep: Pred
     is_absolute = isinstance(dropped.of, Stored) and dropped.mask is None
     if not is_absolute and not _is_same_mask(dropped.mask, centered.gradient.mask):
         raise Misfit(output.node, "drops something else than dV does.")
-    if isinstance(centered.gradient.mask, Signs) and dropped.of != Stored(centered.gradient.mask.s):
-        raise Misfit(output.node, "drops by the signs of another tensor than S.")
+    if isinstance(centered.gradient.mask, Signs):
+        if dropped.of != Stored(centered.gradient.mask.s):
+            raise Misfit(output.node, "drops by the signs of another tensor than S.")
+        if dropped.signed or of.probabilities.signed:
+            raise Misfit(output.node, "is of an S whose signs are a mask; take abs of it.")
     for part in _masked(dropped, output):
         if not _is_part(part, keep):
             raise Misfit(output.node, "is masked where scores are not; mask scores.")

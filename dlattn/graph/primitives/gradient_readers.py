@@ -71,7 +71,7 @@ def _check_dim(node: PrimitiveNode, means: Any) -> None:
 def _stored(x: Any) -> Any:
     """Probabilities, of a tensor that is S."""
     if isinstance(x, Given) and is_opaque(x.tensor):
-        return Probabilities(Stored(x.tensor), None, x.scales, x.transposed)
+        return Probabilities(Stored(x.tensor), None, x.scales, x.transposed, signed=True)
     return x
 
 
@@ -197,14 +197,15 @@ def _transpose(node: PrimitiveNode, x: Any) -> Meaning | None:
 def _abs(node: PrimitiveNode, x: Any) -> Probabilities | None:
     """Of S, without the signs that are a mask; in dV, the probabilities that are kept."""
     x = _stored(x)
-    return x if isinstance(x, Probabilities) and isinstance(x.of, Stored) else None
+    is_s = isinstance(x, Probabilities) and isinstance(x.of, Stored)
+    return replace(x, signed=False) if is_s else None
 
 
 def _relu(node: PrimitiveNode, x: Any) -> Probabilities | None:
     x = _stored(x)
     if not isinstance(x, Probabilities) or not isinstance(x.of, Stored) or node.numbers:
         return None
-    return replace(x, mask=Signs(x.of.s))
+    return replace(x, mask=Signs(x.of.s), signed=False)
 
 
 def _cmp_gt(node: PrimitiveNode, x: Any, y: Any) -> Signs | None:

@@ -61,6 +61,7 @@ class Probabilities:
         mask: what is dropped.
         scales: what they are multiplied by.
         transposed: the last two axes are swapped.
+        signed: they are S as it is, with its signs.
         keep: where some are set to 0.
         zeros: what they are set to, where packs hold it.
     """
@@ -69,6 +70,7 @@ class Probabilities:
     mask: Drawn | Given | Signs | None = None
     scales: tuple[Factor, ...] = ()
     transposed: bool = False
+    signed: bool = False
     keep: Predicate = Predicate()
     zeros: tuple[Tensor, ...] = field(default=(), compare=False)
 
