@@ -6,7 +6,6 @@
 #include "attn/position.cuh"
 #include "base/math.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
 namespace dlattn {
@@ -91,22 +90,6 @@ struct Bias : Added {
 #else
   static constexpr bool test_by_branch = true;
 #endif
-};
-
-// In the place of a score, whatever it is, the logarithm of base 2 of the probability that a forward
-// stored: S of primitive operations, whose signs are a keep mask. Always right after the scale, which
-// is that of gradients alone.
-template <class T, bool contiguous, bool staged>
-struct Stored : Bias<T, contiguous, staged> {
-  template <class At>
-  static DLATTN_DEVICE float log2(const At& at, const ScoreValues& values) {
-    if constexpr (staged) {
-      return log2_approx(fabsf(at.bias));
-    } else {
-      if (!at.exists()) return -infinity();
-      return log2_approx(fabsf(to_float(Bias<T, contiguous, staged>::element(at, values))));
-    }
-  }
 };
 
 }  // namespace dlattn

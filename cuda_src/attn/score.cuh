@@ -25,6 +25,7 @@
 #include "attn/params.cuh"
 #include "attn/position.cuh"
 #include "attn/softcap.cuh"
+#include "attn/stored.cuh"
 #include "base/math.cuh"
 
 namespace dlattn {
@@ -196,30 +197,6 @@ struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...> {
     const float tanh = inner * values.p.softcap_series.inverse_bound;
     return fmaf(-tanh, tanh, 1.f);
   }
-};
-
-template <class Scale, class T, bool contiguous, bool staged>
-struct Scaled<Scale, Stored<T, contiguous, staged>> : Before<Stored<T, contiguous, staged>> {
-  using Probability = Stored<T, contiguous, staged>;
-  template <class At>
-  static DLATTN_DEVICE float apply(float, const At& at, const ScoreValues& values) {
-    return Probability::log2(at, values);
-  }
-  static DLATTN_DEVICE float factor(const ScoreValues&) { return ln_2; }
-  template <class At>
-  static DLATTN_DEVICE float backward(float grad, float, const At&, const ScoreValues&) {
-    return grad;
-  }
-  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) {
-    return Scale::of(values);
-  }
-
-  static DLATTN_DEVICE float inner(Edits<>::AnyForm, float raw, const ScoreValues&) { return raw; }
-  template <class At>
-  static DLATTN_DEVICE float outer(float, const At& at, const ScoreValues& values, float base) {
-    return Probability::log2(at, values) + base;
-  }
-  static DLATTN_DEVICE float derivative(float, const ScoreValues&) { return 1.f; }
 };
 
 template <class... Rest>

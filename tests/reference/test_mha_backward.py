@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from tests.callers import Caller
 from tests.mha import Mha
 from tests.mha_backward import (
-    Bprop,
-    Change,
     MhaBackward,
     Primitives,
     check_backward,
     check_backward_meaning,
-    check_bprop,
-    check_change,
 )
+from tests.mha_bprop import Bprop, Change, check_bprop, check_change
 from tests.primitive_strategies import backwards
 from tests.reference.test_mha import SUBSETS
 

@@ -49,15 +49,12 @@ def meaning(node: PrimitiveNode, *operands: Any) -> Meaning:
     Raises:
         Misfit: nothing.
     """
-    found = _READERS.get(node.operation, _none)(node, *operands)
+    reader = _READERS.get(node.operation)
+    found = reader(node, *operands) if reader else None
     if found is None:
         return readers.meaning(node, *operands)
     _check_dim(node, found)
     return found
-
-
-def _none(node: PrimitiveNode, *operands: Any) -> None:
-    return None
 
 
 def _check_dim(node: PrimitiveNode, means: Any) -> None:

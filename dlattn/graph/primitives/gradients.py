@@ -4,9 +4,11 @@ forward has kept, and the gradient of its output, to the gradients of its inputs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Scores
 from dlattn.graph.primitives.meanings import Meaning as ForwardMeaning
+from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import Predicate
 from dlattn.graph.tensor import Tensor
 
@@ -189,3 +191,30 @@ Gradient = (
     | Result
 )
 Meaning = ForwardMeaning | Gradient
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor with memory, the node that makes it, and what it means."""
+
+    tensor: Tensor
+    node: PrimitiveNode
+    means: Any
+
+    @property
+    def scales(self) -> tuple[Factor, ...]:
+        """What the gradient of scores, of which it is made, is multiplied by."""
+        of, means = self.of, self.means
+        own = (*means.scales, *means.b.scales) if isinstance(means, Result) else ()
+        return (*of.probabilities.scales, *of.centered.scales, *of.scales, *own)
+
+    @property
+    def of(self) -> OfScores:
+        """That gradient."""
+        of = self.means
+        if isinstance(of, Result):
+            of = of.a
+        if isinstance(of, OfBias):
+            of = of.of
+        assert isinstance(of, OfScores)
+        return of
