@@ -29,6 +29,7 @@ class MhaBackward:
         by: what transposes probabilities: ``"transpose"`` or ``"reshape"``.
         d_bias: the gradient of the bias is an output, if there is one.
         again: gradients of scores are masked, too.
+        delta: sums of the rows of dO times ``"o"``, or of ``"p"`` times dP.
     """
 
     of: Mha = Mha()
@@ -37,6 +38,7 @@ class MhaBackward:
     by: str = "transpose"
     d_bias: bool = False
     again: bool = False
+    delta: str = "o"
 
     def __repr__(self) -> str:
         given = (f for f in fields(self) if getattr(self, f.name) != f.default)
@@ -48,10 +50,13 @@ def inputs(case: MhaBackward, caller: Caller, made: dict[str, Any] | None = None
     of = case.of
     given = {role: caller.tensor(x) for role, x in (made or with_gradient(case)).items()}
     d_o = given.pop("dO")
-    found = sdpa(replace(of, stats=True, softmax="node"), given).run(caller)
+    built = sdpa(replace(of, stats=True, softmax="node"), given)
+    row_type = np.float64 if of.dtype == "float64" else np.float32
+    built.outputs["stats"].set_data_type(row_type)
+    found = built.run(caller)
     # Of rows without keys the operations one by one would be NaN: whatever is larger than scores.
     stats = np.where(found["stats"] < -1e19, 1e30, found["stats"])
-    rows = {"o": found["o"].astype(of.numpy), "stats": stats.astype(np.float32)}
+    rows = {"o": found["o"].astype(of.numpy), "stats": stats.astype(row_type)}
     return given | {"dO": d_o} | {role: caller.tensor(x) for role, x in rows.items()}
 
 
@@ -201,10 +206,6 @@ class Primitives:
         q, d_o = t["q"], t["dO"]
         k, kt = transposed(self.built, "k", of.k, keep_p)
         _, vt = transposed(self.built, "v", case.v, keep_p)
-        delta = self.node("mul", d_o, t["o"], name="do_o")
-        delta = self.rows(self.node("reduction", delta, ADD, name="delta"))
-        if drops and case.late:
-            delta = self.node("scale", delta, self.number(P_KEEP, "keep"), name="delta_inverse")
         p = self.probabilities(kt, q)
         mask = None
         if of.dropout == "rng":
@@ -223,6 +224,11 @@ class Primitives:
         dp = self.dropped(dp, mask, "drop_dP")
         if drops and not case.late:
             dp = self.node("mul", dp, self.number(1 / P_KEEP, "inverse"), name="scale_dP")
+        of_o = case.delta == "o"
+        delta = self.node("mul", *((d_o, t["o"]) if of_o else (p, dp)), name="do_o")
+        delta = self.rows(self.node("reduction", delta, ADD, name="delta"))
+        if drops and case.late and of_o:
+            delta = self.node("scale", delta, self.number(P_KEEP, "keep"), name="delta_inverse")
         ds = self.node("sub", dp, delta, name="less_delta")
         ds = self.node("mul", ds, p, name="times_p")
         if drops and case.late:

@@ -71,6 +71,7 @@ def backwards(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> MhaBackwar
         by=draw(st.sampled_from(("transpose", "reshape"))),
         d_bias=draw(st.booleans()),
         again=draw(st.booleans()),
+        delta=draw(st.sampled_from(("o", "p"))),
     )
 
 

@@ -208,7 +208,7 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
-    if "dBias" in node.outputs and "o" in node.inputs:
+    if "dBias" in node.outputs and "stats" in node.inputs:
         dims["dBias"] = node.inputs["bias"].attributes.dim
     if "debug_softmax" in node.outputs:
         exact = (batch, heads, seq_q, seq_kv)

@@ -47,8 +47,9 @@ def links(problem: Problem, geometry: Geometry) -> list[Link]:
     """What is to be run one after another; nothing where one plan has all that it needs.
 
     A forward that writes probabilities makes them from statistics, whether these are wanted or
-    not. A backward of probabilities that a forward stored, without o and statistics, computes both
-    first: o without dropout's scale, so that the numbers of a graph need not be inverted.
+    not. A backward without o computes it first; of probabilities that a forward stored, which come
+    without statistics, these, too, and o without dropout's scale, so that the numbers of a graph
+    need not be inverted.
     """
     tensors, double = geometry.tensors, data_type.DOUBLE in (problem.dtype, problem.compute)
     batch, heads, seq_q, _ = tensors["q"].dim
@@ -61,20 +62,27 @@ def links(problem: Problem, geometry: Geometry) -> list[Link]:
         return [Link(replace(problem, stats=row_type), whole)]
     if "o" in tensors:
         return []
-    o = _packed("o", (batch, heads, seq_q, problem.head_dim_v), problem.dtype)
-    unread = ("dO", "dQ", "dK", "dV", "dBias", "dropout_scale", "dropout_scale_inv", "rng_dump")
+    made = {"o": _packed("o", (batch, heads, seq_q, problem.head_dim_v), problem.dtype)}
+    unread = ["stats", "dO", "dQ", "dK", "dV", "dBias", "dropout_scale_inv", "rng_dump"]
+    scale = geometry.dropout_scale
+    if "stats" not in tensors:
+        made["stats"] = stats
+        unread.append("dropout_scale")
+        scale = 1.0
     given = {role: spec for role, spec in tensors.items() if role not in unread}
     forward = replace(
         problem,
         direction=Direction.FORWARD,
-        stats=row_type,
+        stats=row_type if "stats" in made else None,
         d_bias=None,
         deterministic=False,
     )
-    made = {"o": o, "stats": stats}
     return [
-        Link(forward, replace(geometry, tensors=given | made, dropout_scale=1.0)),
-        Link(replace(problem, stats=row_type), replace(geometry, tensors={**tensors, **made})),
+        Link(forward, replace(geometry, tensors=given | made, dropout_scale=scale)),
+        Link(
+            replace(problem, stats=problem.stats or row_type),
+            replace(geometry, tensors={**tensors, **made}),
+        ),
     ]
 
 

@@ -287,7 +287,7 @@ def refusal(
     if target.kind != "cuda":
         return "it needs a CUDA device."
     if direction is Direction.BACKWARD and "o" not in geometry.tensors:
-        return "o and stats are not given."
+        return "o is not given."
     if target.capability < (8, 0):
         major, minor = target.capability
         return f"it needs compute capability 8.0 (Ampere) or above; {target} has {major}.{minor}."

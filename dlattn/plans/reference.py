@@ -61,7 +61,7 @@ class Reference(Plan):
         if problem.dtype not in _DTYPES:
             return f"it computes in {', '.join(d.name for d in _DTYPES)}, not {problem.dtype.name}"
         if problem.direction is Direction.BACKWARD and "o" not in geometry.tensors:
-            return "o and stats are not given"
+            return "o is not given"
         return None
 
     @property

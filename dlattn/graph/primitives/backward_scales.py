@@ -41,7 +41,11 @@ def scales(
     centered = of_scores[0].of.centered
     c = _amount(dv.node, (*dropped.scales, *dv.means.scales))
     i = _amount(dv.node, centered.gradient.scales)
-    d = _amount(dv.node, _delta_scales(centered.delta))
+    d: Amount | None = _amount(dv.node, _delta_scales(centered.delta))
+    if isinstance(dropped.of, LessStats) and d and _is_of_probabilities(centered.delta):
+        d = d.over(c)  # of dO times o, which has dropout's scale
+    if d is None:
+        raise Misfit(dv.node, "ends a backward whose dropout is scaled by 0.")
     dropout, known = _dropout(dv.node, dropped, centered.gradient.mask, scores, c, i, d, numbers)
     wanted = None
     if isinstance(dropped.of, LessStats):
@@ -108,6 +112,10 @@ def _dropout(
             )
     seed, offset = mask.node.inputs.values()
     return {"dropout": (1 - keep, seed, offset)}, known
+
+
+def _is_of_probabilities(delta: Delta) -> bool:
+    return any(isinstance(x, Probabilities) for x in delta.of.factors)
 
 
 def _delta_scales(delta: Delta) -> tuple[Factor, ...]:

@@ -42,8 +42,8 @@ class Attention:
 
     Attributes:
         node: the same as an ``sdpa`` or ``sdpa_backward`` node. Of a k or v that is given
-            transposed, and of S, it has a tensor of its own, in place of the graph's. That of a
-            backward of S has S as its bias, and as its keep mask, and neither o nor statistics.
+            transposed, and of S, it has a tensor of its own, in place of the graph's. A backward
+            may have no o; that of S has S as its bias, and as its keep mask, and no statistics.
         declared: role -> the graph's tensor, of those.
         numbers: as in :class:`dlattn.graph.lower.Lowered`.
     """
@@ -52,11 +52,16 @@ class Attention:
     declared: Mapping[str, Tensor]
     numbers: tuple[HostNumber, ...]
 
+    @property
+    def reads_s(self) -> bool:
+        """Whether it is a backward of S."""
+        return "dQ" in self.node.outputs and "stats" not in self.node.inputs
+
     def lower(self, target: Target, compute: data_type) -> Lowered:
         """See :func:`dlattn.graph.lower.lower`."""
         lowered = lower(self.node, target, compute)
         problem = lowered.problem
-        if isinstance(problem, Problem) and "dQ" in lowered.tensors and "o" not in lowered.tensors:
+        if isinstance(problem, Problem) and self.reads_s:
             problem = of_stored(problem)
         return replace(
             lowered,

@@ -83,12 +83,14 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
     }
     numbers += _zeros(dropped, dq)
     _check_bias(given["bias"], outputs, isinstance(dropped.of, Stored))
-    node = sdpa_backward_node(dq.node.name, given)
+    # What the forward has not left is made once more.
+    lacks = [role for role in ("o", "stats") if given[role] is None]
+    q = scores.q.tensor
+    node = sdpa_backward_node(dq.node.name, given | dict.fromkeys(lacks, q))
     graphs = {"k": scores.k.tensor, "v": gradient.v.tensor}
-    inputs = dict(node.inputs)
+    inputs = {role: t for role, t in node.inputs.items() if role not in lacks}
     if isinstance(dropped.of, Stored):
         graphs |= dict.fromkeys({"bias", "dropout_mask"} & inputs.keys(), dropped.of.s)
-        del inputs["o"], inputs["stats"]
     made = {role: outputs[role].tensor for role in node.outputs}
     declared = {role: t for role, t in graphs.items() if t is not inputs[role]}
     unique = {number.tensor: number for number in numbers}
@@ -182,22 +184,23 @@ def _check_operands(
 def _forward(dropped: Probabilities, dq: Written) -> dict[str, Any]:
     """What the forward has left: o, of which delta is made with dO, and statistics; or S."""
     a, b = dq.of.centered.delta.of.factors
-    gradient = dq.of.centered.gradient
-    if isinstance(dropped.of, LessStats):
-        if gradient.d_o.tensor not in (a, b):
-            raise Misfit(dq.node, "ends a backward whose sums of rows are not of dO times o.")
-        return {"o": b if a is gradient.d_o.tensor else a, "stats": dropped.of.stats}
-    assert isinstance(dropped.of, Stored)
+    gradient, of = dq.of.centered.gradient, dropped.of
+    if isinstance(of, LessStats) and gradient.d_o.tensor in (a, b):
+        return {"o": b if a is gradient.d_o.tensor else a, "stats": of.stats}
     if not (
         isinstance(a, Probabilities)
         and isinstance(b, OfProbabilities)
-        and a.of == dropped.of
+        and a.of == of
         and a.mask in (None, gradient.mask)
         and (b.d_o, b.v, b.mask) == (gradient.d_o, gradient.v, gradient.mask)
     ):
-        raise Misfit(dq.node, "ends a backward whose sums of rows are not of S times dP.")
-    s = plain(dropped.of.s)
-    return {"o": s, "stats": s, "bias": s}
+        raise Misfit(
+            dq.node, "ends a backward whose sums of rows are not of dO times o, or P times dP."
+        )
+    if isinstance(of, LessStats):
+        return {"o": None, "stats": of.stats}
+    s = plain(of.s)
+    return {"o": None, "stats": None, "bias": s}
 
 
 def _lengths(gradient: OfProbabilities, *outputs: Written) -> tuple[tuple[str, Tensor], ...]:
