@@ -178,8 +178,15 @@ class Primitives:
         if heads == self.of.heads_q:
             return x
         b, _, rows, columns = self.full[name]
-        summed = self.node("reduction", x, ADD, name=f"{name}_heads")
-        return summed.set_dim((b, heads, rows, columns))
+        dim = (b, heads, rows, columns)
+        if self.case.by == "transpose":
+            return self.node("reduction", x, ADD, name=f"{name}_heads").set_dim(dim)
+        # Groups on an axis of their own.
+        shape = cudnn.reshape_mode.LOGICAL
+        x = self.node("reshape", x, name=f"{name}_groups", reshape_mode=shape)
+        x.set_dim((b, heads, self.of.heads_q // heads, rows, columns))
+        x = self.node("reduction", x, ADD, name=f"{name}_heads").set_dim((b, heads, 1, *dim[2:]))
+        return self.node("reshape", x, name=f"{name}_joined", reshape_mode=shape).set_dim(dim)
 
     @property
     def full(self) -> dict[str, tuple[int, ...]]:

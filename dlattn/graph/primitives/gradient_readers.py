@@ -30,7 +30,7 @@ from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Misfit, Score
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import COL, ROW, Predicate
 from dlattn.graph.primitives.readers import FLOATS, is_keep_mask, is_one, predicate, swaps
-from dlattn.graph.tensor import Tensor
+from dlattn.graph.tensor import Tensor, packed_strides
 
 #: What numbers may multiply.
 _SCALED = (Probabilities, OfProbabilities, Delta, Centered, OfScores, Result)
@@ -175,12 +175,42 @@ def _reduction(node: PrimitiveNode, x: Any) -> Meaning | None:
             raise Misfit(node, f"sums {before} to {after}; a softmax's backward sums rows.")
         return Delta(x)
     if isinstance(x, Result):
-        if (before[0], *before[2:]) != (after[0], *after[2:]):
-            raise Misfit(node, f"sums {before} to {after}; gradients are summed over heads alone.")
+        if not _sums_neighbours(before, after):
+            raise Misfit(
+                node,
+                f"sums {before} to {after}; gradients are summed over heads that lie side by side.",
+            )
         return x
     if x.transposed:
         raise Misfit(node, "sums what is transposed; sum the gradient of scores as it is.")
     return OfBias(x)
+
+
+def _sums_neighbours(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether heads, on any number of axes, are summed to those that share a k or v."""
+    heads = list(zip(before[1:-2], after[1:-2], strict=True))
+    whole = next((i for i, (n, m) in enumerate(heads) if n != m), len(heads))
+    rest = (before[0], *before[-2:]) == (after[0], *after[-2:])
+    return rest and all(m == 1 for _, m in heads[whole + 1 :])
+
+
+def _divides_heads(node: PrimitiveNode) -> bool:
+    """Whether a reshape divides, or joins, the axes of heads and leaves the others."""
+    before, after = node.inputs["input"].attributes, node.result.attributes
+    kept = all(
+        it.stride == packed_strides(it.dim) or node.numbers["mode"] == "LOGICAL"
+        for it in (before, after)
+    )
+    same = (before.dim[0], *before.dim[-2:]) == (after.dim[0], *after.dim[-2:])
+    return kept and same and min(len(before.dim), len(after.dim)) >= 4
+
+
+def _reshape(node: PrimitiveNode, x: Any) -> Meaning | None:
+    if isinstance(x, Result):
+        if not _divides_heads(node):
+            raise Misfit(node, "moves more than the heads of a gradient.")
+        return x
+    return _transpose(node, x)
 
 
 def _transpose(node: PrimitiveNode, x: Any) -> Meaning | None:
@@ -262,7 +292,7 @@ _READERS: dict[str, Callable[..., Meaning | None]] = {
     "exp": _exp,
     "reduction": _reduction,
     "transpose": _transpose,
-    "reshape": _transpose,
+    "reshape": _reshape,
     "abs": _abs,
     "relu": _relu,
     "cmp_gt": _cmp_gt,
