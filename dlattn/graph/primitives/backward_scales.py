@@ -16,6 +16,7 @@ from dlattn.graph.primitives.gradients import (
     Probabilities,
     Result,
     Signs,
+    Stored,
     Written,
 )
 from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Misfit, Scores
@@ -39,6 +40,11 @@ def scales(
     and what i / C is multiplied by then must be the scale of the scores, for dBias 1.
     """
     centered = of_scores[0].of.centered
+    if isinstance(dropped.of, Stored):
+        of_s = (*centered.delta.of.factors, *(output.of.probabilities for output in of_scores))
+        for x in (dropped, *of_s):
+            if isinstance(x, Probabilities):
+                numbers += _positive(dv.node, x.scales)
     c = _amount(dv.node, (*dropped.scales, *dv.means.scales))
     i = _amount(dv.node, centered.gradient.scales)
     d: Amount | None = _amount(dv.node, _delta_scales(centered.delta))
@@ -88,7 +94,6 @@ def _dropout(
             raise Misfit(node, "ends a backward with scales of a dropout that it does not have.")
         return {}, {}
     if isinstance(mask, Signs):
-        numbers += _positive(node, c)
         return {"dropout": (plain(mask.s), _entry(node, c), _entry(node, inverse))}, {}
     if isinstance(mask, Given):
         return {"dropout": (mask.tensor, _entry(node, c), _entry(node, inverse))}, {}
@@ -123,13 +128,16 @@ def _delta_scales(delta: Delta) -> tuple[Factor, ...]:
     return (*delta.scales, *(factor for scales in of for factor in scales))
 
 
-def _positive(node: PrimitiveNode, scale: Amount) -> list[HostNumber]:
-    """That the scale of what is then made absolute, or 0, has no sign."""
-    if scale.number <= 0 or not all(t.get_is_pass_by_value() for t in scale.powers):
+def _positive(node: PrimitiveNode, factors: Sequence[Factor]) -> list[HostNumber]:
+    """That scales of S, which may be made absolute then, have no sign."""
+    values = [factor.tensor.attributes.value for factor in factors]
+    unknown = [x.tensor for x, value in zip(factors, values, strict=True) if value is None]
+    known = all(value is None or value > 0 for value in values)
+    if not known or not all(t.get_is_pass_by_value() for t in unknown):
         raise Misfit(
             node, "ends a backward whose S is not scaled by a positive number, known or by value."
         )
-    return [host_number(t, "a number above 0", lambda x: x > 0) for t in scale.powers]
+    return [host_number(t, "a number above 0", lambda x: x > 0) for t in unknown]
 
 
 def _dropout_number(t: Tensor, wanted: float) -> HostNumber:

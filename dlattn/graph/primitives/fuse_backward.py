@@ -67,6 +67,9 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
     of_scores = [output for role, output in outputs.items() if role in ("dQ", "dK", "dBias")]
     for output in of_scores:
         _check_same(output, dq, dropped, scores.keep)
+    dump = outputs.get("rng_dump")
+    if dump is not None and not _is_same_mask(dropped.mask, dump.means):
+        raise Misfit(dump.node, f"writes {dump.tensor.get_name()}, by which nothing is dropped.")
     numbers: list[HostNumber] = mask_numbers(scores)
     given: dict[str, Any] = {
         **_defaults(),
@@ -81,7 +84,7 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
         "compute_data_type": compute_type(known, dq.node),
         **scales(scores, dropped, dv, of_scores, numbers),
     }
-    numbers += _zeros(dropped, dq)
+    numbers += _zeros(dropped, of_scores)
     _check_bias(given["bias"], outputs, isinstance(dropped.of, Stored))
     # What the forward has not left is made once more.
     lacks = [role for role in ("o", "stats") if given[role] is None]
@@ -93,7 +96,7 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
         graphs |= dict.fromkeys({"bias", "dropout_mask"} & inputs.keys(), dropped.of.s)
     made = {role: outputs[role].tensor for role in node.outputs}
     declared = {role: t for role, t in graphs.items() if t is not inputs[role]}
-    unique = {number.tensor: number for number in numbers}
+    unique = {(number.tensor, number.wanted): number for number in numbers}
     found = replace(node, inputs=inputs, outputs=made)
     return Attention(found, declared, tuple(unique.values()))
 
@@ -246,12 +249,12 @@ def _is_same_mask(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _zeros(dropped: Probabilities, dq: Written) -> list[HostNumber]:
-    of = dq.of
-    zeros = (*dropped.zeros, *of.zeros, *of.probabilities.zeros, *of.centered.gradient.zeros)
-    for x in of.centered.delta.of.factors:
-        if isinstance(x, (Probabilities, OfProbabilities)):
-            zeros = (*zeros, *x.zeros)
+def _zeros(dropped: Probabilities, outputs: Sequence[Written]) -> list[HostNumber]:
+    zeros = [*dropped.zeros]
+    for of in (output.of for output in outputs):
+        factors = of.centered.delta.of.factors
+        for x in (of, of.probabilities, of.centered.gradient, *factors):
+            zeros += [] if isinstance(x, Tensor) else x.zeros
     return [host_number(t, "0, for what is masked", lambda x: x == 0) for t in zeros]
 
 
