@@ -110,7 +110,7 @@ class Chain(Plan):
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         chain = links(problem, geometry)
         if not chain:
-            return "one plan is enough."
+            return "it joins plans for graphs that lack what one needs; this graph lacks nothing."
         chosen = (link.choose(target) for link in chain)
         return next((reason for reason in chosen if isinstance(reason, str)), None)
 
