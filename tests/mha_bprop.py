@@ -88,16 +88,30 @@ class Change:
 
     Attributes:
         kind: its result is ``"scaled"``, ``"negated"``, ``"dropped"`` (its first operand),
-            ``"other"`` (of another operation), or of operands that are ``"swapped"``.
+            ``"other"`` (of another operation), of operands that are ``"swapped"``, or of which one
+            is ``"rewired"`` to an earlier result.
+        which: the number of that.
     """
 
-    def __init__(self, kind: str, number: int) -> None:
-        self.kind, self.number = kind, number
+    def __init__(self, kind: str, number: int, which: int = 0) -> None:
+        self.kind, self.number, self.which = kind, number, which
+        self.results: list[Any] = []
 
     def __call__(self, graph: Any, operation: str, operands: Any, named: Any) -> Any:
         self.number -= 1
         if self.number != -1:
-            return None
+            made = getattr(graph, operation)(*operands, **named)
+        else:
+            made = self._changed(graph, operation, operands, named)
+        self.results.append(made)
+        return made
+
+    def _changed(self, graph: Any, operation: str, operands: Any, named: Any) -> Any:
+        if self.kind == "rewired" and self.results and operation != "rng":
+            earlier = self.results[self.which % len(self.results)]
+            is_second = self.which % 2 and operation in ("mul", "sub", "matmul", "binary_select")
+            operands = list(operands)
+            operands[int(bool(is_second))] = earlier
         if self.kind == "dropped":
             return graph.identity(operands[0])
         if self.kind == "swapped" and operation not in ("transpose", "reduction", "reshape", "exp"):

@@ -78,3 +78,20 @@ def test_bprop(case: MhaBackward) -> None:
 def test_one_node_wrong(form: type[Primitives], case: MhaBackward, kind: str, number: int) -> None:
     """What is found in a graph of which one node is wrong is what its operations mean."""
     check_change(case, form, lambda: Change(kind, number))
+
+
+#: All tensors have shapes that fit each other.
+_SQUARE = {
+    **{"dtype": "float64", "heads_q": 2, "heads_k": 2, "heads_v": 2},
+    **{"seq_q": 8, "seq_kv": 8, "head_dim_qk": 8, "head_dim_v": 8},
+}
+
+
+@pytest.mark.parametrize("form", [Primitives, Bprop])
+@settings(max_examples=600)
+@given(case=backwards(**_SQUARE), number=st.integers(1, 30), which=st.integers(0, 99))
+def test_one_operand_wrong(
+    form: type[Primitives], case: MhaBackward, number: int, which: int
+) -> None:
+    """And of which one operand is that of another node."""
+    check_change(case, form, lambda: Change("rewired", number, which))
