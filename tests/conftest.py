@@ -13,10 +13,11 @@ from tests.cases import Case
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase
 from tests.mha import Mha
+from tests.mha_backward import MhaBackward
 from tests.states import States
 
 #: What ``--repro`` takes.
-_KINDS = (Case, Called, FlashCase, CacheCase, States, Mha)
+_KINDS = (Case, Called, FlashCase, CacheCase, States, Mha, MhaBackward)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

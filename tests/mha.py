@@ -117,9 +117,9 @@ def arrays(case: Mha) -> dict[str, Any]:
 
 
 class Built:
-    """A graph of a case, and what its packs hold."""
+    """A graph of a case, and what its packs hold; but of those that are declared as views."""
 
-    def __init__(self, case: Mha, given: dict[str, Any]) -> None:
+    def __init__(self, case: Mha, given: dict[str, Any], views: tuple[str, ...] = ()) -> None:
         self.case = case
         self.graph = cudnn.pygraph(
             io_data_type=case.data_type,
@@ -127,9 +127,7 @@ class Built:
         )
         self.given = given
         self.inputs = {
-            role: self.graph.tensor_like(x, role)
-            for role, x in given.items()
-            if role != "k" or case.k != "declared"
+            role: self.graph.tensor_like(x, role) for role, x in given.items() if role not in views
         }
         self.pack: dict[Any, Any] = {t: given[role] for role, t in self.inputs.items()}
         self.outputs: dict[str, Any] = {}
@@ -195,11 +193,18 @@ def sdpa(case: Mha, given: dict[str, Any]) -> Built:
     return built
 
 
-def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
-    """The graph of primitive operations; with S as an output, it is not run as attention."""
-    built = Built(case, given)
+def primitives(
+    case: Mha, given: dict[str, Any], keep_s: bool = False, opaque: bool = False
+) -> Built:
+    """The graph of primitive operations.
+
+    Args:
+        keep_s: S is an output, too, so that it is not run as attention.
+        opaque: S is an output that only attention reads.
+    """
+    built = Built(case, given, views=("k",) * (case.k == "declared"))
     graph, t = built.graph, built.inputs
-    q, k = t["q"], _transposed(built, keep_s)
+    q, (_, k) = t["q"], transposed(built, "k", case.k, keep_s)
     by_value = case.scale_by == "value"
     factor = built.number(1 / SCALE if case.scale_by == "div" else SCALE, by_value, "scale")
     scale = graph.div if case.scale_by == "div" else graph.scale
@@ -211,8 +216,8 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
         scores = scale(scores, factor, name="scale_scores")
     if case.bias is not None:
         scores = graph.bias(scores, t["bias"], name="add_bias")
-    scores = _masked(built, scores)
-    weights = _softmax(built, scores)
+    scores = masked(built, scores)
+    weights = s = _softmax(built, scores)
     if case.dropout is not None:
         if case.dropout == "rng":
             drawn = graph.rng(t["seed"], t["offset"], bernoulli_probability=P_KEEP, name="rng")
@@ -221,13 +226,17 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
             drawn = t["keep"]
         by_value = case.fill == "value" and case.dropout == "rng"
         inverse = built.number(1 / P_KEEP, by_value, "inverse")
-        weights = graph.mul(graph.mul(weights, drawn, name="drop"), inverse, name="scale_kept")
+        s = graph.mul(weights, drawn, name="drop")
+        weights = graph.mul(s, inverse, name="scale_kept")
     for output in built.outputs.values():
         output.set_output(True)
         if not keep_s:
             output.set_data_type(FLOAT)
-    if keep_s:
-        built.outputs["s"] = weights.set_output(True)
+    if keep_s or opaque:
+        built.outputs["s"] = s.set_output(True)
+        s.set_data_type(case.data_type)
+    if opaque:
+        s.set_reordering_type(cudnn.tensor_reordering.F16x16)
     if lengths:
         lengths["k_override"] = lengths.pop("n_override")
     o = graph.matmul(weights, t["v"], name="bmm2", **lengths or {})
@@ -235,25 +244,29 @@ def primitives(case: Mha, given: dict[str, Any], keep_s: bool = False) -> Built:
     return built
 
 
-def _transposed(built: Built, keep_s: bool) -> Any:
+def transposed(built: Built, role: str, how: str, as_declared: bool) -> tuple[Any, Any]:
+    """k or v, and what it is transposed, where both are of one tensor of the graph."""
     case, graph = built.case, built.graph
-    b, h, s, d = built.given["k"].shape
+    b, h, s, d = built.given[role].shape
     dim, stride = (b, h, d, s), (h * s * d, s * d, 1, d)
-    if case.k == "declared":
-        k = graph.tensor(dim, stride, name="k")
+    if how == "declared":
+        t = graph.tensor(dim, stride, name=role)
         # Packs may hold k as it is declared; and as it is, where attention is found.
-        as_it_is = built.case.seed % 3 == 0 and not keep_s
-        built.pack[k] = built.given["k"] if as_it_is else built.given["k"].swapaxes(2, 3)
-        return k
-    if case.k == "transpose":
-        return graph.transpose(built.inputs["k"], (0, 1, 3, 2), name="k_transposed")
-    return graph.reshape(built.inputs["k"], name="k_viewed").set_dim(dim).set_stride(stride)
+        as_it_is = case.seed % 3 == 0 and not as_declared
+        given = built.given[role]
+        built.pack[t] = given if as_it_is else given.swapaxes(2, 3)
+        return graph.transpose(t, (0, 1, 3, 2), name=f"{role}_as_rows"), t
+    t = built.inputs[role]
+    if how == "transpose":
+        return t, graph.transpose(t, (0, 1, 3, 2), name=f"{role}_transposed")
+    return t, graph.reshape(t, name=f"{role}_viewed").set_dim(dim).set_stride(stride)
 
 
-def _masked(built: Built, scores: Any) -> Any:
+def masked(built: Built, scores: Any, fill: Any = None) -> Any:
+    """Scores, or their gradients, with what is masked set to a number."""
     case, graph, t = built.case, built.graph, built.inputs
     value = -np.inf if case.fill == "-inf" else -1e20
-    fill = built.number(value, case.fill == "value", "fill")
+    fill = fill or built.number(value, case.fill == "value", "fill")
     row, col = (graph.gen_index(scores, axis, name=f"index{axis}") for axis in (2, 3))
     keeps = []
     if "q" in case.padding:

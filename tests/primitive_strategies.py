@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dlattn.problem import POINTWISE
 from tests.mha import Mha
+from tests.mha_backward import MhaBackward
 from tests.primitives import EVERY, Single
 
 #: Element types and longest sequences.
@@ -57,6 +58,21 @@ def mhas(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> Mha:
     # A mask of one element is a scale, too.
     alone = case.dropout == "mask" and case.scores_dim == (1, 1, 1, 1)
     return replace(case, seq_kv=2) if alone else case
+
+
+@st.composite
+def backwards(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> MhaBackward:
+    """Any backward of primitive operations; ``fixed`` pins fields of the attention."""
+    ways = st.sampled_from(("declared", "transpose", "reshape"))
+    return MhaBackward(
+        of=draw(mhas(profile, **fixed)),
+        v=draw(ways),
+        late=draw(st.booleans()),
+        by=draw(st.sampled_from(("transpose", "reshape"))),
+        d_bias=draw(st.booleans()),
+        again=draw(st.booleans()),
+        delta=draw(st.sampled_from(("o", "p"))),
+    )
 
 
 @st.composite

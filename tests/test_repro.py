@@ -14,6 +14,7 @@ from tests.flash import FlashCase
 from tests.kvcache import CacheCase, check_cache
 from tests.libraries import Library
 from tests.mha import Mha, check_mha
+from tests.mha_backward import MhaBackward, check_backward
 from tests.states import States, check_states
 
 
@@ -39,6 +40,9 @@ def check_any(repro: Any, library: Library, callers: list[Caller]) -> None:
     elif isinstance(repro, Mha):
         for caller in callers:
             check_mha(repro, caller)
+    elif isinstance(repro, MhaBackward):
+        for caller in callers:
+            check_backward(repro, caller)
     elif isinstance(repro, States):
         check_states(repro, library)
     elif isinstance(repro, Called):

@@ -73,7 +73,7 @@ struct Bias : Added {
     return fmaf(at.bias, log2_e, base);
   }
 
- private:
+ protected:
   static DLATTN_DEVICE T element(const Position& at, const ScoreValues& values) {
     const BiasRef& bias = values.p.bias;
     const T* g_first = static_cast<const T*>(bias.data) + at.batch * bias.batch +

@@ -101,8 +101,9 @@ struct RandomDropout {
 using PhiloxDropout = RandomDropout<16>;
 using FlashDropout = RandomDropout<8>;
 
-// Drops elements for which a tensor has 0. Keys are contiguous, or have any stride.
-template <class T, bool contiguous>
+// Drops elements for which a tensor has 0, or by sign, what is negative. Keys are contiguous, or have
+// any stride.
+template <class T, bool contiguous, bool by_sign = false>
 struct GivenMask {
   static constexpr bool drops = true, reads_memory = true;
   static constexpr int blocks_of_call = 1;
@@ -141,6 +142,7 @@ struct GivenMask {
   static DLATTN_DEVICE bool is_set(bool element) { return element; }
   template <class Number>
   static DLATTN_DEVICE bool is_set(Number element) {
+    if constexpr (by_sign) return (__float_as_uint(to_float(element)) >> 31) == 0;
     return to_float(element) != 0.f;
   }
 };

@@ -25,6 +25,7 @@
 #include "attn/params.cuh"
 #include "attn/position.cuh"
 #include "attn/softcap.cuh"
+#include "attn/stored.cuh"
 #include "base/math.cuh"
 
 namespace dlattn {

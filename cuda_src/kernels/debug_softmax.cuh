@@ -1,6 +1,6 @@
 // The probabilities of a forward, after it and before dropout: `exp(score - stats)` of what is
 // attended, else 0, with the sign set of what dropout drops, at every position, of a tensor whose rows
-// and columns are rounded up to 128. A look inside, not a fast path: scores are computed once more, by
+// and columns are rounded up to 128, or exactly those of the scores. A look inside, not a fast path: scores are computed once more, by
 // mma on every architecture, a tile a block.
 #pragma once
 
@@ -17,8 +17,9 @@
 
 namespace dlattn {
 
-template <int warps_>
+template <int warps_, bool exact_ = false>
 struct DebugSoftmaxTiling {
+  static constexpr bool exact = exact_;
   static constexpr int warps = warps_;
   static constexpr int tile_q = 16 * warps, tile_k = 32;
 };
@@ -29,7 +30,7 @@ struct DebugSoftmax {
   static constexpr int threads = 32 * Tiling::warps;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim = round_up(Problem::head_dim_qk, 16);
-  static constexpr int rounded_to = 128;
+  static constexpr int rounded_to = Tiling::exact ? tile_k : 128;
   using QTile = SharedTile<T, tile_q, dim>;
   using KTile = SharedTile<T, tile_k, dim>;
   using Scores = Accumulator<1, tile_k / 8>;
@@ -129,6 +130,7 @@ struct DebugSoftmax {
         const int key = first_key + Scores::column(n, i);
         const float value = probability.at[0][n][i];
         const bool exists = query < p.seq_q && key < p.seq_kv;
+        if (Tiling::exact && !exists) continue;
         p.debug_softmax.rows<T>(batch, head, query)[key] =
             from_float<T>(dropped && exists ? -value : value);
       }

@@ -12,6 +12,13 @@ DLATTN_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// log2(x), of 0 -infinity. PTX ISA 9.7.3.19 (lg2).
+DLATTN_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x with an error of 1 ulp; of a subnormal x, infinity. PTX ISA 9.7.3.13 (rcp).
 DLATTN_DEVICE float reciprocal_approx(float x) {
   float y;

@@ -208,8 +208,12 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
-    if "dBias" in node.outputs:
+    if "dBias" in node.outputs and "stats" in node.inputs:
         dims["dBias"] = node.inputs["bias"].attributes.dim
+    if "debug_softmax" in node.outputs:
+        exact = (batch, heads, seq_q, seq_kv)
+        if node.outputs["debug_softmax"].attributes.dim == exact:
+            dims["debug_softmax"] = exact
     return {role: dim for role, dim in dims.items() if role in node.tensors}
 
 

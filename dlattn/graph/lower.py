@@ -250,7 +250,9 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
                     "set_data_type() on the output."
                 )
         elif role in _FP32_ROLES:
-            if dtype is not data_type.FLOAT:
+            # A number of the host's is read there, whatever its type.
+            is_number = role in SCALAR_ROLES and t.get_is_pass_by_value() and dtype in _FLOATS
+            if dtype is not data_type.FLOAT and not is_number:
                 raise cudnnGraphNotSupportedError(
                     f"{node.label(role)} is {dtype}; plans take {role} as {data_type.FLOAT} only."
                 )

@@ -136,8 +136,8 @@ class Operations(Primitives):
             dropout_algorithm: dlattn's own: how ``(p, seed, offset)`` draws: ``"philox"``, the
                 same as ``None``, or ``"flash"``, FlashAttention-2's masks and scale, bit for bit
                 (see :class:`dlattn.problem.FlashDropout`).
-            debug_softmax: dlattn's own: a tensor to write, of q's type, (B, Hq, Sq, Skv) with Sq
-                and Skv rounded up to multiples of 128: probabilities before dropout,
+            debug_softmax: dlattn's own: a tensor to write, of q's type, (B, Hq, Sq, Skv), or
+                with Sq and Skv rounded up to multiples of 128: probabilities before dropout,
                 ``exp(score - stats)``, 0 where nothing is attended or exists, and the sign set
                 where dropout drops, at every position. It costs a second computation of the scores,
                 and generate_stats=True. (FlashAttention's return_softmax has exponentials relative

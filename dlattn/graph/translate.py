@@ -11,7 +11,8 @@ from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.placement import Place, choose_target
 from dlattn.graph.primitives import infer as primitive_infer
 from dlattn.graph.primitives import lower as primitive_lower
-from dlattn.graph.primitives.fuse import attention
+from dlattn.graph.primitives.fuse import attention, is_opaque
+from dlattn.graph.primitives.fuse_backward import backward, is_backward
 from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.runtime.target import Target
@@ -73,17 +74,31 @@ def _primitives(
                 f"Graph {name!r} runs on {target}, where kernels compute attention, and is not "
                 f"attention: {misfit} Run it on the CPU, or change this node."
             ) from None
-    except cudnnGraphNotSupportedError:
+        _refuse_opaque(name, nodes, misfit)
+    except cudnnGraphNotSupportedError as error:
         if target.kind == "cuda":
             raise
+        _refuse_opaque(name, nodes, error)
     # What the attempt has inferred may differ.
     primitive_infer.complete(nodes, types)
     return program
 
 
+def _refuse_opaque(name: str, nodes: Sequence[PrimitiveNode], why: Exception) -> None:
+    """What is in S, only attention says: its signs are a keep mask."""
+    for node in nodes:
+        for operand, t in node.tensors.items():
+            if is_opaque(t) and not t.get_is_virtual():
+                raise cudnnGraphNotSupportedError(
+                    f"Graph {name!r} has {node.label(operand)} in the layout F16x16, which "
+                    f"attention alone writes and reads, and is not attention: {why} Change this "
+                    "node, or declare the tensor without a reordering."
+                ) from None
+
+
 def _attention(
     nodes: Sequence[PrimitiveNode], target: Target, types: Mapping[str, data_type]
 ) -> lower.Lowered:
-    found = attention(nodes)
+    found = backward(nodes) if is_backward(nodes) else attention(nodes)
     infer.complete(found.node, types["io_data_type"])
     return found.lower(target, types["compute_data_type"])

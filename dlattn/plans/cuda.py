@@ -257,6 +257,8 @@ class DebugSoftmaxTiling:
     threads: int = 128
     min_blocks: int = 1
     tile_k: int = 32
+    #: Rows and columns are those of the scores, and not rounded up to 128.
+    exact: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -264,7 +266,7 @@ class DebugSoftmaxTiling:
 
     @property
     def cpp(self) -> str:
-        return f"DebugSoftmaxTiling<{self.threads // 32}>"
+        return f"DebugSoftmaxTiling<{self.threads // 32}{', true' * self.exact}>"
 
 
 def debug_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
@@ -272,13 +274,14 @@ def debug_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
     if "debug_softmax" not in geometry.tensors:
         return []
     batch, heads, rows, columns = geometry.tensors["debug_softmax"].dim
-    tiling, dim = DebugSoftmaxTiling(), round_up(problem.head_dim_qk, 16)
+    exact = rows % 128 != 0 or columns % 128 != 0
+    tiling, dim = DebugSoftmaxTiling(exact=exact), round_up(problem.head_dim_qk, 16)
     plain = replace(
         problem, head_dim_v=8, score_max=False, score_sum_exp=False, sink=False, paged_v=False
     )
     shared = tile_bytes(tiling.tile_q, dim) + tile_bytes(tiling.tile_k, dim)
     source = kernel_source("debug_softmax", plain, tiling, shared)
-    tiles = rows // tiling.tile_q * (columns // tiling.tile_k)
+    tiles = -(-rows // tiling.tile_q) * -(-columns // tiling.tile_k)
     return [KernelLaunch(source, (tiles, heads, batch), tiling.threads, shared, plain=True)]
 
 
@@ -299,6 +302,8 @@ def refusal(
         return f"{kernel} computes the {direction.value} pass only."
     if target.kind != "cuda":
         return "it needs a CUDA device."
+    if direction is Direction.BACKWARD and "o" not in geometry.tensors:
+        return "o is not given."
     if target.capability < (8, 0):
         major, minor = target.capability
         return f"it needs compute capability 8.0 (Ampere) or above; {target} has {major}.{minor}."

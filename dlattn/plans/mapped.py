@@ -14,7 +14,7 @@ from typing import ClassVar
 from dlattn.plans.argument import MappedParams, Params
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import params_for
-from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, TensorSpec
+from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, Stored, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -126,6 +126,8 @@ class MappedPlan(CudaPlan):
                     f"the copy engine moves {LEAST_PAGE} rows or more; pages of "
                     f"{geometry.tensors[role].name} have {page}."
                 )
+        if any(isinstance(edit, Stored) for edit in problem.edits):
+            return "probabilities that a forward stored are read by the portable kernels."
         if problem.access_bytes != 16:
             return "the copy engine needs 16-byte aligned tensors and strides."
         for role in cls.argument_type.required:

@@ -60,6 +60,8 @@ class Reference(Plan):
             return f"it runs on the CPU, and the tensors are on {target}"
         if problem.dtype not in _DTYPES:
             return f"it computes in {', '.join(d.name for d in _DTYPES)}, not {problem.dtype.name}"
+        if problem.direction is Direction.BACKWARD and "o" not in geometry.tensors:
+            return "o is not given"
         return None
 
     @property

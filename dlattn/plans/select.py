@@ -6,6 +6,7 @@ from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.plans.base import Plan
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.chain import Chain
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
@@ -15,7 +16,7 @@ from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
 #: Most specialised first.
-PLANS: tuple[type[Plan], ...] = (Decode, FwdSm90, FwdSm80, BwdSm90, BwdSm80, Reference)
+PLANS: tuple[type[Plan], ...] = (Decode, FwdSm90, FwdSm80, BwdSm90, BwdSm80, Reference, Chain)
 
 
 def select(

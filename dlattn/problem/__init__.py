@@ -5,6 +5,7 @@ from dlattn.problem.dropout import (
     FlashDropout,
     GivenMask,
     Philox,
+    StoredSigns,
     philox_dropout_mask,
 )
 from dlattn.problem.mask import BLOCK, Band, BlockMask, Mask, Padding
@@ -22,7 +23,17 @@ from dlattn.problem.problem import (
     offset_role,
 )
 from dlattn.problem.program import Program, Step, Value
-from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
+from dlattn.problem.score import (
+    Alibi,
+    Bias,
+    Edit,
+    Scale,
+    SoftCap,
+    Stored,
+    Values,
+    Where,
+    alibi_slopes,
+)
 
 __all__ = [
     "BLOCK",
@@ -50,6 +61,8 @@ __all__ = [
     "Scale",
     "SoftCap",
     "Step",
+    "Stored",
+    "StoredSigns",
     "TensorSpec",
     "Value",
     "Values",

@@ -179,6 +179,19 @@ class GivenMask(Dropout):
         return kept
 
 
+@dataclass(frozen=True)
+class StoredSigns(GivenMask):
+    """Keeps probabilities that a forward stored without a sign."""
+
+    @property
+    def cpp(self) -> str:
+        return f"GivenMask<{to_cpp(self.dtype)}, {str(self.contiguous).lower()}, true>"
+
+    def keep(self, where: Where, values: Values) -> Array:
+        assert values.dropout_mask is not None
+        return ~np.signbit(read_at(values.dropout_mask, where).astype(np.float64))
+
+
 #: ``dropout_algorithm`` -> the form of dropout.
 ALGORITHMS: dict[str, RandomDropout] = {"philox": Philox(), "flash": FlashDropout()}
 

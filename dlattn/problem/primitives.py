@@ -99,9 +99,13 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _reduction(step: Step, arrays: Arrays, made: Mapping[str, Value]) -> Arrays:
-    x = arrays["input"].astype(to_numpy(step.compute))
-    axes = tuple(n for n, (a, b) in enumerate(zip(x.shape, made["Y"].dim, strict=True)) if a != b)
-    return {"Y": _REDUCTIONS[step.numbers["mode"]](x, axis=axes, keepdims=True)}
+    """Of an axis of n entries with m results, result i is that of entries from ``i * n // m`` on,
+    as matmul takes matrices."""
+    x, dim = arrays["input"].astype(to_numpy(step.compute)), made["Y"].dim
+    groups = [(m, n // m) for n, m in zip(x.shape, dim, strict=True)]
+    axes = tuple(2 * axis + 1 for axis, (_, size) in enumerate(groups) if size > 1)
+    parts = x.reshape([size for group in groups for size in group])
+    return {"Y": _REDUCTIONS[step.numbers["mode"]](parts, axis=axes, keepdims=True).reshape(dim)}
 
 
 def _softmax(step: Step, arrays: Arrays, made: Mapping[str, Value]) -> Arrays:

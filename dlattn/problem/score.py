@@ -225,3 +225,23 @@ class Bias(Edit):
         shared = tuple(axis for axis, (size, _) in enumerate(places) if size == 1)
         at = tuple(at if size > 1 else np.zeros_like(at[:1, :1, :1, :1]) for size, at in places)
         total[at] += grad.sum(axis=shared, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Stored(Bias):
+    """The logarithm of a probability that a forward stored, S of primitive operations, in the place
+    of the score, whatever that is; its sign is for :class:`dlattn.problem.StoredSigns` to read.
+
+    The gradient is that of the score which the forward had: what comes before says by what that was
+    scaled. Always right after the scale.
+    """
+
+    @property
+    def cpp(self) -> str:
+        flags = (str(flag).lower() for flag in (self.contiguous, self.staged))
+        return f"Stored<{to_cpp(self.dtype)}, {', '.join(flags)}>"
+
+    def apply(self, score: Array, where: Where, values: Values) -> Array:
+        assert values.bias is not None
+        stored = read_at(values.bias, where).astype(score.dtype)
+        return np.broadcast_to(np.log(abs(stored)), score.shape)

@@ -67,14 +67,33 @@ def test_the_oracle_refuses_what_is_wrong() -> None:
             oracle.assert_debug_softmax(CASE, arrays, wrong)
 
 
+def test_shape_of_the_scores() -> None:
+    """A tensor of the shape of the scores gets what the rounded one has there."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 140, 8)) for _ in range(3))
+    found = []
+    for rows in (256, 140):
+        graph = dlattn.pygraph()
+        t = [graph.tensor_like(x) for x in (q, k, v)]
+        p = graph.tensor((2, 2, rows, rows), data_type=np.float64)
+        o, stats = graph.sdpa(*t, debug_softmax=p, generate_stats=True, dropout=(0.4, 1, 2))
+        memory = np.full((2, 2, rows, rows), 7.0)
+        pack = {o.set_output(True): np.empty_like(v), p.set_output(True): memory}
+        pack[stats.set_output(True)] = np.empty((2, 2, 140, 1), np.float32)
+        graph.build()
+        graph.execute({**dict(zip(t, (q, k, v), strict=True)), **pack})
+        found.append(memory)
+    np.testing.assert_array_equal(found[0][..., :140, :140], found[1])
+
+
 def test_refusals() -> None:
-    """It needs statistics, q's type and the rounded shape."""
+    """It needs statistics, q's type, and the shape of the scores or the rounded one."""
     made = Forward()
     wanted = made.graph.tensor((2, 4, 128, 128), name="P", data_type=HALF)
     with pytest.raises(RuntimeError, match="generate_stats=True"):
         made.sdpa(debug_softmax=wanted, is_inference=True, generate_stats=None)
     for dim, dtype, error, said in (
-        ((2, 4, 8, 12), HALF, ValueError, r"P has dim .* expected \(2, 4, 128, 128\)"),
+        ((2, 4, 8, 13), HALF, ValueError, r"P has dim .* expected \(2, 4, 128, 128\)"),
         ((2, 4, 128, 128), FLOAT, dlattn.cudnnGraphNotSupportedError, "of one type"),
     ):
         made = Forward()

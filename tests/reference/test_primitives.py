@@ -81,6 +81,20 @@ def test_reduction(dim: tuple[int, ...], mode: Any, data: st.DataObject) -> None
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@given(st.tuples(*4 * [st.integers(1, 3)]), st.sampled_from((Mode.ADD, Mode.MAX, Mode.AVG)))
+def test_reduction_of_neighbours(sizes: tuple[int, ...], mode: Any) -> None:
+    """Result i of m, of n entries, is of those that a product with m matrices gives matrix i."""
+    rows, row_groups, columns, column_groups = sizes
+    x = np.random.default_rng(0).standard_normal((rows * row_groups, columns * column_groups))
+    found = one(x, "reduction", mode, change=lambda y: y.set_dim((rows, columns)))
+    function = {Mode.ADD: np.sum, Mode.MAX: np.max, Mode.AVG: np.mean}[mode]
+    for i in range(rows):
+        for j in range(columns):
+            mine = x[np.arange(len(x)) * rows // len(x) == i]
+            mine = mine[:, np.arange(x.shape[1]) * columns // x.shape[1] == j]
+            np.testing.assert_allclose(found[i, j], function(mine), rtol=1e-12)
+
+
 def test_reduction_without_a_shape() -> None:
     """Nothing is reduced, as in cuDNN."""
     x = np.array([[-1.0, 2.0]])

@@ -292,9 +292,10 @@ def test_keys() -> None:
 
 
 def test_opaque_s() -> None:
-    """S in cuDNN's opaque layout is an output on the CPU: what is in it, only dlattn says."""
+    """What is in cuDNN's opaque layout, only attention says: no other graph writes it."""
     made = graph()
     x = made.tensor((1, 1, 2, 4), name="x")
-    s, _ = made.softmax(x)
+    s, _ = made.softmax(x, name="softmax")
     s.set_output(True).set_reordering_type(cudnn.tensor_reordering.F16x16)
-    made.validate()
+    with pytest.raises(NotSupported, match="in the layout F16x16.*'softmax' is no softmax of"):
+        made.validate()

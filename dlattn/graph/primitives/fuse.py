@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -28,7 +28,8 @@ from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import band
 from dlattn.graph.primitives.readers import MASKED
 from dlattn.graph.tensor import Tensor
-from dlattn.graph.vocabulary import diagonal_alignment
+from dlattn.graph.vocabulary import diagonal_alignment, tensor_reordering
+from dlattn.problem import Bias, GivenMask, Problem, Stored, StoredSigns
 from dlattn.runtime.target import Target
 
 #: What of a softmax can be an output -> the output of ``sdpa`` that it is.
@@ -40,23 +41,57 @@ class Attention:
     """An attention found among primitive operations.
 
     Attributes:
-        node: the same as an ``sdpa`` node. Of a k that is given transposed it has a tensor of its
-            own, in place of the graph's.
-        k: the graph's tensor of a transposed k, or None.
+        node: the same as an ``sdpa`` or ``sdpa_backward`` node. Of a k or v that is given
+            transposed, and of S, it has a tensor of its own, in place of the graph's. A backward
+            may have no o; that of S has S as its bias, and as its keep mask, and no statistics.
+        declared: role -> the graph's tensor, of those.
         numbers: as in :class:`dlattn.graph.lower.Lowered`.
     """
 
     node: AttentionNode
-    k: Tensor | None
+    declared: Mapping[str, Tensor]
     numbers: tuple[HostNumber, ...]
+
+    @property
+    def reads_s(self) -> bool:
+        """Whether it is a backward of S."""
+        return "dQ" in self.node.outputs and "stats" not in self.node.inputs
 
     def lower(self, target: Target, compute: data_type) -> Lowered:
         """See :func:`dlattn.graph.lower.lower`."""
         lowered = lower(self.node, target, compute)
-        if self.k is not None:
-            tensors = {**lowered.tensors, "k": self.k}
-            lowered = replace(lowered, tensors=tensors, transposed=frozenset({"k"}))
-        return replace(lowered, numbers=self.numbers)
+        problem = lowered.problem
+        if isinstance(problem, Problem) and self.reads_s:
+            problem = of_stored(problem)
+        return replace(
+            lowered,
+            problem=problem,
+            tensors={**lowered.tensors, **self.declared},
+            transposed=frozenset(self.declared) & {"k", "v"},
+            numbers=self.numbers,
+        )
+
+
+def of_stored(problem: Problem) -> Problem:
+    """A problem whose bias is S, and whose keep mask is that of its signs."""
+    edits = (Stored(**vars(edit)) if isinstance(edit, Bias) else edit for edit in problem.edits)
+    mask = problem.dropout
+    return replace(
+        problem,
+        edits=tuple(edits),
+        dropout=StoredSigns(**vars(mask)) if isinstance(mask, GivenMask) else mask,
+    )
+
+
+def plain(t: Tensor) -> Tensor:
+    """S, as a tensor that anybody may read."""
+    unordered = replace(t.attributes, reordering_type=tensor_reordering.NONE, inferred=frozenset())
+    return Tensor(unordered)
+
+
+def is_opaque(t: Tensor) -> bool:
+    """Whether only attention may read a tensor: S, or dP."""
+    return t.get_reordering_type() is tensor_reordering.F16x16
 
 
 def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
@@ -69,7 +104,7 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
     results = {t: found for t, found in known.items() if not t.get_is_virtual()}
     outputs: dict[str, tuple[Tensor, PrimitiveNode, Meaning]] = {}
     for t, (node, means) in results.items():
-        role = _role(means)
+        role = _role(means, t)
         if role is None or role in outputs:
             raise Misfit(
                 node,
@@ -87,19 +122,28 @@ def attention(nodes: Sequence[PrimitiveNode]) -> Attention:
             raise Misfit(other, f"writes {t.get_name()}, which is of other scores.")
         if isinstance(meaning, Drawn) and means.weights.mask is not meaning:
             raise Misfit(other, f"writes {t.get_name()}, by which nothing is dropped.")
+        if isinstance(meaning, Weights) and meaning != replace(means.weights, scales=()):
+            raise Misfit(other, f"writes {t.get_name()}, which is not what is left by dropout.")
         if isinstance(meaning, OfScores):
             if t.get_data_type() is not data_type.FLOAT:
                 raise Misfit(other, f"writes {t.get_name()} as {t.get_data_type()}, not FLOAT.")
-    asked = {it.compute_data_type for it, _ in known.values()}
-    compute = data_type.DOUBLE if data_type.DOUBLE in asked else node.compute_data_type
+    compute = compute_type(known, node)
     return _attention(node, means, {role: t for role, (t, _, _) in outputs.items()}, compute)
 
 
-def _role(means: Meaning) -> str | None:
+def compute_type(known: Mapping[Any, tuple[PrimitiveNode, Any]], last: PrimitiveNode) -> data_type:
+    """DOUBLE if any node asks for that, else what the last asks for."""
+    asked = {node.compute_data_type for node, _ in known.values()}
+    return data_type.DOUBLE if data_type.DOUBLE in asked else last.compute_data_type
+
+
+def _role(means: Meaning, t: Tensor) -> str | None:
     if isinstance(means, Output):
         return "o"
     if isinstance(means, Drawn):
         return "rng_dump"
+    if isinstance(means, Weights):
+        return "debug_softmax" if is_opaque(t) and not means.scales else None
     return _STATISTICS.get(means.what) if isinstance(means, OfScores) else None
 
 
@@ -111,20 +155,17 @@ def _attention(
     node: PrimitiveNode, found: Output, outputs: dict[str, Tensor], compute: data_type
 ) -> Attention:
     weights, scores = found.weights, found.weights.scores
-    numbers: list[HostNumber] = [
-        _number(t, f"a number of at most {MASKED:g}, for masked scores", lambda x: x <= MASKED)
-        for t in scores.fills
-    ]
+    numbers = mask_numbers(scores)
     q, k = scores.q.tensor, scores.k.tensor
-    seen = k if scores.k.transposed else _swapped(k)
+    seen = as_rows(scores.k)
     given: dict[str, Any] = {
         **{name: p.default for name, p in signature(Operations.sdpa).parameters.items()},
         "q": q,
         "k": seen,
         "v": found.v.tensor,
         "generate_stats": "stats" in outputs,
-        "attn_scale": _scale(node, scores.scales),
-        **_masks(node, scores, found.lengths),
+        "attn_scale": scale(node, scores.scales),
+        **masks(node, scores, found.lengths),
         "score_max": outputs.get("score_max"),
         "score_sum_exp": outputs.get("score_sum_exp"),
         "rng_dump": outputs.get("rng_dump"),
@@ -132,21 +173,32 @@ def _attention(
         **_dropout(node, weights, numbers),
     }
     found_node = sdpa_node(node.name, given)
+    made = {role: plain(t) if is_opaque(t) else t for role, t in sorted(outputs.items())}
+    declared = {role: t for role, t in outputs.items() if is_opaque(t)}
     return Attention(
-        replace(found_node, outputs={role: outputs[role] for role in sorted(outputs)}),
-        None if seen is k else k,
+        replace(found_node, outputs=made),
+        declared if seen is k else {**declared, "k": k},
         tuple(numbers),
     )
 
 
-def _swapped(t: Tensor) -> Tensor:
-    """A tensor like this one whose last two axes are swapped."""
-    it = t.attributes
+def mask_numbers(scores: Scores) -> list[HostNumber]:
+    """What masked scores are set to, of numbers that packs hold."""
+    wanted = f"a number of at most {MASKED:g}, for masked scores"
+    return [host_number(t, wanted, lambda x: x <= MASKED) for t in scores.fills]
+
+
+def as_rows(given: Given) -> Tensor:
+    """A k or v that a product takes transposed, (B, H, Skv, D): what the user declared, or a tensor
+    like it whose last two axes are swapped."""
+    if given.transposed:
+        return given.tensor
+    it = given.tensor.attributes
     dim, stride = ((*x[:2], x[3], x[2]) for x in (it.dim, it.stride))
     return Tensor(replace(it, dim=dim, stride=stride, inferred=frozenset()))
 
 
-def _scale(node: PrimitiveNode, factors: tuple[Factor, ...]) -> Any:
+def scale(node: PrimitiveNode, factors: tuple[Factor, ...]) -> Any:
     """What scores are multiplied by: a number, or a tensor."""
     constants = [x for x in factors if x.tensor.attributes.value is not None]
     tensors = [x.tensor for x in factors if x.tensor.attributes.value is None]
@@ -170,7 +222,7 @@ def _constant(node: PrimitiveNode, factors: tuple[Factor, ...]) -> float:
     return product
 
 
-def _masks(
+def masks(
     node: PrimitiveNode, scores: Scores, lengths: tuple[tuple[str, Tensor], ...]
 ) -> dict[str, Any]:
     """The bias, lengths and diagonals, as arguments of ``sdpa``."""
@@ -210,9 +262,9 @@ def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -
     if mask is None:
         return {}
     if isinstance(mask, Given):
-        return {"dropout": (mask.tensor, _scale(node, weights.scales))}
+        return {"dropout": (mask.tensor, scale(node, weights.scales))}
     keep = mask.node.numbers["bernoulli_probability"]
-    _check_drawn(mask.node, weights.scores)
+    check_drawn(mask.node, weights.scores)
     unknown = [x.tensor for x in weights.scales if x.tensor.attributes.value is None]
     known = tuple(x for x in weights.scales if x.tensor.attributes.value is not None)
     if known and (unknown or not math.isclose(_constant(node, known), 1 / keep, rel_tol=1e-3)):
@@ -225,16 +277,16 @@ def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -
         )
     for t in unknown:
         wanted = f"{1 / keep:g}, the inverse of the probability to keep"
-        numbers.append(_number(t, wanted, lambda x: math.isclose(x, 1 / keep, rel_tol=1e-3)))
+        numbers.append(host_number(t, wanted, lambda x: math.isclose(x, 1 / keep, rel_tol=1e-3)))
     seed, offset = mask.node.inputs.values()
     return {"dropout": (1 - keep, seed, offset)}
 
 
-def _check_drawn(rng: PrimitiveNode, scores: Scores) -> None:
+def check_drawn(rng: PrimitiveNode, scores: Scores) -> None:
     (drawn,) = (t.attributes.dim for t in rng.outputs.values())
     if drawn != scores.dim:
         raise Misfit(rng, f"draws {drawn}; expected {scores.dim}, as scores are.")
 
 
-def _number(t: Tensor, wanted: str, accepts: Any) -> HostNumber:
+def host_number(t: Tensor, wanted: str, accepts: Any) -> HostNumber:
     return HostNumber(t, spec_of(t.get_name() or "a number", t.attributes), wanted, accepts)

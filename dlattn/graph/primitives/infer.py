@@ -255,10 +255,11 @@ def _check_shape_given(node: PrimitiveNode, operand: str) -> None:
     if node.operation == "reduction":
         given = node.inputs["input"].attributes.dim
         if len(it.dim) != len(given) or any(
-            size not in (1, whole) for size, whole in zip(it.dim, given, strict=True)
+            whole % size for size, whole in zip(it.dim, given, strict=True)
         ):
             raise InvalidGraphError(
-                f"{label} has dim {it.dim}; expected {given}, with 1 for each axis to reduce."
+                f"{label} has dim {it.dim}; expected {given}, with 1 for each axis to reduce, or a "
+                "divisor for an axis of which neighbours are reduced."
             )
     if node.operation == "reshape":
         given = node.inputs["input"].attributes.dim

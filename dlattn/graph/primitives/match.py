@@ -6,9 +6,11 @@ gives a meaning to nothing is the first that does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dlattn.dtypes import data_type
+from dlattn.graph.primitives.gradients import Signs
 from dlattn.graph.primitives.meanings import (
     Drawn,
     Given,
@@ -26,13 +28,18 @@ from dlattn.graph.tensor import tensor
 _POSITIONS = (*INTEGERS, data_type.FLOAT, data_type.DOUBLE)
 
 
-def read(nodes: Sequence[PrimitiveNode]) -> dict[tensor, tuple[PrimitiveNode, Meaning]]:
+def read(
+    nodes: Sequence[PrimitiveNode], meaning: Callable[..., Any] = meaning
+) -> dict[tensor, tuple[PrimitiveNode, Any]]:
     """What every tensor that some output depends on means, and which node makes it.
+
+    Args:
+        meaning: what the first result of a node means, by what its operands mean.
 
     Raises:
         Misfit: a node does not fit.
     """
-    known: dict[tensor, tuple[PrimitiveNode, Meaning]] = {}
+    known: dict[tensor, tuple[PrimitiveNode, Any]] = {}
     for node in needed(nodes):
         operands = [known[t][1] if t in known else Given(t) for t in node.inputs.values()]
         means = meaning(node, *operands)
@@ -61,7 +68,7 @@ def needed(nodes: Sequence[PrimitiveNode]) -> list[PrimitiveNode]:
 
 def _check_types(node: PrimitiveNode, means: Meaning) -> None:
     """Floats stay floats, positions stay exact, and what is true or false is so in any type."""
-    if isinstance(means, (Predicate, Drawn)):
+    if isinstance(means, (Predicate, Drawn, Signs)):
         return
     kept: tuple[data_type, ...] = FLOATS
     if isinstance(means, Affine):

@@ -92,7 +92,11 @@ class Primitives(ABC):
         name: str = "",
         group_offset: Any = None,
     ) -> Any:
-        """Reduce the axes of which the result's ``set_dim`` says 1; without it, none."""
+        """Reduce the axes of which the result's ``set_dim`` says 1; without it, none.
+
+        A size that divides the axis reduces neighbours: of n heads, m results are those of n / m
+        heads each, as with grouped heads.
+        """
         return self._add("reduction", arguments(locals()))[0]
 
     def softmax(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dlattn.dtypes import data_type
 from dlattn.graph.primitives.meanings import (
@@ -60,7 +60,8 @@ def _unknown(node: PrimitiveNode, *operands: Meaning) -> NoReturn:
     )
 
 
-def _is_one(x: Meaning) -> bool:
+def is_one(x: Any) -> bool:
+    """A number of the user's."""
     return isinstance(x, Given) and x.is_plain and x.tensor.attributes.elements == 1
 
 
@@ -108,13 +109,13 @@ def _matmul(node: PrimitiveNode, a: Meaning, b: Meaning, *overrides: Meaning) ->
 
 
 def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
-    if _is_one(a) or isinstance(b, (Weights, OfScores)):
+    if is_one(a) or isinstance(b, (Weights, OfScores)):
         a, b = b, a
-    if _is_one(b):
+    if is_one(b):
         assert isinstance(b, Given)
         return _scaled(node, a, Factor(b.tensor))
     if isinstance(a, Weights) and isinstance(b, (Drawn, Given)):
-        if a.mask is None and (isinstance(b, Drawn) or _is_keep_mask(b)):
+        if a.mask is None and (isinstance(b, Drawn) or is_keep_mask(b)):
             return replace(a, mask=b)
         _refuse(node, "multiplies weights by another mask than one of floats or booleans.")
     pair = [x.what for x in (a, b) if isinstance(x, OfScores)]
@@ -127,13 +128,14 @@ def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
     )
 
 
-def _is_keep_mask(x: Given) -> bool:
+def is_keep_mask(x: Given) -> bool:
+    """Whether it may be what probabilities are multiplied by, to drop some."""
     it = x.tensor.attributes
     return x.is_plain and len(it.dim) == 4 and it.dtype in (*FLOATS, *_BOOLEANS)
 
 
 def _div(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
-    if _is_one(b):
+    if is_one(b):
         assert isinstance(b, Given)
         if b.tensor.attributes.value is None:
             _refuse(node, "divides by a number that is not known yet; use tensor_scalar, or mul.")
@@ -213,7 +215,7 @@ def _compare(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
 
 
 def _logical(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
-    x, y = _predicate(a), _predicate(b)
+    x, y = predicate(a), predicate(b)
     joined = x and y and x.joined(y, every=node.operation == "logical_and")
     if joined is None:
         _refuse(node, "joins what is no mask that fused kernels know.")
@@ -221,21 +223,22 @@ def _logical(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
 
 
 def _logical_not(node: PrimitiveNode, x: Meaning) -> Meaning:
-    predicate = _predicate(x)
-    negated = None if predicate is None else predicate.negated()
+    keep = predicate(x)
+    negated = None if keep is None else keep.negated()
     if negated is None:
         _refuse(node, "negates what is no comparison of positions; give the mask negated.")
     return negated
 
 
-def _predicate(x: Meaning) -> Predicate | None:
+def predicate(x: Meaning) -> Predicate | None:
+    """A mask, of positions or of the user's."""
     if isinstance(x, Given) and x.is_plain and x.tensor.get_data_type() in _BOOLEANS:
         return Predicate(masks=(x.tensor,)) if len(x.tensor.attributes.dim) == 4 else None
     return x if isinstance(x, Predicate) else None
 
 
 def _select(node: PrimitiveNode, x: Meaning, y: Meaning, mask: Meaning) -> Meaning:
-    keep = _predicate(mask)
+    keep = predicate(mask)
     if isinstance(y, Scores):
         x, y = y, x
         keep = None if keep is None else keep.negated()
@@ -244,7 +247,7 @@ def _select(node: PrimitiveNode, x: Meaning, y: Meaning, mask: Meaning) -> Meani
     if keep is None or not (keep.every or keep.is_single):
         _refuse(node, "selects by what is no mask that fused kernels know.")
     it = y.tensor.attributes
-    if not _is_one(y) or not (it.value is not None or it.is_pass_by_value):
+    if not is_one(y) or not (it.value is not None or it.is_pass_by_value):
         _refuse(node, "masks with a tensor; give a tensor_scalar, or a number passed by value.")
     if it.value is not None and not it.value <= MASKED:
         _refuse(node, f"masks with {it.value}; masked scores must be at most {MASKED:g}.")
@@ -288,12 +291,12 @@ def _gen_index(node: PrimitiveNode, x: Meaning) -> Meaning:
 
 
 def _transpose(node: PrimitiveNode, x: Meaning) -> Meaning:
-    if not isinstance(x, Given) or not _swaps(node):
+    if not isinstance(x, Given) or not swaps(node):
         _refuse(node, "moves something else than the last two axes of k.")
     return replace(x, transposed=not x.transposed)
 
 
-def _swaps(node: PrimitiveNode) -> bool:
+def swaps(node: PrimitiveNode) -> bool:
     """Whether the last two of four axes are swapped."""
     order = (0, 1, 3, 2)
     if node.operation == "transpose":
