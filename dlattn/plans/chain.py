@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.reference import Reference
 from dlattn.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
 
 #: What may be a link, most specialised first.
@@ -136,8 +138,26 @@ class Chain(Plan):
             plan.build()
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        for plan, its, scratch in self._calls(pointers, workspace):
+            plan.execute(its, scratch, stream)
+
+    @contextmanager
+    def operations(
+        self, pointers: Mapping[str, int], workspace: int
+    ) -> Iterator[Sequence[Operation]]:
+        with ExitStack() as plans:
+            calls = self._calls(pointers, workspace)
+            each = [
+                plans.enter_context(plan.operations(its, scratch)) for plan, its, scratch in calls
+            ]
+            yield [operation for operations in each for operation in operations]
+
+    def _calls(
+        self, pointers: Mapping[str, int], workspace: int
+    ) -> Iterator[tuple[Any, dict[str, int], int]]:
+        """Each plan, its addresses, and its workspace."""
         first = -(-workspace // _ALIGNMENT) * _ALIGNMENT
         made = {role: first + place for role, place in self._places.items()}
         for plan in self.plans:
             its = {role: pointers.get(role) or made[role] for role in plan.geometry.tensors}
-            plan.execute(its, made[""], stream)
+            yield plan, its, made[""]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from dlattn.dtypes import to_numpy
 from dlattn.errors import DlattnError
 from dlattn.plans.base import Plan
+from dlattn.plans.chain import Chain
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.select import PLANS
-from dlattn.problem import Direction, Geometry, Problem, offset_role
+from dlattn.problem import Direction, Geometry, Problem, TensorSpec, offset_role
 from dlattn.runtime import cuda_graph
 from dlattn.runtime.cuda_graph import populate, replayed, update
 from dlattn.runtime.launch import Clear, Launch
@@ -282,3 +284,18 @@ def test_choices(case: Case, direction: Direction, arch: str) -> None:
         launches = [[*plan.first_kernels(), *plan.kernels()] for plan in made]
         assert len({tuple(it.source.text for it in kernels) for kernels in launches}) == len(made)
         assert all(it.shared <= KNOWN[arch].shared_memory for row in launches for it in row)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_nodes_of_a_chain(driver: Driver, arch: str) -> None:
+    """Plans one after another are one line of nodes."""
+    case = Case(
+        batch=2, heads_q=4, heads_k=4, heads_v=4, seq_q=96, seq_kv=96, head_dim_qk=64, head_dim_v=64
+    )  # fmt: skip
+    problem, geometry = described(case, Direction.BACKWARD)
+    tensors = dict(geometry.tensors)
+    del tensors["o"], tensors["stats"]
+    tensors["debug_softmax"] = TensorSpec("S", (2, 4, 96, 96), (36864, 9216, 96, 1), problem.dtype)
+    what = (replace(problem, stats=None), replace(geometry, tensors=tensors), KNOWN[arch])
+    assert Chain.supports(*what) is None
+    check_plan(driver, Chain(*what))
