@@ -18,6 +18,7 @@ from dlattn.problem import TensorSpec, offset_role
 from tests.cases import RAGGED_Q, Case
 from tests.libraries import Library
 from tests.pages import in_memory, into_pages, page_numbers, table
+from tests.score_mods import TENSORS
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
 _MARGIN = 512
@@ -245,11 +246,34 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
         spec = TensorSpec("alibi_slopes", slopes_dim, _packed(slopes_dim), data_type.FLOAT)
         yield "alibi_slopes", _guard(library, spec, "float32", data, False)
+    yield from _mod_tensors(case, library)
     dtypes = dict(zip(("seq_len_q", "seq_len_kv"), case.len_dtypes, strict=True))
     for role, lengths in case.length_tensors().items():
         dim, dtype = (case.batch, 1, 1, 1), dtypes[role]
         data = library.values(lengths, dtype).reshape(dim)
         yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+
+
+def _mod_tensors(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
+    """What a function of scores reads; floats that nothing may read are the case's tails."""
+    for nth, (name, dim) in enumerate(case.mod_dims().items()):
+        axes, dtype = TENSORS[name]
+        home = library if axes else library.host()
+        if name.startswith("documents"):
+            along = np.arange(math.prod(dim)).reshape(dim) * 3 // max(dim)
+            data = library.values((along + case.seed % 2).ravel().tolist(), "float32").reshape(dim)
+        else:
+            data = 0.5 * home.normal(dim, 4 * case.seed + 8 + nth)
+            for entry, ends in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+                if dim[0] == case.batch and "b" in axes:
+                    data[entry, :, ends[0] :] = _TAILS[case.tails] if "q" in axes else 0.0
+                    if "k" in axes:
+                        data[entry, :, :, ends[1] :] = _TAILS[case.tails]
+        stride = _packed(dim)
+        if axes.endswith("k") and case.wild_strides:
+            stride = tuple(2 * step for step in stride)
+        spec = TensorSpec(f"mod_{name}", dim, stride, from_any(Library().dtype(dtype)), not axes)
+        yield f"mod_{name}", _guard(home, spec, dtype, data, False)
 
 
 def _dropout(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:

@@ -40,6 +40,7 @@ from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
 from tests.libraries import Library
 from tests.pages import by_sequence, check_page_ends
+from tests.score_mods import callback
 
 Tensors = Mapping[str, Guarded]
 
@@ -87,7 +88,11 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
 
 
 def run_plan(case: Case, tensors: Tensors) -> None:
-    """Runs the reference plan on NumPy tensors."""
+    """Runs the reference plan on NumPy tensors; with a function of scores, which only graphs call,
+    by a graph."""
+    if case.score_mod is not None:
+        run_graph(case, tensors)
+        return
     for direction, roles in ((Direction.FORWARD, _FORWARD), (Direction.BACKWARD, _BACKWARD)):
         if direction is Direction.BACKWARD and not case.stats:
             return
@@ -305,7 +310,11 @@ def _run_graph_of(
         given["attn_scale"] = case.scale
     if case.page_k or case.page_v:
         given["paged_attention_max_seq_len_kv"] = case.seq_kv
+    mods = {name: declare(graph, f"mod_{name}", tensors) for name in case.mod_dims()}
+    pack |= {t: tensors[f"mod_{name}"].tensor for name, t in mods.items()}
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
+    if case.score_mod is not None:
+        named["score_mod"] = callback(case.score_mod, mods)
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward="dO" in inputs)
     arguments["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None

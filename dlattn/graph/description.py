@@ -36,7 +36,7 @@ def describe(node: Node) -> dict[str, Any]:
         "diagonal": vars(node.diagonal),
         "compute_data_type": node.compute_data_type.name,
         "max_total": dict(node.max_total),
-        "not_supported": list(node.not_supported),
+        "score_mod": None if node.score_mod is None else node.score_mod.described(),
         "tensors": {role: described(t) for role, t in node.tensors.items()},
     }
 

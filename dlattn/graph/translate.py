@@ -14,6 +14,7 @@ from dlattn.graph.primitives import lower as primitive_lower
 from dlattn.graph.primitives.fuse import attention
 from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
+from dlattn.graph.score_mod.meaning import meant
 from dlattn.runtime.target import Target
 
 Node = AttentionNode | PrimitiveNode
@@ -43,15 +44,10 @@ def translate(
         )
     (node,) = nodes
     assert isinstance(node, AttentionNode)
-    if node.not_supported:
-        raise cudnnGraphNotSupportedError(
-            f"{node.operation} {node.name!r} was given {', '.join(node.not_supported)}, which no "
-            "plan supports yet; leave it out, or compute this attention elsewhere."
-        )
     infer.complete(node, types["io_data_type"])
     tensors = ((node.label(role), t) for role, t in node.tensors.items())
     target = choose_target(f"{node.operation} {node.name!r}", tensors, handle)
-    return lower.lower(node, target, types["compute_data_type"])
+    return lower.lower(meant(node, types), target, types["compute_data_type"])
 
 
 def _primitives(

@@ -23,6 +23,7 @@ from dlattn.problem.problem import (
 )
 from dlattn.problem.program import Program, Step, Value
 from dlattn.problem.score import Alibi, Bias, Edit, Scale, SoftCap, Values, Where, alibi_slopes
+from dlattn.problem.score_program import SCORE_MOD_ROLES, Read, ScoreProgram
 
 __all__ = [
     "BLOCK",
@@ -30,6 +31,7 @@ __all__ = [
     "POINTWISE",
     "QUERY_ROLES",
     "RAGGED_ROLES",
+    "SCORE_MOD_ROLES",
     "Alibi",
     "Arithmetic",
     "Band",
@@ -47,7 +49,9 @@ __all__ = [
     "Pointwise",
     "Problem",
     "Program",
+    "Read",
     "Scale",
+    "ScoreProgram",
     "SoftCap",
     "Step",
     "TensorSpec",
