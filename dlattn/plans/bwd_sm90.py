@@ -97,7 +97,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others = int(problem.keeps_scores or bool(problem.dropout and adds))
     others += problem.has_blocks * (3 if problem.ragged else 1)
     others += problem.keeps_scores and reads_to_drop
-    others += problem.keeps_scores and problem.gathers
+    others += problem.bends_scores
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:

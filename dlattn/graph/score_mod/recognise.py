@@ -143,7 +143,9 @@ class _Reader:
                 inputs[role] = t
         padding = node.padding or bounds.seq_len_q is not None or bounds.seq_len_kv is not None
         diagonal = self._joined(Diagonal(bounds.left, bounds.right, bounds.bottom_right))
-        if diagonal is None:
+        # Of lengths that only offsets tell, nobody knows where the corner is.
+        unknown = self._has_ragged and not {*_LENGTHS.values()} <= inputs.keys()
+        if diagonal is None or (bounds.bottom_right and unknown):
             return None
         return replace(node, inputs=inputs, padding=padding, diagonal=diagonal)
 
@@ -165,13 +167,17 @@ class _Reader:
     def _is_length(self, t: tensor) -> bool:
         """Whether a tensor may be an argument: nothing else tells lengths."""
         it, batch = t.attributes, self.node.inputs["q"].attributes.dim[0]
-        told = any(map(self.node.is_ragged, ("q", "k", "v")))
+        told = self._has_ragged
         return (
             it.dim == (batch, 1, 1, 1)
             and (batch == 1 or it.stride[0] == 1)
             and it.dtype in (data_type.INT32, data_type.INT64)
             and not (it.is_pass_by_value or told or self.node.max_seq_kv)
         )
+
+    @property
+    def _has_ragged(self) -> bool:
+        return any(map(self.node.is_ragged, ("q", "k", "v")))
 
     # Positions --------------------------------------------------------------------------------
 
