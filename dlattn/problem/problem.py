@@ -137,6 +137,11 @@ class Problem:
         return not all(edit.constant_derivative for edit in self.edits)
 
     @property
+    def has_program(self) -> bool:
+        """Whether a user's function makes something of scores."""
+        return any(isinstance(edit, ScoreProgram) for edit in self.edits)
+
+    @property
     def gathers(self) -> bool:
         """Whether a user's function reads elements of its own for queries or keys."""
         return any(isinstance(edit, ScoreProgram) and edit.gathers for edit in self.edits)

@@ -141,12 +141,12 @@ def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Arra
 def score_program(
     builder: Builder, result: int, slope: int | None, reads: Sequence[Read]
 ) -> tuple[ScoreProgram, list[int]]:
-    """The lines that results need, and which of the reads those are, in the program's order."""
-    roots = (result,) if slope is None else (result, slope)
-    kept = needed(builder.lines, *roots)
+    """The lines that results need, and which of the reads those are, in the program's order: that
+    in which results need them, whatever else was written before."""
+    kept = _in_order(builder.lines, (result,) if slope is None else (result, slope))
     new = {old: number for number, old in enumerate(kept)}
     lines = [builder.lines[old] for old in kept]
-    used = sorted({int(x.number or 0) for x in lines if x.operation == "read"})
+    used = list(dict.fromkeys(int(x.number or 0) for x in lines if x.operation == "read"))
     return (
         ScoreProgram(
             lines=tuple(
@@ -165,6 +165,20 @@ def score_program(
         ),
         used,
     )
+
+
+def _in_order(lines: Sequence[Line], roots: Sequence[int]) -> list[int]:
+    """What roots depend on, each after its operands."""
+    found: dict[int, None] = {}
+    pending = [(root, False) for root in reversed(roots)]
+    while pending:
+        number, is_ready = pending.pop()
+        if is_ready:
+            found[number] = None
+        elif number not in found:
+            pending.append((number, True))
+            pending.extend((x, False) for x in reversed(lines[number].operands))
+    return list(found)
 
 
 def masked_by_infinity(builder: Builder, result: int) -> int:
