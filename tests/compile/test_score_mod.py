@@ -1,0 +1,146 @@
+"""Kernels with functions of scores compile everywhere, without spilling and without complaints."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from dlattn.config import settings
+from dlattn.dtypes import data_type
+from dlattn.errors import CompileError
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
+from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.decode import Decode
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.score_source import definition
+from dlattn.problem import Direction, Philox, Problem, Scale
+from dlattn.runtime import jit, nvrtc
+from tests.compile.problems import (
+    EDITED_HEAD_DIMS,
+    EDITS,
+    FAMILIES,
+    MASKS,
+    direction_of,
+    every_source,
+    is_decoded,
+    plan_for,
+)
+from tests.compile.programs import MODS, program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        nvrtc.load(settings().cache_dir)
+    except CompileError as missing:
+        pytest.skip(str(missing))
+
+
+#: What a function meets, in turn.
+_TOGETHER: tuple[dict[str, Any], ...] = (
+    {}, {"ragged": True}, {}, {"paged_k": True, "paged_v": True}, {}, {"dropout": Philox()},
+)  # fmt: skip
+
+
+def programmed(family: type[CudaPlan]) -> list[Problem]:
+    """Every function at every class of head dimensions, with masks and other features in turn."""
+    direction, masks = direction_of(family), tuple(MASKS.values())[:4]
+    found = []
+    for i, (dims, name) in enumerate(product(EDITED_HEAD_DIMS, MODS)):
+        problem = Problem(
+            direction,
+            (data_type.BFLOAT16, data_type.HALF)[i % 2],
+            *dims,
+            (Scale(positive=i % 3 != 0), program(name, direction)),
+            masks[i % len(masks)],
+            data_type.FLOAT,
+        )
+        found += [problem, replace(problem, **_TOGETHER[(i + i // 4) % len(_TOGETHER)])]
+    if family is Decode:
+        return [p for p in found if is_decoded(p)]
+    return [p for p in found if not (family is BwdSm90 and register_refusal(p))]
+
+
+@pytest.mark.parametrize(
+    "family, arch", [(family, arch) for family, archs in FAMILIES.items() for arch in archs]
+)
+def test_no_spills_and_no_warnings(
+    family: type[CudaPlan], arch: str, request: pytest.FixtureRequest
+) -> None:
+    """No kernel of any function spills a register or draws a ptxas performance warning."""
+    step = max(1, request.config.getoption("--kernels") // 4)
+    first = FAMILIES[family].index(arch) * step // len(FAMILIES[family])
+    sources = {
+        source.text: (problem, source)
+        for problem in programmed(family)[first::step]
+        for source in every_source(plan_for(family, problem, arch))
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
+        complaints = [
+            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
+            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
+            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_beside_other_kernels(arch: str) -> None:
+    """The gradient of a bias beside a function, and the probabilities, compile everywhere."""
+    backward = Problem(
+        Direction.BACKWARD, data_type.HALF, 64, 64,
+        (Scale(), program("bent", Direction.BACKWARD), *EDITS["rows"]),
+        MASKS["causal"], data_type.FLOAT, d_bias=data_type.FLOAT,
+    )  # fmt: skip
+    for source in every_source(plan_for(BwdSm80, backward, arch)):
+        jit.compile_kernel(source, arch)
+    forward = replace(
+        backward, direction=Direction.FORWARD, d_bias=None,
+        edits=(Scale(), program("documents", Direction.FORWARD)),
+    )  # fmt: skip
+    geometry = plan_for(FwdSm80, forward, arch).geometry
+    spec = replace(geometry.tensors["o"], name="debug_softmax", dim=(2, 4, 384, 384))
+    geometry = replace(geometry, tensors={**geometry.tensors, "debug_softmax": spec})
+    (kernel,) = debug_kernels(forward, geometry)
+    assert not jit.compile_kernel(kernel.source, arch).spill_stores
+
+
+def test_a_function_as_it_is_written() -> None:
+    """The generated struct is what the function says, a line for each operation, and what its
+    derivative needs."""
+    assert (
+        definition(program("capped", Direction.BACKWARD))
+        == """\
+// score_mod
+struct ScoreProgram : Programmed<ScoreProgram, true> {
+  static constexpr bool constant_derivative = false;
+  static constexpr bool reads_positions = true;
+  static DLATTN_DEVICE float value(float score, const Position& at, const ScoreValues& values) {
+    using namespace pointwise;
+    const float x2 = pointwise::mul(score, 0.05f);
+    const float x3 = pointwise::tanh(x2);
+    const float x4 = number<float>(values.p.score_mod[0]);
+    const float x5 = pointwise::mul(x3, x4);
+    return x5;
+  }
+  static DLATTN_DEVICE float derivative(float score, const Position& at, const ScoreValues& values) {
+    using namespace pointwise;
+    const float x2 = pointwise::mul(score, 0.05f);
+    const float x3 = pointwise::tanh(x2);
+    const float x4 = number<float>(values.p.score_mod[0]);
+    const float x7 = pointwise::mul(x3, x3);
+    const float x8 = pointwise::sub(1.0f, x7);
+    const float x9 = pointwise::mul(x8, 0.05f);
+    const float x10 = pointwise::mul(x9, x4);
+    return x10;
+  }
+};
+
+"""
+    )
