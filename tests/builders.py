@@ -18,7 +18,7 @@ from dlattn.problem import TensorSpec, offset_role
 from tests.cases import RAGGED_Q, Case
 from tests.libraries import Library
 from tests.pages import in_memory, into_pages, page_numbers, table
-from tests.score_mods import TENSORS
+from tests.score_mods import TENSORS, mod_data
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
 _MARGIN = 512
@@ -255,25 +255,15 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
 
 
 def _mod_tensors(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
-    """What a function of scores reads; floats that nothing may read are the case's tails."""
+    """What a function of scores reads."""
     for nth, (name, dim) in enumerate(case.mod_dims().items()):
         axes, dtype = TENSORS[name]
         home = library if axes else library.host()
-        if name.startswith("documents"):
-            along = np.arange(math.prod(dim)).reshape(dim) * 3 // max(dim)
-            data = library.values((along + case.seed % 2).ravel().tolist(), "float32").reshape(dim)
-        else:
-            data = 0.5 * home.normal(dim, 4 * case.seed + 8 + nth)
-            for entry, ends in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
-                if dim[0] == case.batch and "b" in axes:
-                    data[entry, :, ends[0] :] = _TAILS[case.tails] if "q" in axes else 0.0
-                    if "k" in axes:
-                        data[entry, :, :, ends[1] :] = _TAILS[case.tails]
-        stride = _packed(dim)
-        if axes.endswith("k") and case.wild_strides:
-            stride = tuple(2 * step for step in stride)
+        data = mod_data(case, home, name, 4 * case.seed + 8 + nth, _TAILS[case.tails])
+        steps = 2 if axes.endswith("k") and case.wild_strides else 1
+        stride = tuple(steps * step for step in _packed(dim))
         spec = TensorSpec(f"mod_{name}", dim, stride, from_any(Library().dtype(dtype)), not axes)
-        yield f"mod_{name}", _guard(home, spec, dtype, data, False)
+        yield spec.name, _guard(home, spec, dtype, data, False)
 
 
 def _dropout(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:

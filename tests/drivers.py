@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from tests import oracle
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
 from tests.libraries import Library
+from tests.libraries import gpu_library as gpu_library
 from tests.pages import by_sequence, check_page_ends
 from tests.score_mods import callback
 
@@ -271,20 +271,6 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
         dropout_mask=arrays.get("dropout_mask"),
         **dropout_numbers(case),
     )
-
-
-@cache
-def gpu_library() -> Library:
-    """PyTorch on CUDA if it is there, else CuPy."""
-    try:
-        import torch
-    except ImportError:
-        torch = None
-    if torch is not None and torch.cuda.is_available():
-        return Library(torch, "cuda")
-    import cupy
-
-    return Library(cupy)
 
 
 def _run_graph_of(

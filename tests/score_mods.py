@@ -6,6 +6,7 @@ score ``"s"``, the positions ``"row"`` and ``"col"``, and those of :data:`TENSOR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,23 @@ def names_in(tree: Tree) -> set[str]:
     if isinstance(tree, tuple):
         return set().union(*map(names_in, tree[1:]))
     return {tree} & set(TENSORS) if isinstance(tree, str) else set()
+
+
+def mod_data(case: Any, library: Any, name: str, seed: int, tail: float) -> Any:
+    """Numbers of a tensor that a case's tree reads; what nothing may read of floats is ``tail``."""
+    dim, axes = case.mod_dims()[name], TENSORS[name][0]
+    if name.startswith("documents"):
+        size = math.prod(dim)
+        numbers = [float(n * 3 // max(dim) + case.seed % 2) for n in range(size)]
+        return library.values(numbers, "float32").reshape(dim)
+    data = 0.5 * library.normal(dim, seed)
+    if dim[0] == case.batch and "b" in axes:
+        for entry, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
+            if "q" in axes:
+                data[entry, :, m:] = tail
+            if "k" in axes:
+                data[entry, :, :, n:] = tail
+    return data
 
 
 def reads_score(tree: Tree) -> bool:

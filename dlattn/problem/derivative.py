@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dlattn.problem.expressions import LEAVES, SLOPES, Builder, Kind, Writer, needed
+from dlattn.problem.activations import SLOPES, Writer
+from dlattn.problem.expressions import LEAVES, Builder, Kind, needed
 
 #: The derivative of a line, if it is not 0 everywhere.
 _Slope = int | None
