@@ -18,7 +18,18 @@ from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.score_source import definition
-from dlattn.problem import Direction, Philox, Problem, Scale
+from dlattn.problem import (
+    POINTWISE,
+    Arithmetic,
+    Direction,
+    Philox,
+    Problem,
+    Read,
+    Scale,
+    ScoreProgram,
+)
+from dlattn.problem.expressions import Builder, Kind
+from dlattn.problem.score_program import score_program, slope_of
 from dlattn.runtime import jit, nvrtc
 from tests.compile.problems import (
     EDITED_HEAD_DIMS,
@@ -117,24 +128,70 @@ def test_beside_other_kernels(arch: str) -> None:
     assert not jit.compile_kernel(kernel.source, arch).spill_stores
 
 
+def everything(direction: Direction, by_value: bool) -> ScoreProgram:
+    """All operations, of all kinds of numbers, and reads of all types."""
+    builder = Builder()
+    total = builder.score()
+    for name, operation in POINTWISE.items():
+        kinds = [Kind.FLOAT]
+        if operation.arithmetic in (Arithmetic.NUMBERS, Arithmetic.COMPARES, Arithmetic.MOVES):
+            kinds += [Kind.INT32, Kind.INT64]
+        for kind in kinds:
+            wide = builder.cast(builder.position(2), Kind.INT64)
+            moved = builder.position(3) if kind is Kind.INT32 else wide
+            first = builder.score() if kind is Kind.FLOAT else moved
+            given = (first, builder.constant(3, kind), builder.constant(5, kind))
+            numbers = {"negative_slope": 0.25} if name.startswith("leaky") else {}
+            made = builder.pointwise(name, *given[: len(operation.operands)], kind=kind, **numbers)
+            total = builder.pointwise("add", total, made)
+    types = ("FLOAT", "HALF", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64", "BOOLEAN")
+    reads = [
+        Read(getattr(data_type, name), by_query=i % 2 == 0, by_key=i % 3 == 0, by_value=by_value)
+        for i, name in enumerate(types)
+    ]
+    for number, read in enumerate(reads):
+        made = builder.cast(builder.read(number, read.kind), Kind.FLOAT)
+        total = builder.pointwise("add", total, made)
+    for axis in (0, 1):
+        total = builder.pointwise("add", total, builder.position(axis))
+    slope = slope_of(builder, total) if direction is Direction.BACKWARD else None
+    return score_program(builder, total, slope, reads)[0]
+
+
+@pytest.mark.parametrize("family", [FwdSm80, BwdSm80])
+def test_every_operation_compiles(family: type[CudaPlan]) -> None:
+    """What a function may hold is C++, whatever registers it takes."""
+    direction = direction_of(family)
+    edits = (Scale(), everything(direction, by_value=family is FwdSm80))
+    problem = Problem(
+        direction, data_type.HALF, 64, 64, edits, MASKS["full"], data_type.FLOAT
+    )  # fmt: skip
+    for source in every_source(plan_for(family, problem, "sm_80")):
+        assert not jit.compile_kernel(source, "sm_80").warnings
+
+
 def test_a_function_as_it_is_written() -> None:
     """The generated struct is what the function says, a line for each operation, and what its
     derivative needs."""
     written = definition(program("capped", Direction.BACKWARD))
     lines = [line.strip() for line in written.splitlines()]
     assert lines[1] == "struct ScoreProgram : Programmed<ScoreProgram, true> {"
-    capped = [
-        "const float x2 = pointwise::mul(score, 0.05f);",
-        "const float x3 = pointwise::tanh(x2);",
-        "const float x4 = number<float>(values.p.score_mod[0]);",
+    value = [
+        "const float x0 = number<float>(values.p.score_mod[0]);",
+        "const float x3 = pointwise::mul(score, 0.05f);",
+        "const float x4 = pointwise::tanh(x3);",
+        "const float x5 = pointwise::mul(x0, x4);",
+        "return x5;",
+        "}",
     ]
-    value = [*capped, "const float x5 = pointwise::mul(x3, x4);", "return x5;", "}"]
     derivative = [
-        *capped,
-        "const float x7 = pointwise::mul(x3, x3);",
+        "const float x0 = number<float>(values.p.score_mod[0]);",
+        "const float x3 = pointwise::mul(score, 0.05f);",
+        "const float x4 = pointwise::tanh(x3);",
+        "const float x7 = pointwise::mul(x4, x4);",
         "const float x8 = pointwise::sub(1.0f, x7);",
         "const float x9 = pointwise::mul(x8, 0.05f);",
-        "const float x10 = pointwise::mul(x9, x4);",
+        "const float x10 = pointwise::mul(x0, x9);",
         "return x10;",
         "}",
     ]
