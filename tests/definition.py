@@ -165,6 +165,25 @@ def _names(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) ->
     return names
 
 
+def modified(
+    case: Case, given: Tensors, like: Any, index: int, head: int, scores: Any
+) -> tuple[Any, Any, Any]:
+    """What the user's function makes of the scores (m, n) of one head, its derivative there, and
+    what it keeps.
+
+    Args:
+        like: the queries (B, Hq, S_q, Dqk), of the type to compute in.
+    """
+    (m, n), xp = scores.shape, _module(like)
+    if case.score_mod is None or not n:
+        return scores, scores.dtype.type(1), True
+    names = _names(case, given, like, index, m, n)
+    names = {name: x[head % x.shape[0]] for name, x in names.items()}
+    made, mask = _edited(xp, case.score_mod[0], names, scores), case.score_mod[1]
+    keep = mask is None or holds(mask, partial(_named, xp, names), 0 * scores, xp)
+    return made.value, made.slope, keep
+
+
 def _named(xp: Any, names: Mapping[str, Any], name: str) -> Dual:
     return Dual(xp, names[name])
 

@@ -13,6 +13,7 @@ from dlattn.dtypes import from_any
 from dlattn.plans.reference import Reference, attention_backward, attention_forward
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_MOD_ROLES,
     Alibi,
     Band,
     Bias,
@@ -241,8 +242,10 @@ def masks_of(case: Case) -> tuple[Mask, ...]:
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
+    modified = (f"mod_{name}" for name in case.mod_dims())
+    roles = dict(zip(modified, SCORE_MOD_ROLES, strict=False))
     return Geometry(
-        tensors={role: t.spec for role, t in tensors.items()},
+        tensors={roles.get(role, role): t.spec for role, t in tensors.items()},
         attn_scale=case.scale_value,
         softcap=case.softcap,
         band_left=case.left,
