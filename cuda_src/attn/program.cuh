@@ -130,9 +130,7 @@ DLATTN_DEVICE float cos(float x) { return cosf(x); }
 DLATTN_DEVICE float tan(float x) { return tanf(x); }
 DLATTN_DEVICE float erf(float x) { return erff(x); }
 DLATTN_DEVICE float tanh(float x) { return any_tanh(x); }
-DLATTN_DEVICE float sigmoid(float x) {
-  return reciprocal_approx(1.f + exp2_approx(-log2_e * x));
-}
+DLATTN_DEVICE float sigmoid(float x) { return reciprocal_approx(1.f + exp2_approx(-log2_e * x)); }
 DLATTN_DEVICE float elu(float x) { return x > 0.f ? x : expm1f(x); }
 DLATTN_DEVICE float softplus(float x) { return max(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
