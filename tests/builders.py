@@ -18,6 +18,7 @@ from dlattn.problem import TensorSpec, offset_role
 from tests.cases import RAGGED_Q, Case
 from tests.libraries import Library
 from tests.pages import in_memory, into_pages, page_numbers, table
+from tests.score_mods import TENSORS, mod_data
 
 #: Bytes before and after each tensor; keeps the alignment that allocators give.
 _MARGIN = 512
@@ -245,11 +246,24 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
         data = 0.2 * library.normal(slopes_dim, 4 * case.seed + 5)
         spec = TensorSpec("alibi_slopes", slopes_dim, _packed(slopes_dim), data_type.FLOAT)
         yield "alibi_slopes", _guard(library, spec, "float32", data, False)
+    yield from _mod_tensors(case, library)
     dtypes = dict(zip(("seq_len_q", "seq_len_kv"), case.len_dtypes, strict=True))
     for role, lengths in case.length_tensors().items():
         dim, dtype = (case.batch, 1, 1, 1), dtypes[role]
         data = library.values(lengths, dtype).reshape(dim)
         yield role, _guard(library, _spec(case, role, dim, dtype), dtype, data, False)
+
+
+def _mod_tensors(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
+    """What a function of scores reads."""
+    for nth, (name, dim) in enumerate(case.mod_dims().items()):
+        axes, dtype = TENSORS[name]
+        home = library if axes else library.host()
+        data = mod_data(case, home, name, 4 * case.seed + 8 + nth, _TAILS[case.tails])
+        steps = 2 if axes.endswith("k") and case.wild_strides else 1
+        stride = tuple(steps * step for step in _packed(dim))
+        spec = TensorSpec(f"mod_{name}", dim, stride, from_any(Library().dtype(dtype)), not axes)
+        yield spec.name, _guard(home, spec, dtype, data, False)
 
 
 def _dropout(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:

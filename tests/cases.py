@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+
+from tests.score_mods import TENSORS, names_in
 
 #: Roles of tensors that may be ragged, by the lengths that their entries have.
 RAGGED_Q = ("q", "o", "stats", "score_max", "score_sum_exp", "dO", "dQ")
@@ -60,6 +63,8 @@ class Case:
         dropout_axes, dropout_layout: of the mask, as of the bias.
         rng_dump: forward and backward write the mask.
         debug_softmax: the forward writes signed probabilities, if it writes stats.
+        score_mod: a function of scores, and what it masks, as trees of :mod:`tests.score_mods`, the
+            second perhaps ``None``; or ``None``.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -114,6 +119,7 @@ class Case:
     dropout_layout: str = "keys"
     rng_dump: bool = False
     debug_softmax: bool = False
+    score_mod: tuple[Any, Any] | None = None
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -193,6 +199,13 @@ class Case:
         if isinstance(self.dropout, float):
             return 1 / (1 - self.dropout)
         return 1.0 if self.dropout is None else 2.0
+
+    def mod_dims(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that the function of scores reads, by name."""
+        if self.score_mod is None:
+            return {}
+        names = set().union(*map(names_in, self.score_mod))
+        return {name: self._broadcast_dim(TENSORS[name][0]) for name in sorted(names)}
 
     def blocks_dim(self) -> tuple[int, ...]:
         batch, heads = (

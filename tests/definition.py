@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import numpy as np
 
 from tests import philox
 from tests.cases import Case
+from tests.score_mods import TENSORS, Dual, holds, on_arrays
 
 Tensors = Mapping[str, Any]
 
@@ -32,6 +34,7 @@ class Entry:
         keep: (m, n) or (Hq, m, n) booleans.
         alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
         kept: (Hq, m, n): 1 where a probability is kept, 0 where it is dropped; 1.0 without dropout.
+        mod: scores (Hq, m, n) -> those that the user's function makes of them; or ``None``.
     """
 
     xp: Any
@@ -45,6 +48,7 @@ class Entry:
     keep: Any
     alive: Any
     kept: Any
+    mod: Callable[[Any], Dual] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,14 @@ def by_entry(
                 added = bias if added is None else added + bias
         if case.blocks is not None:
             keep = keep & _blocks(given, q, index, m, n)
+        mod = None
+        if case.score_mod is not None:
+            edited, mask = case.score_mod
+            names = _names(case, given, q, index, m, n)
+            mod = partial(_edited, xp, edited, names)
+            if mask is not None:
+                like = 0 * (names["row"] + names["col"])
+                keep = keep & holds(mask, partial(_named, xp, names), like, xp)
         e = Entry(
             xp=xp,
             q=q[index, :, :m],
@@ -116,6 +128,7 @@ def by_entry(
             keep=keep,
             alive=keep.any(-1)[..., None] | (sink > -np.inf),
             kept=1.0 if not_dropped is None else not_dropped[index, :, :m, : max(n, 1)],
+            mod=mod,
         )
         for role, x in compute(e).items():
             if role in heads_of:
@@ -132,6 +145,55 @@ def by_entry(
             else:
                 full[role][index, :, :m] = x
     return full
+
+
+def _names(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> dict[str, Any]:
+    """What a function of scores reads of one batch entry; each broadcasts to (Hq, m, n)."""
+    xp = _module(like)
+    names = {
+        "row": _positions(xp, like, m)[None, :, None],
+        "col": _positions(xp, like, max(n, 1))[None, None, :],
+    }
+    for name, dim in case.mod_dims().items():
+        tensor = given[f"mod_{name}"]
+        if not TENSORS[name][0]:
+            names[name] = float(tensor.reshape(1)[0]) + 0 * names["row"]
+            continue
+        # Of no keys, one that is masked.
+        entry = cast(tensor[index % dim[0], :, :m, :n], _dtype(like))
+        names[name] = entry if entry.shape[-1] else 0 * names["row"]
+    return names
+
+
+def modified(
+    case: Case, given: Tensors, like: Any, index: int, head: int, scores: Any
+) -> tuple[Any, Any, Any]:
+    """What the user's function makes of the scores (m, n) of one head, its derivative there, and
+    what it keeps.
+
+    Args:
+        like: the queries (B, Hq, S_q, Dqk), of the type to compute in.
+    """
+    (m, n), xp = scores.shape, _module(like)
+    if case.score_mod is None or not n:
+        return scores, scores.dtype.type(1), True
+    names = _names(case, given, like, index, m, n)
+    names = {name: x[head % x.shape[0]] for name, x in names.items()}
+    made, mask = _edited(xp, case.score_mod[0], names, scores), case.score_mod[1]
+    keep = mask is None or holds(mask, partial(_named, xp, names), 0 * scores, xp)
+    return made.value, made.slope, keep
+
+
+def _named(xp: Any, names: Mapping[str, Any], name: str) -> Dual:
+    return Dual(xp, names[name])
+
+
+def _edited(xp: Any, tree: Any, names: Mapping[str, Any], scores: Any) -> Dual:
+    def leaf(name: str) -> Dual:
+        return Dual(xp, scores, 1 + 0 * scores) if name == "s" else Dual(xp, names[name])
+
+    made = on_arrays(tree, leaf, scores, xp)
+    return Dual(xp, *(x + 0 * scores for x in (made.value, made.slope, made.error)))
 
 
 def _alibi(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:
@@ -218,8 +280,12 @@ def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
         tanh = e.xp.tanh(scores / case.softcap)
         scores, slope = case.softcap * tanh, 1 - tanh**2
         largest = abs(scores)
+    if e.mod is not None:
+        made = e.mod(scores)
+        largest = abs(made.slope) * largest + made.error
+        scores, slope = made.value, made.slope * slope
     if e.added is not None:
-        largest = abs(scores) + e.sizes
+        largest = largest + abs(scores) + e.sizes if e.mod is not None else abs(scores) + e.sizes
         scores = scores + e.added
     return scores, slope, largest
 

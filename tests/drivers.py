@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_MOD_ROLES,
     Alibi,
     Band,
     Bias,
@@ -37,7 +37,9 @@ from tests import oracle
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
 from tests.libraries import Library
+from tests.libraries import gpu_library as gpu_library
 from tests.pages import by_sequence, check_page_ends
+from tests.score_mods import callback
 
 Tensors = Mapping[str, Guarded]
 
@@ -206,8 +208,10 @@ def masks_of(case: Case) -> tuple[Mask, ...]:
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
+    modified = (f"mod_{name}" for name in case.mod_dims())
+    roles = dict(zip(modified, SCORE_MOD_ROLES, strict=False))
     return Geometry(
-        tensors={role: t.spec for role, t in tensors.items()},
+        tensors={roles.get(role, role): t.spec for role, t in tensors.items()},
         attn_scale=case.scale_value,
         softcap=case.softcap,
         band_left=case.left,
@@ -238,20 +242,6 @@ def values_of(case: Case, arrays: Mapping[str, Any]) -> Values:
     )
 
 
-@cache
-def gpu_library() -> Library:
-    """PyTorch on CUDA if it is there, else CuPy."""
-    try:
-        import torch
-    except ImportError:
-        torch = None
-    if torch is not None and torch.cuda.is_available():
-        return Library(torch, "cuda")
-    import cupy
-
-    return Library(cupy)
-
-
 def declare_graph(
     case: Case, tensors: Tensors, roles: Roles, **options: Any
 ) -> tuple[cudnn.pygraph, dict[str, Any]]:
@@ -273,6 +263,10 @@ def declare_graph(
     if case.page_k or case.page_v:
         given["paged_attention_max_seq_len_kv"] = case.seq_kv
     named = {role: t for role, t in given.items() if not role.startswith("dropout_")}
+    mods = {name: declare(graph, f"mod_{name}", tensors) for name in case.mod_dims()}
+    if case.score_mod is not None:
+        named["score_mod"] = callback(case.score_mod, mods)
+    given |= {f"mod_{name}": t for name, t in mods.items()}
     arguments = {**named, **edit_arguments(case), **_mask_arguments(case)}
     arguments["dropout"] = dropout_argument(case, given, backward=backward)
     arguments["dropout_algorithm"] = case.dropout_algorithm if case.is_random else None

@@ -21,12 +21,17 @@ from tests.drivers import (
     geometry_of,
     masks_of,
     problem_of,
+    run_graph,
     values_of,
 )
 
 
 def run_plan(case: Case, tensors: Tensors) -> None:
-    """Runs the reference plan on NumPy tensors."""
+    """Runs the reference plan on NumPy tensors; with a function of scores, which only graphs call,
+    by a graph."""
+    if case.score_mod is not None:
+        run_graph(case, tensors)
+        return
     for direction, roles in ((Direction.FORWARD, FORWARD), (Direction.BACKWARD, BACKWARD)):
         if direction is Direction.BACKWARD and not case.stats:
             return

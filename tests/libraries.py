@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -63,3 +64,17 @@ class Library:
     def host(self) -> Library:
         """The same library in host memory."""
         return Library(self.xp) if self.is_torch else Library(np)
+
+
+@cache
+def gpu_library() -> Library:
+    """PyTorch on CUDA if it is there, else CuPy."""
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    if torch is not None and torch.cuda.is_available():
+        return Library(torch, "cuda")
+    import cupy
+
+    return Library(cupy)

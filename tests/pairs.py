@@ -47,6 +47,9 @@ def _padded(case: Case) -> Case:
     return replace(case, len_q=(m, m // 2), len_kv=(n - n // 3, n))
 
 
+_CAPPED = ("mul", ("tanh", ("div", "s", 4.0)), 4.0)
+_BENT = ("add", ("mul", ("sigmoid", "s"), "factor"), ("mul", "table", ("sin", "s")))
+
 #: A feature and its levels, one of which each case has. A new one is a line; later lines see the
 #: fields of those before.
 FEATURES: dict[str, tuple[Level, ...]] = {
@@ -68,6 +71,11 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "head dims": (_with(), _with(head_dim_v=32), _with(head_dim_qk=128, head_dim_v=264)),
     "scale": (_with(), _with(scale_as="host"), _with(scale_as="device")),
     "softcap": (_with(), _with(softcap=2.0)),
+    "score mod": (
+        _with(),
+        _with(score_mod=(_CAPPED, ("cmp_eq", "documents_q", "documents_k"))),
+        _with(score_mod=(_BENT, ("cmp_ge", ("add", "row", 60), "col"))),
+    ),
     "bias": (
         _with(),
         _with(bias="float16", d_bias="float16"),

@@ -12,6 +12,7 @@ from dlattn.problem import POINTWISE
 from tests.mha import Mha
 from tests.mha_backward import MhaBackward
 from tests.primitives import EVERY, Single
+from tests.score_mods import Tree, reads_score
 
 #: Element types and longest sequences.
 _PROFILES = {
@@ -155,4 +156,53 @@ EDITS = st.lists(
     | st.tuples(st.just("bias"), st.tuples(*4 * [st.booleans()]))
     | st.tuples(st.sampled_from(("keep", "drop")), st.sampled_from((-1e20, -math.inf)), MASKS),
     max_size=4,
+)
+
+
+#: Functions of scores (see :mod:`tests.score_mods`): smooth enough that roundings stay small.
+_NAMES = st.sampled_from(("s", "s", "slopes", "table", "rows", "columns", "factor"))
+_DISTANCE = ("sub", "col", "row")
+_WHERE = st.sampled_from(
+    [
+        ("cmp_ge", "row", "col"),
+        ("cmp_lt", ("abs", _DISTANCE), 9),
+        ("cmp_gt", ("add", "col", 5), "row"),
+        ("cmp_eq", "documents_q", "documents_k"),
+        ("cmp_neq", ("add", "documents_q", 1), "documents_k"),
+        ("cmp_ge", "row", 3),
+    ]
+)
+_PLACES = st.recursive(
+    _WHERE,
+    lambda x: (
+        st.tuples(st.just("logical_not"), x)
+        | st.tuples(st.sampled_from(("logical_and", "logical_or")), x, x)
+    ),
+    max_leaves=3,
+)
+_TREES = st.recursive(
+    _NAMES,
+    lambda x: (
+        st.tuples(st.sampled_from(("add", "sub", "max", "min")), x, x)
+        | st.tuples(st.sampled_from(("tanh", "sigmoid", "sin", "abs", "relu", "softplus")), x)
+        | st.tuples(st.just("mul"), x, st.sampled_from((0.5, -0.75, 2.0)))
+        | st.tuples(st.just("mul"), x, st.tuples(st.just("tanh"), x))
+        | st.tuples(st.just("binary_select"), x, x, _PLACES)
+    ),
+    max_leaves=4,
+)
+_CAPPED = ("mul", ("tanh", ("div", "s", 4.0)), 4.0)
+
+
+def _of_scores(tree: Tree) -> Tree:
+    """With a part of the score, if it has none."""
+    return tree if reads_score(tree) else ("add", "s", tree)
+
+
+SCORE_MODS = st.tuples(
+    _TREES.map(_of_scores)
+    | st.sampled_from(
+        ["s", _CAPPED, ("add", _CAPPED, ("mul", "slopes", _DISTANCE)), ("add", "s", "table")]
+    ),
+    st.none() | _PLACES,
 )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase
+from tests.primitive_strategies import SCORE_MODS
 from tests.states import States
 
 #: Mostly those that every kernel has.
@@ -115,6 +116,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     bias = draw(st.sampled_from((*[None] * 6, *BIAS_DTYPES)))
     scales = [1.0, -0.5, 0.0, head_dim_qk**-0.5, head_dim_qk**-0.5]
     dropout = draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES)))
+    stats = draw(st.sampled_from((*profile.dtypes[dtype] * 3, None)))
+    mods = st.just(None) if stats == "bfloat16" else st.none() | st.none() | SCORE_MODS
     algorithms = (None, "philox", "flash", "flash") if isinstance(dropout, float) else (None,)
     return Case(
         dtype=dtype,
@@ -132,7 +135,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         right=draw(st.sampled_from((None, 0))),
         page_k=page_k,
         page_v=page_v,
-        stats=draw(st.sampled_from((*profile.dtypes[dtype] * 3, None))),
+        stats=stats,
+        score_mod=draw(mods),
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
@@ -244,6 +248,7 @@ def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
         ragged=(),
         stats=case.stats and ("float64" if case.dtype == "float64" else "float32"),
         row_outputs=(),
+        score_mod=None,
         dropout=case.dropout if case.is_random else None,
         dropout_algorithm=None,
         rng_dump=False,

@@ -232,6 +232,7 @@ struct Params {
   SoftCapSeries softcap_series;
   // (batch, heads_q, seq_q and seq_kv rounded up to 128), like q: signed probabilities.
   TensorRef debug_softmax;
+  BiasRef score_mod[8];  // what a user's function of scores reads; numbers in place of addresses
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

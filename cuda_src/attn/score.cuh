@@ -24,6 +24,7 @@
 #include "attn/added.cuh"
 #include "attn/params.cuh"
 #include "attn/position.cuh"
+#include "attn/program.cuh"
 #include "attn/softcap.cuh"
 #include "attn/stored.cuh"
 #include "base/math.cuh"
@@ -217,7 +218,7 @@ struct Edits<First, Rest...> : Edits<> {
   static constexpr bool reads_positions = First::reads_positions || Edits<Rest...>::reads_positions;
   static constexpr bool reads_memory = First::reads_memory || Edits<Rest...>::reads_memory;
   static constexpr bool stages_bias = First::stages_bias || Edits<Rest...>::stages_bias;
-  using BiasElement = Either<First::reads_memory, typename First::BiasElement,
+  using BiasElement = Either<First::stages_bias, typename First::BiasElement,
                              typename Edits<Rest...>::BiasElement>;
   template <class At>
   static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues& values) {

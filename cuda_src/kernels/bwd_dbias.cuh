@@ -111,7 +111,7 @@ struct BwdDBias {
   static constexpr int dim_v = round_up(Problem::head_dim_v, Tiling::columns);
   static constexpr int access_bytes = Problem::access_bytes;
   static constexpr bool drops = Problem::Dropout::drops;
-  static_assert(Score::is_quick && Score::stages_bias);
+  static_assert(Score::stages_bias);
 
   using Grid = WarpGrid<tile_q, tile_k, Tiling::warps, warps_q>;
   using Scores = typename Grid::Block;
@@ -266,17 +266,29 @@ struct BwdDBias {
 
   // Turns raw products into probabilities.
   DLATTN_DEVICE void exponentiate(Scores& score, const BiasTile& bias, const Walk& walk) const {
-    const auto products = [&](auto visit) {
-      score.for_each([&](float raw, int, int, int i) { visit(raw, i); });
-    };
-    Score::in_form(Score::range(products), values, [&](auto form) {
+    const auto exponentiate_by = [&](auto exponent) {
       score.for_each([&](float& value, int m, int n, int i) {
-        const float inner = Score::inner(form, value, values);
         const float base = -shared.log_sum_exp[first_row + Scores::row(m, i)];
         const BiasedPosition at{position(walk, m, n, i), bias.element(m, n, i)};
-        value = exp2_approx(Score::outer(inner, at, values, base));
+        value = exp2_approx(exponent(value, at, base));
       });
-    });
+    };
+    if constexpr (Score::is_quick) {
+      const auto products = [&](auto visit) {
+        score.for_each([&](float raw, int, int, int i) { visit(raw, i); });
+      };
+      Score::in_form(Score::range(products), values, [&](auto form) {
+        exponentiate_by([&](float raw, const auto& at, float base) {
+          return Score::outer(Score::inner(form, raw, values), at, values, base);
+        });
+      });
+    } else {
+      Score::prepare(score, values);
+      const float log2_factor = Score::factor(values) * log2_e;
+      exponentiate_by([&](float raw, const auto& at, float base) {
+        return fmaf(Score::apply(raw, at, values), log2_factor, base);
+      });
+    }
     if (walk.is_full(p)) return;
     const int first_query = opaque(walk.at.query + first_row);
     const int first_key = opaque(walk.at.key + first_column);

@@ -11,6 +11,7 @@ from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVarian
 from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
 from dlattn.graph.operations import Operations
 from dlattn.graph.primitives.nodes import OPERANDS, OPTIONAL, PrimitiveNode, primitive_node
+from dlattn.graph.score_mod.callback import score_mod
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
@@ -158,7 +159,8 @@ class Declarations(Operations):
 
     def _node(self, operation: str, given: dict[str, Any]) -> AttentionNode | PrimitiveNode:
         if operation in _BUILDERS:
-            return _BUILDERS[operation](given["name"] or operation, given)
+            called = {**given, "score_mod": score_mod(self, operation, given)}
+            return _BUILDERS[operation](given["name"] or operation, called)
         earlier = sum(node.operation == operation for node in self._nodes)
         return primitive_node(operation, given["name"] or f"{operation}.{earlier}", given)
 

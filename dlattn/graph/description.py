@@ -39,7 +39,7 @@ def describe(node: Node) -> dict[str, Any]:
         "max_total": dict(node.max_total),
         "dropout": None if node.dropout is None else _described_dropout(node.dropout),
         "use_deterministic_algorithm": node.deterministic,
-        "not_supported": list(node.not_supported),
+        "score_mod": None if node.score_mod is None else node.score_mod.described(),
         "tensors": {role: described(t) for role, t in node.tensors.items()},
     }
 

@@ -102,7 +102,7 @@ def _check_lengths_are_wanted(node: AttentionNode) -> None:
             f"{node.operation} {node.name!r} has use_padding_mask=True without seq_len_q or "
             "seq_len_kv; give at least one of them."
         )
-    if lengths and not node.padding:
+    if lengths and not node.padding and node.score_mod is None:
         raise InvalidGraphError(
             f"{node.operation} {node.name!r} has {' and '.join(lengths)} without "
             "use_padding_mask=True, so the lengths would do nothing; set the flag or leave them "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
@@ -15,6 +15,7 @@ from dlattn.graph.ragged import has_ragged
 from dlattn.graph.tensor import Attributes, Tensor, tensor
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_MOD_ROLES,
     Alibi,
     Band,
     BlockMask,
@@ -58,6 +59,7 @@ _TYPES = {
     "bias": _FLOATS_AND_BOOLEANS,
     "dropout_mask": _FLOATS_AND_BOOLEANS,
     "dBias": _FLOATS,
+    **dict.fromkeys(SCORE_MOD_ROLES, (*_FLOATS_AND_BOOLEANS, *_INTEGERS, data_type.INT8)),
     "block_mask": (data_type.UINT8,),
     **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
 }
@@ -184,13 +186,17 @@ def spec_of(
 
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
-    """In cuDNN's order: the scale, what bounds it, what is added."""
+    """In cuDNN's order: the scale, what bounds it, the user's function, what is added."""
     edits: list[Edit] = [Scale(positive="attn_scale" not in tensors and node.attn_scale > 0)]
     if node.softcap is not None:
         edits.append(SoftCap())
+    if node.program is not None:
+        edits.append(node.program)
     if "bias" in tensors:
         it, seq_q = tensors["bias"].attributes, tensors["q"].attributes.dim[2]
-        edits.append(bias_edit(it.dim, it.stride, it.dtype, it.alignment, seq_q))
+        bias = bias_edit(it.dim, it.stride, it.dtype, it.alignment, seq_q)
+        # Beside a program it is read element by element.
+        edits.append(bias if node.program is None else replace(bias, aligned=False))
     if node.alibi or "alibi_slopes" in tensors:
         edits.append(Alibi(symmetric=not node.alibi))
     return tuple(edits)
@@ -270,7 +276,7 @@ def _check_memory(node: AttentionNode, tensors: Mapping[str, tensor], target: Ta
     if target.kind == "cpu":
         return
     for role, t in tensors.items():
-        if t.get_is_pass_by_value() and role not in SCALAR_ROLES:
+        if t.get_is_pass_by_value() and role not in (*SCALAR_ROLES, *SCORE_MOD_ROLES):
             raise InvalidGraphError(
                 f"{node.label(role)} is passed by value from the host, but {target} wants it in "
                 "device memory; move it there."

@@ -18,9 +18,10 @@ import numpy as np
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
+from dlattn.graph.score_mod.callback import ScoreMod
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
-from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
+from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, ScoreProgram, offset_role
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {
@@ -35,11 +36,6 @@ TENSOR_ARGUMENTS = {
         *("seq_len_q", "seq_len_kv", "rng_dump", "sink_token", "dSink_token"),
         *("paged_attention_k_table", "paged_attention_v_table"),
     ),
-}
-
-_NOT_SUPPORTED = {
-    "sdpa": ("score_mod",),
-    "sdpa_backward": ("score_mod", "score_mod_bprop"),
 }
 
 #: Tensors that the user may give: to read; and to write, by operation.
@@ -57,7 +53,7 @@ _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
 
 
 #: Soft caps that float32 can divide by.
-_SOFTCAPS = (1e-30, 1e30)
+SOFTCAPS = (1e-30, 1e30)
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,10 @@ class AttentionNode:
         deterministic: ``use_deterministic_algorithm``.
         max_total: argument -> value of those of ``max_total_seq_len_q`` and
             ``max_total_seq_len_kv`` that were given.
-        not_supported: arguments that were given and that no plan understands.
+        score_mod: what the user's functions of scores have added, or None; the tensors that they
+            read are inputs.
+        program: what remains of them when the node has got what they mean (see
+            :func:`dlattn.graph.score_mod.meaning.meant`), or None.
     """
 
     operation: str
@@ -106,7 +105,8 @@ class AttentionNode:
     compute_data_type: data_type
     deterministic: bool
     max_total: Mapping[str, int]
-    not_supported: tuple[str, ...]
+    score_mod: ScoreMod | None = None
+    program: ScoreProgram | None = None
 
     @property
     def direction(self) -> Direction:
@@ -201,6 +201,8 @@ def _node(
     dropout = dropout_argument(operation, given)
     if dropout is not None:
         inputs.update(dropout.inputs)
+    if given["score_mod"] is not None:
+        inputs.update(given["score_mod"].inputs)
     written = {role: given[role] for role in _GIVEN_OUTPUTS[operation] if given[role] is not None}
     _check_written(operation, inputs, written)
     scale = given["attn_scale"]
@@ -232,14 +234,8 @@ def _node(
             for argument in ("max_total_seq_len_q", "max_total_seq_len_kv")
             if (total := _bound(argument, given.get(argument), least=1)) is not None
         },
-        not_supported=tuple(
-            argument for argument in _NOT_SUPPORTED[operation] if not _absent(given[argument])
-        ),
+        score_mod=given["score_mod"],
     )
-
-
-def _absent(value: Any) -> bool:
-    return value is None or (isinstance(value, (bool, np.bool_)) and not value)
 
 
 def _check_written(
@@ -350,7 +346,7 @@ def _softcap(value: Any) -> float | None:
     if value is None:
         return None
     cap = _number("softcap", value)
-    least, most = _SOFTCAPS
+    least, most = SOFTCAPS
     if not least <= cap <= most:
         raise InvalidArgumentError(
             f"softcap must be from {least} to {most}, or None for no soft cap; got {cap}."

@@ -59,8 +59,8 @@ class Operations(Primitives):
         """Scaled dot product attention (cuDNN frontend 1.23 ``sdpa``).
 
         ``o = dropout(softmax(mask(edit(q @ k^T * attn_scale)))) @ v``, and statistics of the final
-        scores. Edits and masks take part in the order: softcap, bias, ALiBi, padding, band,
-        block_mask.
+        scores. Edits and masks take part in the order: softcap, score_mod, bias, ALiBi, padding,
+        band, block_mask.
 
         Args:
             q: (B, Hq, Sq, Dqk), fp16 or bf16 (the reference engine also takes fp32 and fp64); any
@@ -136,6 +136,9 @@ class Operations(Primitives):
             dropout_algorithm: dlattn's own: how ``(p, seed, offset)`` draws: ``"philox"``, the
                 same as ``None``, or ``"flash"``, FlashAttention-2's masks and scale, bit for bit
                 (see :class:`dlattn.problem.FlashDropout`).
+            score_mod: ``function(graph, score)``, called once: adds pointwise operations to a graph
+                and returns the new score; takes part after softcap. See ``docs/score_mod.md``.
+                Lengths given without use_padding_mask are then for it to read.
             debug_softmax: dlattn's own: a tensor to write, of q's type, (B, Hq, Sq, Skv), or
                 with Sq and Skv rounded up to multiples of 128: probabilities before dropout,
                 ``exp(score - stats)``, 0 where nothing is attended or exists, and the sign set
@@ -150,9 +153,6 @@ class Operations(Primitives):
         ``seq_len_kv``; where one is not given, from the distances of q's offsets, and of k's (else
         v's). Offsets keep the alignment that the tensor declares. Packs hold such tensors as
         (tokens, heads, columns) views, memory of one dimension, or addresses.
-
-        The other arguments are cuDNN's too, and not supported yet: ``validate`` refuses them by
-        name with :class:`cudnnGraphNotSupportedError`.
 
         Returns:
             ``[o, stats]``, virtual until ``set_output(True)``; stats is ``None`` when not asked
@@ -221,6 +221,9 @@ class Operations(Primitives):
                 always in the same order; 0 where masked or beyond actual lengths.
             dSink_token: a tensor to write, (1, Hq, 1, 1), fp32: the gradient of sink_token, always
                 summed in the same order.
+            score_mod_bprop: ``function(graph, gradient)``, or ``function(graph, gradient, score)``,
+                called after score_mod: returns the gradient of the score from that of what
+                score_mod returned, linearly. Without it, score_mod is differentiated symbolically.
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
                 dlattn's own here: as in the forward call. dK, or dV, is then a container with as
                 many pages as k, or v, and strides of its own. Every row of a page that holds

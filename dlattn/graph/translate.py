@@ -15,6 +15,7 @@ from dlattn.graph.primitives.fuse import attention, is_opaque
 from dlattn.graph.primitives.fuse_backward import backward, is_backward
 from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
+from dlattn.graph.score_mod.meaning import meant
 from dlattn.runtime.target import Target
 
 Node = AttentionNode | PrimitiveNode
@@ -44,15 +45,10 @@ def translate(
         )
     (node,) = nodes
     assert isinstance(node, AttentionNode)
-    if node.not_supported:
-        raise cudnnGraphNotSupportedError(
-            f"{node.operation} {node.name!r} was given {', '.join(node.not_supported)}, which no "
-            "plan supports yet; leave it out, or compute this attention elsewhere."
-        )
     infer.complete(node, types["io_data_type"])
     tensors = ((node.label(role), t) for role, t in node.tensors.items())
     target = choose_target(f"{node.operation} {node.name!r}", tensors, place)
-    return lower.lower(node, target, types["compute_data_type"])
+    return lower.lower(meant(node, types), target, types["compute_data_type"])
 
 
 def _primitives(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
+from dlattn.problem import SCORE_MOD_ROLES
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -198,6 +200,7 @@ class Params(ctypes.Structure):
         ("dropout_addend", ctypes.c_uint32),
         ("softcap_series", SoftCapSeries),
         ("debug_softmax", TensorRef),
+        *((role, BiasRef) for role in SCORE_MOD_ROLES),
     ]
 
 

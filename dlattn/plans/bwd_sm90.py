@@ -97,6 +97,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others = int(problem.keeps_scores or bool(problem.dropout and adds))
     others += problem.has_blocks * (3 if problem.ragged else 1)
     others += problem.keeps_scores and reads_to_drop
+    others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
@@ -109,6 +110,16 @@ def register_refusal(problem: Problem) -> str | None:
     widest = problem.head_dim_qk + problem.head_dim_v > 384
     crowded = problem.keeps_scores and problem.adds_to_scores
     reads_to_drop = isinstance(problem.dropout, GivenMask)
+    if problem.dropout and problem.bends_scores:
+        return (
+            "dropout marks weights by their signs, which a score_mod may change; one whose "
+            "derivative is 1 leaves them."
+        )
+    if widest and problem.bends_scores and problem.gathers:
+        return (
+            "a score_mod that reads tensors and bends scores takes more registers than head "
+            "dimensions above 384 in sum leave."
+        )
     if problem.dropout and problem.has_blocks:
         return "dropout and block_mask together take more registers than its loaders have."
     if widest and problem.dropout and crowded:

@@ -93,7 +93,7 @@ class CudaPlan(Plan):
         self._ragged_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
         self._host_numbers = [
-            (role, to_numpy(spec.dtype), number_slot(self._params, role))
+            (role, to_numpy(spec.dtype), number_slot(self._params, geometry, role))
             for role, spec in by_value.items()
         ]
         self._slots = [

@@ -100,13 +100,17 @@ BIASED_TILINGS: dict[int, tuple[FwdTiling, ...]] = {
 }
 
 
+#: For what a user's function reads and computes, too.
+PROGRAM_TILINGS = {**BIASED_TILINGS, 128: (FwdTiling(64, 32, 4, 2, 2),)}
+
+
 def fitting_tilings(problem: Problem, target: Target) -> list[FwdTiling]:
     """Those that fit the device's shared memory, the fastest, as measured, first."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     measured = target.capability < (10, 0) and problem.access_bytes == 16
     table = TILINGS if measured else SMALLER_TILINGS
     if problem.has_bias:
-        table = BIASED_TILINGS
+        table = PROGRAM_TILINGS if problem.has_program else BIASED_TILINGS
     tilings = next(
         row
         for limit, row in table.items()

@@ -24,7 +24,15 @@ from dlattn.plans.argument import (
     SoftCapSeries,
     TensorRef,
 )
-from dlattn.problem import PAGE_TABLES, Geometry, TensorSpec, offset_role
+from dlattn.problem import (
+    PAGE_TABLES,
+    SCORE_MOD_ROLES,
+    Geometry,
+    Read,
+    TensorSpec,
+    offset_role,
+)
+from dlattn.problem.expressions import Kind
 from dlattn.problem.problem import SCALAR_ROLES
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``
@@ -75,7 +83,7 @@ def params_for(geometry: Geometry) -> Params:
             setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    for role in BIAS_ROLES:
+    for role in (*BIAS_ROLES, *SCORE_MOD_ROLES):
         if role in geometry.tensors:
             setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
     if "block_mask" in geometry.tensors:
@@ -147,10 +155,14 @@ def _broadcast_strides(spec: TensorSpec) -> list[int]:
     return [step if size > 1 else 0 for size, step in zip(spec.dim, spec.stride, strict=True)]
 
 
-def number_slot(params: Params, role: str) -> ctypes.c_float | ctypes.c_int64:
+def number_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_float | ctypes.c_int64:
     """A view of the field that holds a number in place of an address; assign its ``value``."""
     if role == "attn_scale":
         return ctypes.c_float.from_buffer(params, Params.attn_scale.offset)
+    if role in SCORE_MOD_ROLES:
+        whole = Read(geometry.tensors[role].dtype).kind is not Kind.FLOAT
+        place = ctypes.c_int64 if whole else ctypes.c_float
+        return place.from_buffer(params, getattr(Params, role).offset)
     ref = type(getattr(params, role))
     kind = ctypes.c_float if ref is FloatRef else ctypes.c_int64
     return kind.from_buffer(params, getattr(Params, role).offset + ref.number.offset)

@@ -19,6 +19,7 @@ from dlattn.plans.base import Plan
 from dlattn.plans.host import HostMemory, lengths
 from dlattn.plans.rows import row_delta, row_deltas, sink_gradient
 from dlattn.problem import (
+    SCORE_MOD_ROLES,
     Bias,
     Direction,
     Dropout,
@@ -125,6 +126,7 @@ class Reference(Plan):
             softcap=geometry.softcap,
             bias=tensors.get("bias"),
             block_mask=tensors.get("block_mask"),
+            score_tensors=tuple(tensors[r] for r in SCORE_MOD_ROLES if r in tensors),
             alibi_slopes=_slopes(tensors.get("alibi_slopes"), geometry.heads_q),
             heads_q=geometry.heads_q,
             dropout_p=geometry.dropout_p,

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from dlattn.dtypes import to_cpp
 from dlattn.plans.argument import Params
-from dlattn.problem import Problem
+from dlattn.plans.score_source import definition
+from dlattn.problem import Problem, ScoreProgram
 from dlattn.runtime.jit import KernelSource
 
 
@@ -54,6 +55,7 @@ def kernel_source(
 
 using namespace dlattn;
 
+{"".join(definition(edit) for edit in problem.edits if isinstance(edit, ScoreProgram))}\
 struct Problem {{
   using Element = {to_cpp(problem.dtype)};
   static constexpr int head_dim_qk = {problem.head_dim_qk}, head_dim_v = {problem.head_dim_v};

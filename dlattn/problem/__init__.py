@@ -34,6 +34,7 @@ from dlattn.problem.score import (
     Where,
     alibi_slopes,
 )
+from dlattn.problem.score_program import SCORE_MOD_ROLES, Read, ScoreProgram
 
 __all__ = [
     "BLOCK",
@@ -41,6 +42,7 @@ __all__ = [
     "POINTWISE",
     "QUERY_ROLES",
     "RAGGED_ROLES",
+    "SCORE_MOD_ROLES",
     "Alibi",
     "Arithmetic",
     "Band",
@@ -58,7 +60,9 @@ __all__ = [
     "Pointwise",
     "Problem",
     "Program",
+    "Read",
     "Scale",
+    "ScoreProgram",
     "SoftCap",
     "Step",
     "Stored",

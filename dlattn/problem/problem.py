@@ -14,6 +14,7 @@ from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
 from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
+from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreProgram
 
 #: Roles of one number each, on the device or the host.
 SCALAR_ROLES = (
@@ -21,7 +22,7 @@ SCALAR_ROLES = (
 )
 
 #: Roles that broadcast to (B, H, S_q, S_kv), with any strides.
-BROADCAST_ROLES = ("bias", "dropout_mask")
+BROADCAST_ROLES = ("bias", "dropout_mask", *SCORE_MOD_ROLES)
 #: Whose rows may be paged -> the role of the table that says where the pages are.
 PAGE_TABLES = {"k": "paged_attention_k_table", "v": "paged_attention_v_table"}
 
@@ -115,12 +116,13 @@ class Problem:
     @property
     def adds_to_scores(self) -> bool:
         """Whether what is added depends on positions, which takes registers."""
-        return any(isinstance(edit, (Alibi, Bias)) for edit in self.edits)
+        return any(isinstance(edit, (Alibi, Bias, ScoreProgram)) for edit in self.edits)
 
     @property
     def has_bias(self) -> bool:
-        """Whether an element of a bias is read for each score, which takes more registers."""
-        return any(isinstance(edit, Bias) for edit in self.edits)
+        """Whether an element of a bias, or what a user's function reads and computes, is at hand
+        for each score, which takes more registers."""
+        return any(isinstance(edit, (Bias, ScoreProgram)) for edit in self.edits)
 
     @property
     def has_aligned_bias(self) -> bool:
@@ -136,6 +138,24 @@ class Problem:
     def keeps_scores(self) -> bool:
         """Whether a backward needs scores beside probabilities, which takes registers."""
         return not all(edit.constant_derivative for edit in self.edits)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a user's function makes something of scores."""
+        return any(isinstance(edit, ScoreProgram) for edit in self.edits)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a user's function reads elements of its own for queries or keys."""
+        return any(isinstance(edit, ScoreProgram) and edit.gathers for edit in self.edits)
+
+    @property
+    def bends_scores(self) -> bool:
+        """Whether the derivative of the edits may be negative: signs of weights then tell nothing
+        of dropout."""
+        return any(
+            isinstance(edit, ScoreProgram) and not edit.constant_derivative for edit in self.edits
+        )
 
 
 @dataclass(frozen=True)
@@ -174,8 +194,9 @@ class Geometry:
             sink_token dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes
             block_mask paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
             dropout_mask dropout_scale dropout_scale_inv rng_dump debug_softmax delta cu_seqlens_q
-            cu_seqlens_kv``, and the :func:`offset_role` of each ragged tensor and packed table; an
-            absent role is an absent feature. ``cu_seqlens_kv`` tells lengths of paged keys, too.
+            cu_seqlens_kv``, those of :data:`SCORE_MOD_ROLES`, and the :func:`offset_role` of each
+            ragged tensor and packed table; an absent role is an absent feature. ``cu_seqlens_kv``
+            tells lengths of paged keys, too.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

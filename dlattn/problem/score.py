@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ class Values:
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
         heads_q: query heads of a batch entry.
+        score_tensors: what a function of scores reads; each broadcasts like bias.
         dropout_p, dropout_seed, dropout_offset: of Philox.
         dropout_mask: nonzero where probabilities are kept; broadcasts like bias; or None.
         dropout_scale: what kept probabilities are multiplied by.
@@ -60,6 +61,7 @@ class Values:
     alibi_slopes: Array | None = None
     bias: Array | None = None
     block_mask: Array | None = None
+    score_tensors: tuple[Array, ...] = ()
     heads_q: int = 1
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -78,14 +80,13 @@ def read_at(tensor: Array, where: Where) -> Array:
 
 
 class Edit(ABC):
-    """A pointwise change of the score.
+    """A pointwise change of the score."""
 
-    Attributes:
-        constant_derivative: whether the derivative is the same for every score: kernels then need
-            not keep scores until they have the gradient.
-    """
-
-    constant_derivative: ClassVar[bool] = True
+    @property
+    def constant_derivative(self) -> bool:
+        """Whether the derivative is the same for every score: kernels then need not keep scores
+        until they have the gradient."""
+        return True
 
     @property
     @abstractmethod
@@ -127,7 +128,9 @@ class Scale(Edit):
 class SoftCap(Edit):
     """``softcap * tanh(score / softcap)``, the first edit after the scale."""
 
-    constant_derivative = False
+    @property
+    def constant_derivative(self) -> bool:
+        return False
 
     @property
     def cpp(self) -> str:

@@ -14,7 +14,7 @@ from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import make_tensors
 from tests.cases import Case
-from tests.definition import kept_by
+from tests.definition import kept_by, modified
 from tests.libraries import Library
 from tests.pages import by_sequence
 from tests.strategies import cases
@@ -62,6 +62,9 @@ def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
             s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
         else:
             s, slope = (q @ k.T) * (np.float32(case.scale_value) * log2e), np.float32(1)
+        if case.score_mod is not None:
+            edited, bend, kept = modified(case, given, arrays["q"], b, h, s / log2e)
+            s, slope, keep = edited * log2e, slope * bend, keep & kept
         if case.bias:
             bias = np.broadcast_to(given["bias"], (case.batch, case.heads_q, *case.bias_dim()[2:]))
             bias = bias[b, h][:m, :n]

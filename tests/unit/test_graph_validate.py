@@ -14,31 +14,6 @@ NotSupported = cudnn.cudnnGraphNotSupportedError
 # Not supported ------------------------------------------------------------------------------------
 
 
-def given(graph, argument):
-    """A value for an argument that no plan understands."""
-    if argument.startswith("score_mod"):
-        return lambda graph, score: score
-    return graph.tensor((1, 1, 1, 1), name=argument)
-
-
-@pytest.mark.parametrize("argument", ["score_mod"])
-def test_forward_arguments_without_a_plan(argument):
-    """They are accepted by the call and refused by validate, by name, whatever they are."""
-    made = Forward()
-    made.sdpa(**{argument: given(made.graph, argument)})
-    with pytest.raises(NotSupported, match=rf"sdpa 'sdpa' was given {argument},"):
-        made.validate()
-
-
-@pytest.mark.parametrize("argument", ["score_mod", "score_mod_bprop"])
-def test_backward_arguments_without_a_plan(argument):
-    """The same for the backward."""
-    made = Backward()
-    made.sdpa(**{argument: given(made.graph, argument)})
-    with pytest.raises(NotSupported, match=rf"sdpa_backward 'bwd' was given {argument},"):
-        made.validate()
-
-
 def test_absent_means_none_or_false():
     """None and False ask for nothing."""
     made = Forward()

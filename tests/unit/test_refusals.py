@@ -118,8 +118,7 @@ def integer_scale() -> None:
     assert Forward().sdpa(attn_scale=2).graph.lowered.geometry.attn_scale == 2.0
 
 
-_no_score_mod = "was given score_mod,"
-_score_mod = {"score_mod": lambda graph, score: score, "use_causal_mask": True}
+_capped: dict[str, Any] = {"score_mod": (("mul", ("tanh", "s"), "slopes"), None)}
 _ragged: dict[str, Any] = {"ragged": (*RAGGED_Q, *RAGGED_KV), "len_q": (20, 3), "len_kv": (33, 7)}
 _paged: dict[str, Any] = {"page_k": 8, "page_v": 16, "len_q": (20, 3), "len_kv": (33, 7)}
 _wide = {"seq_q": 5, "seq_kv": 7, "scale": 0.06}
@@ -167,7 +166,9 @@ LIFTED["F18"] = all_of(
 LIFTED["F19"] = all_of(right(left=9, bias="float32"), right(left=9, right=0, bias="float32"))
 LIFTED["F20"] = right(alibi="cudnn")
 LIFTED["F21"] = all_of(right(alibi="H"), right(alibi="BH", bottom_right=True, right=3))
-REFUSED["F22"] = refuses(Forward, _score_mod, _no_score_mod)
+LIFTED["F22"] = all_of(
+    right(**_capped, alibi="cudnn", right=0), right(**_capped, len_q=(20, 3), left=9)
+)
 LIFTED["F23"] = right(seq_q=1, sink=0.5)
 LIFTED["F24"] = right(seq_q=1, dropout=0.1)
 REFUSED["F25"] = refuses(
@@ -244,7 +245,9 @@ LIFTED["B6"] = all_of(
 LIFTED["B7"] = all_of(right(left=0, right=9), right(left=-3, seq_q=40))
 LIFTED["B8"] = right(seq_q=40, left=9, right=2)
 LIFTED["B9"] = right(**_ragged, lengths_as="offsets", left=9, right=2)
-REFUSED["B10"] = refuses(Backward, _score_mod, _no_score_mod)
+LIFTED["B10"] = all_of(
+    right(**_capped, alibi="H", right=0), right(**_capped, len_kv=(33, 7), left=9)
+)
 LIFTED["B11"] = all_of(right(blocks=0.5, blocks_axes="h", seq_q=300, seq_kv=140), right(**_paged))
 LIFTED["B12"] = right(deterministic=True)
 LIFTED["B13"] = right(bias="float16", d_bias="float16")

@@ -24,11 +24,16 @@ _COMPUTES = (data_type.FLOAT, data_type.DOUBLE, data_type.INT32, data_type.INT64
 _MOVES = ("gen_index", "transpose", "reshape", "rng")
 
 
-def complete(nodes: Iterable[PrimitiveNode], types: Mapping[str, data_type]) -> None:
+def complete(
+    nodes: Iterable[PrimitiveNode],
+    types: Mapping[str, data_type],
+    known: frozenset[tensor] = frozenset(),
+) -> None:
     """Set what was left out, node by node, and check the rest.
 
     Args:
         types: ``io_data_type``, ``intermediate_data_type`` and ``compute_data_type`` of the graph.
+        known: what is complete, made by no node, and left as it is.
 
     Raises:
         InvalidGraphError: a shape is missing, or does not fit the others, or a type is missing.
@@ -36,9 +41,9 @@ def complete(nodes: Iterable[PrimitiveNode], types: Mapping[str, data_type]) -> 
     """
     nodes = list(nodes)
     for node in nodes:
-        for t in node.tensors.values():
+        for t in set(node.tensors.values()) - known:
             t.attributes.forget_inferred()
-    made: set[tensor] = set()
+    made = set(known)
     for node in nodes:
         for operand, t in node.inputs.items():
             if t not in made:

@@ -1,0 +1,132 @@
+"""Writing the score edit that a user's function of scores becomes, in C++.
+
+Each line of the program is a line of the struct; ``cuda_src/attn/program.cuh`` has what they call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dlattn.dtypes import data_type, to_cpp
+from dlattn.problem import Read, ScoreProgram
+from dlattn.problem.expressions import Kind, Line, needed
+
+_POSITIONS = ("at.batch", "at.head", "query(at)", "key(at)")
+_INTEGERS = {
+    data_type.INT8: "signed char",
+    data_type.UINT8: "unsigned char",
+    data_type.INT32: "int",
+    data_type.INT64: "int64",
+    data_type.BOOLEAN: "bool",
+}
+
+
+def definition(program: ScoreProgram) -> str:
+    """The struct of a program, of the name that its ``cpp`` says."""
+    slope = program.slope
+    functions = [_function(program, "value", program.result)]
+    if slope is not None and not program.constant_derivative:
+        functions.append(_function(program, "derivative", slope))
+    return f"""\
+// score_mod
+struct {program.cpp} : Programmed<{program.cpp}, {_said(_is_guarded(program))}> {{
+  static constexpr bool constant_derivative = {_said(program.constant_derivative)};
+  static constexpr bool reads_positions = {_said(_reads_positions(program))};
+{"".join(functions)}}};
+
+"""
+
+
+def _said(value: bool) -> str:
+    return str(value).lower()
+
+
+def _is_guarded(program: ScoreProgram) -> bool:
+    """Whether it may not be computed of elements that do not exist."""
+    return program.slope is not None or program.gathers
+
+
+def _reads_positions(program: ScoreProgram) -> bool:
+    moved = any(line.operation in ("position", "read") for line in program.lines)
+    return moved or _is_guarded(program)
+
+
+def _function(program: ScoreProgram, name: str, result: int) -> str:
+    lines = program.lines
+    used = needed(lines, result)
+    body = "".join(
+        f"    const {_type(lines[n])} x{n} = {_expression(lines, n, program.reads)};\n"
+        for n in used
+        if lines[n].operation not in ("score", "constant")
+    )
+    return f"""\
+  static DLATTN_DEVICE float {name}(float score, const Position& at, const ScoreValues& values) {{
+    using namespace pointwise;
+{body}    return {_operand(lines, result)};
+  }}
+"""
+
+
+def _type(line: Line) -> str:
+    return line.kind.value
+
+
+def _operand(lines: Sequence[Line], number: int) -> str:
+    line = lines[number]
+    if line.operation == "score":
+        return "score"
+    return _literal(line) if line.operation == "constant" else f"x{number}"
+
+
+def _literal(line: Line) -> str:
+    value = line.number
+    assert value is not None
+    if line.kind is Kind.BOOLEAN:
+        return _said(bool(value))
+    if line.kind is not Kind.FLOAT:
+        return f"{_type(line)}({int(value)}ll)"
+    if math.isnan(value):
+        return "__int_as_float(0x7fffffff)"
+    # What float32 does not reach is infinite in it.
+    if abs(value) > 3.4028235677973366e38:
+        return "infinity()" if value > 0 else "-infinity()"
+    return f"{float(value)!r}f"
+
+
+def _expression(lines: Sequence[Line], number: int, reads: Sequence[Read]) -> str:
+    line = lines[number]
+    operands = ", ".join(_operand(lines, x) for x in line.operands)
+    if line.operation == "position":
+        assert line.number is not None
+        return _POSITIONS[int(line.number)]
+    if line.operation == "read":
+        assert line.number is not None
+        return _read(int(line.number), reads[int(line.number)])
+    if line.operation == "cast":
+        return _cast(lines, line)
+    return f"pointwise::{line.operation}({operands})"
+
+
+def _cast(lines: Sequence[Line], line: Line) -> str:
+    source = lines[line.operands[0]]
+    given = _operand(lines, line.operands[0])
+    if line.kind is Kind.BOOLEAN:
+        return f"{given} != 0"
+    if line.kind is Kind.FLOAT and source.operation == "position" and source.number in (2, 3):
+        return f"{'query' if source.number == 2 else 'key'}_as_float(at)"
+    return f"{_type(line)}({given})"
+
+
+def _read(number: int, read: Read) -> str:
+    tensor = f"values.p.score_mod[{number}]"
+    if read.by_value:
+        kind = "float" if read.kind is Kind.FLOAT else _type_of(read)
+        return f"number<{kind}>({tensor})"
+    element = _INTEGERS.get(read.dtype) or to_cpp(read.dtype)
+    flags = ", ".join(map(_said, (read.by_query, read.by_key, read.contiguous)))
+    return f"read<{element}, {flags}>({tensor}, at)"
+
+
+def _type_of(read: Read) -> str:
+    return read.kind.value

@@ -1,0 +1,213 @@
+"""A user's function of scores (``score_mod``), as a score edit.
+
+Numbers that a graph knows are part of the code, so that what they make constant is computed once;
+those passed by value, and tensors, are read when kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dlattn.dtypes import data_type
+from dlattn.problem.derivative import derivative
+from dlattn.problem.expressions import Builder, Kind, Line, needed
+from dlattn.problem.pointwise import POINTWISE
+from dlattn.problem.score import Array, Edit, Values, Where, read_at
+
+#: Roles of the tensors that a function of scores reads; as many as ``Params`` has room for.
+SCORE_MOD_ROLES = tuple(f"score_mod_{number}" for number in range(8))
+
+#: A score set to at most this by the last selection is masked: its weight is 0 beside any other.
+MASKED = -1e4
+
+_KINDS = {
+    data_type.INT8: Kind.INT32,
+    data_type.UINT8: Kind.INT32,
+    data_type.INT32: Kind.INT32,
+    data_type.INT64: Kind.INT64,
+    data_type.BOOLEAN: Kind.BOOLEAN,
+}
+
+
+@dataclass(frozen=True)
+class Read:
+    """How a tensor is read: it broadcasts to (B, H, S_q, S_kv).
+
+    Attributes:
+        dtype: of its elements.
+        by_query, by_key: whether it has one for each query, for each key.
+        contiguous: neighbouring keys are neighbours in memory.
+        by_value: a number that is passed by value.
+    """
+
+    dtype: data_type
+    by_query: bool = False
+    by_key: bool = False
+    contiguous: bool = False
+    by_value: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What its elements are computed in."""
+        return _KINDS.get(self.dtype, Kind.FLOAT)
+
+
+@dataclass(frozen=True)
+class ScoreProgram(Edit):
+    """``result(score)``: lines that end in the new score and, in a backward, its derivative.
+
+    Attributes:
+        lines: in order.
+        result: the number of the line that is the new score.
+        slope: that of its derivative; ``None`` in a forward.
+        reads: the tensors that the lines read, of the roles :data:`SCORE_MOD_ROLES`.
+    """
+
+    lines: tuple[Line, ...]
+    result: int
+    slope: int | None = None
+    reads: tuple[Read, ...] = ()
+
+    @property
+    def cpp(self) -> str:
+        """The name of the struct that ``dlattn/plans/score_source.py`` writes."""
+        return "ScoreProgram"
+
+    @property
+    def constant_derivative(self) -> bool:
+        return self.slope is not None and self.lines[self.slope].number == 1.0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it reads elements of queries or keys, of which there are many."""
+        return any(read.by_query or read.by_key for read in self.reads)
+
+    def apply(self, score: Array, where: Where, values: Values) -> Array:
+        return self._computed(self.result, score, where, values)
+
+    def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
+        assert self.slope is not None
+        slope = self._computed(self.slope, score, where, values)
+        # What is masked, or dropped out of range, has no part in any gradient.
+        return np.where(grad == 0, grad, grad * slope)
+
+    def _computed(self, result: int, score: Array, where: Where, values: Values) -> Array:
+        places = (where.batch, where.head, where.query, where.key)
+
+        def leaf(line: Line) -> Array:
+            if line.operation == "score":
+                return score
+            assert line.number is not None
+            if line.operation == "position":
+                return places[int(line.number)]
+            return read_at(values.score_tensors[int(line.number)], where)
+
+        with np.errstate(all="ignore"):
+            computed = evaluate(self.lines, result, leaf, score.dtype)
+        return np.broadcast_to(computed, score.shape)
+
+
+def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Array:
+    """What a line is, in NumPy.
+
+    Args:
+        leaf: line -> array, of those without operands, constants aside.
+        floats: type of floats.
+    """
+    types = {
+        Kind.FLOAT: np.dtype(floats), Kind.BOOLEAN: np.dtype(bool),
+        Kind.INT32: np.dtype(np.int32), Kind.INT64: np.dtype(np.int64),
+    }  # fmt: skip
+    known: dict[int, Array] = {}
+    for number in needed(lines, result):
+        line, dtype = lines[number], types[lines[number].kind]
+        operands = [known[x] for x in line.operands]
+        if line.operation == "constant":
+            made: Any = np.asarray(line.number)
+        elif line.operation == "cast":
+            (made,) = operands
+        elif line.operation in POINTWISE:
+            made = POINTWISE[line.operation].function(*operands)
+        else:
+            made = leaf(line)
+        known[number] = np.asarray(made).astype(dtype)
+    return known[result]
+
+
+def score_program(
+    builder: Builder, result: int, slope: int | None, reads: Sequence[Read]
+) -> tuple[ScoreProgram, list[int]]:
+    """The lines that results need, and which of the reads those are, in the program's order: that
+    in which results need them, whatever else was written before."""
+    kept = _in_order(builder.lines, (result,) if slope is None else (result, slope))
+    new = {old: number for number, old in enumerate(kept)}
+    lines = [builder.lines[old] for old in kept]
+    used = list(dict.fromkeys(int(x.number or 0) for x in lines if x.operation == "read"))
+    return (
+        ScoreProgram(
+            lines=tuple(
+                replace(
+                    line,
+                    operands=tuple(new[x] for x in line.operands),
+                    number=used.index(int(line.number or 0))
+                    if line.operation == "read"
+                    else line.number,
+                )
+                for line in lines
+            ),
+            result=new[result],
+            slope=None if slope is None else new[slope],
+            reads=tuple(reads[number] for number in used),
+        ),
+        used,
+    )
+
+
+def _in_order(lines: Sequence[Line], roots: Sequence[int]) -> list[int]:
+    """What roots depend on, each after its operands."""
+    found: dict[int, None] = {}
+    pending = [(root, False) for root in reversed(roots)]
+    while pending:
+        number, is_ready = pending.pop()
+        if is_ready:
+            found[number] = None
+        elif number not in found:
+            pending.append((number, True))
+            pending.extend((x, False) for x in reversed(lines[number].operands))
+    return list(found)
+
+
+def masked_by_infinity(builder: Builder, result: int) -> int:
+    """The same scores, where what the last selections set to at most :data:`MASKED` is -inf: rows
+    of nothing else attend to nothing, as where a mask is an argument."""
+    line = builder.lines[result]
+    if line.operation != "binary_select":
+        return result
+    x, y, mask = line.operands
+    low = builder.constant(-np.inf)
+    if _is_masked(builder, y):
+        return builder.pointwise("binary_select", masked_by_infinity(builder, x), low, mask)
+    if _is_masked(builder, x):
+        return builder.pointwise("binary_select", low, masked_by_infinity(builder, y), mask)
+    return result
+
+
+def slope_of(builder: Builder, result: int) -> int:
+    """The derivative of the result by the score. Where the last selections mask, weights are 0, and
+    any derivative will do: that of what they select from."""
+    line = builder.lines[result]
+    if line.operation == "binary_select":
+        x, y, _ = line.operands
+        for kept, masked in ((x, y), (y, x)):
+            if builder.value(masked) == -np.inf:
+                return slope_of(builder, kept)
+    return derivative(builder, result, builder.score())
+
+
+def _is_masked(builder: Builder, line: int) -> bool:
+    value = builder.value(line)
+    return value is not None and value <= MASKED

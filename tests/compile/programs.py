@@ -1,0 +1,61 @@
+"""Score programs that kernels are compiled with: what a graph makes of ``score_mod``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import dlattn as cudnn
+from dlattn.problem import Direction, ScoreProgram
+from tests.cases import Case
+from tests.score_mods import TENSORS, callback
+
+_CAP = ("mul", ("tanh", ("mul", "s", 0.05)), "factor")
+_SAME = ("cmp_eq", "documents_q", "documents_k")
+_NEAR = ("binary_select", "s", ("mul", "s", 0.5), ("cmp_lt", ("abs", ("sub", "row", "col")), 64))
+
+#: A cap; documents; a table that is added; activations, positions, slopes and rows together.
+MODS = {
+    "capped": (_CAP, None),
+    "documents": ("s", _SAME),
+    "table": (("add", "s", "table"), None),
+    "bent": (("add", ("sigmoid", _NEAR), ("mul", "slopes", ("sub", "col", "row"))), _SAME),
+}
+
+
+@cache
+def program(name: str, direction: Direction) -> ScoreProgram:
+    """What is left of a function when it is recognised."""
+    mod = MODS[name]
+    case = Case(batch=2, heads_q=4, heads_k=4, heads_v=4, seq_q=300, seq_kv=300, score_mod=mod)
+    graph = cudnn.pygraph(
+        io_data_type=cudnn.data_type.BFLOAT16, handle=cudnn.create_handle(device="cpu")
+    )
+    dims = case.dims()
+    tensors = {
+        key: graph.tensor(
+            dim,
+            data_type=getattr(cudnn.data_type, _TYPES[TENSORS[key][1]]),
+            is_pass_by_value=not TENSORS[key][0],
+        )
+        for key, dim in case.mod_dims().items()
+    }
+    q, k, v, o, d_o, stats = (
+        graph.tensor(dims[role], data_type=cudnn.data_type.FLOAT if role == "stats" else None)
+        for role in ("q", "k", "v", "o", "dO", "stats")
+    )
+    score_mod = callback(mod, tensors)
+    if direction is Direction.FORWARD:
+        made = graph.sdpa(q, k, v, generate_stats=False, score_mod=score_mod)[:1]
+    else:
+        made = graph.sdpa_backward(q, k, v, o, d_o, stats, score_mod=score_mod)
+    for t in made:
+        t.set_output(True)
+    problem = graph.lowered.problem
+    (found,) = (edit for edit in problem.edits if isinstance(edit, ScoreProgram))
+    return found
+
+
+_TYPES = {
+    "float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16", "int32": "INT32",
+    "int64": "INT64",
+}  # fmt: skip

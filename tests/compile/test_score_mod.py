@@ -1,0 +1,200 @@
+"""Kernels with functions of scores compile everywhere, without spilling and without complaints."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from dlattn.config import settings
+from dlattn.dtypes import data_type
+from dlattn.errors import CompileError
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
+from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.decode import Decode
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.score_source import definition
+from dlattn.problem import (
+    POINTWISE,
+    Arithmetic,
+    Direction,
+    Philox,
+    Problem,
+    Read,
+    Scale,
+    ScoreProgram,
+)
+from dlattn.problem.expressions import Builder, Kind
+from dlattn.problem.score_program import score_program, slope_of
+from dlattn.runtime import jit, nvrtc
+from tests.compile.problems import (
+    EDITED_HEAD_DIMS,
+    EDITS,
+    FAMILIES,
+    MASKS,
+    direction_of,
+    every_source,
+    is_decoded,
+    plan_for,
+)
+from tests.compile.programs import MODS, program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        nvrtc.load(settings().cache_dir)
+    except CompileError as missing:
+        pytest.skip(str(missing))
+
+
+#: What a function meets, in turn.
+_TOGETHER: tuple[dict[str, Any], ...] = (
+    {}, {"ragged": True}, {}, {"paged_k": True, "paged_v": True}, {}, {"dropout": Philox()},
+)  # fmt: skip
+
+
+def programmed(family: type[CudaPlan]) -> list[Problem]:
+    """Every function at every class of head dimensions, with masks and other features in turn."""
+    direction, masks = direction_of(family), tuple(MASKS.values())[:4]
+    found = []
+    for i, (dims, name) in enumerate(product(EDITED_HEAD_DIMS, MODS)):
+        problem = Problem(
+            direction,
+            (data_type.BFLOAT16, data_type.HALF)[i % 2],
+            *dims,
+            (Scale(positive=i % 3 != 0), program(name, direction)),
+            masks[i % len(masks)],
+            data_type.FLOAT,
+        )
+        found += [problem, replace(problem, **_TOGETHER[(i + i // 4) % len(_TOGETHER)])]
+    if family is Decode:
+        return [p for p in found if is_decoded(p)]
+    return [p for p in found if not (family is BwdSm90 and register_refusal(p))]
+
+
+@pytest.mark.parametrize(
+    "family, arch", [(family, arch) for family, archs in FAMILIES.items() for arch in archs]
+)
+def test_no_spills_and_no_warnings(
+    family: type[CudaPlan], arch: str, request: pytest.FixtureRequest
+) -> None:
+    """No kernel of any function spills a register or draws a ptxas performance warning; on
+    Blackwell, wide heads may spill a few bytes."""
+    step = max(1, request.config.getoption("--kernels") // 4)
+    first = FAMILIES[family].index(arch) * step // len(FAMILIES[family])
+    sources = {
+        source.text: (problem, source)
+        for problem in programmed(family)[first::step]
+        for source in every_source(plan_for(family, problem, arch))
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
+        complaints = [
+            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
+            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
+            if kernel.spill_stores > _most_spilled(problem, arch) or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
+def _most_spilled(problem: Problem, arch: str) -> int:
+    is_wide = max(problem.head_dim_qk, problem.head_dim_v) > 128
+    return 64 if is_wide and arch in ("sm_100", "sm_120") else 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_beside_other_kernels(arch: str) -> None:
+    """The gradient of a bias beside a function, and the probabilities, compile everywhere."""
+    backward = Problem(
+        Direction.BACKWARD, data_type.HALF, 64, 64,
+        (Scale(), program("bent", Direction.BACKWARD), *EDITS["rows"]),
+        MASKS["causal"], data_type.FLOAT, d_bias=data_type.FLOAT,
+    )  # fmt: skip
+    for source in every_source(plan_for(BwdSm80, backward, arch)):
+        jit.compile_kernel(source, arch)
+    forward = replace(
+        backward, direction=Direction.FORWARD, d_bias=None,
+        edits=(Scale(), program("documents", Direction.FORWARD)),
+    )  # fmt: skip
+    geometry = plan_for(FwdSm80, forward, arch).geometry
+    spec = replace(geometry.tensors["o"], name="debug_softmax", dim=(2, 4, 384, 384))
+    geometry = replace(geometry, tensors={**geometry.tensors, "debug_softmax": spec})
+    (kernel,) = debug_kernels(forward, geometry)
+    assert not jit.compile_kernel(kernel.source, arch).spill_stores
+
+
+def everything(direction: Direction, by_value: bool) -> ScoreProgram:
+    """All operations, of all kinds of numbers, and reads of all types."""
+    builder = Builder()
+    total = builder.score()
+    for name, operation in POINTWISE.items():
+        kinds = [Kind.FLOAT]
+        if operation.arithmetic in (Arithmetic.NUMBERS, Arithmetic.COMPARES, Arithmetic.MOVES):
+            kinds += [Kind.INT32, Kind.INT64]
+        for kind in kinds:
+            wide = builder.cast(builder.position(2), Kind.INT64)
+            moved = builder.position(3) if kind is Kind.INT32 else wide
+            first = builder.score() if kind is Kind.FLOAT else moved
+            given = (first, builder.constant(3, kind), builder.constant(5, kind))
+            numbers = {"negative_slope": 0.25} if name.startswith("leaky") else {}
+            made = builder.pointwise(name, *given[: len(operation.operands)], kind=kind, **numbers)
+            total = builder.pointwise("add", total, made)
+    types = ("FLOAT", "HALF", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64", "BOOLEAN")
+    reads = [
+        Read(getattr(data_type, name), by_query=i % 2 == 0, by_key=i % 3 == 0, by_value=by_value)
+        for i, name in enumerate(types)
+    ]
+    for number, read in enumerate(reads):
+        made = builder.cast(builder.read(number, read.kind), Kind.FLOAT)
+        total = builder.pointwise("add", total, made)
+    for axis in (0, 1):
+        total = builder.pointwise("add", total, builder.position(axis))
+    slope = slope_of(builder, total) if direction is Direction.BACKWARD else None
+    return score_program(builder, total, slope, reads)[0]
+
+
+@pytest.mark.parametrize("family", [FwdSm80, BwdSm80])
+def test_every_operation_compiles(family: type[CudaPlan]) -> None:
+    """What a function may hold is C++, whatever registers it takes."""
+    direction = direction_of(family)
+    edits = (Scale(), everything(direction, by_value=family is FwdSm80))
+    problem = Problem(
+        direction, data_type.HALF, 64, 64, edits, MASKS["full"], data_type.FLOAT
+    )  # fmt: skip
+    for source in every_source(plan_for(family, problem, "sm_80")):
+        assert not jit.compile_kernel(source, "sm_80").warnings
+
+
+def test_a_function_as_it_is_written() -> None:
+    """The generated struct is what the function says, a line for each operation, and what its
+    derivative needs."""
+    written = definition(program("capped", Direction.BACKWARD))
+    lines = [line.strip() for line in written.splitlines()]
+    assert lines[1] == "struct ScoreProgram : Programmed<ScoreProgram, true> {"
+    value = [
+        "const float x0 = number<float>(values.p.score_mod[0]);",
+        "const float x3 = pointwise::mul(score, 0.05f);",
+        "const float x4 = pointwise::tanh(x3);",
+        "const float x5 = pointwise::mul(x0, x4);",
+        "return x5;",
+        "}",
+    ]
+    derivative = [
+        "const float x0 = number<float>(values.p.score_mod[0]);",
+        "const float x3 = pointwise::mul(score, 0.05f);",
+        "const float x4 = pointwise::tanh(x3);",
+        "const float x7 = pointwise::mul(x4, x4);",
+        "const float x8 = pointwise::sub(1.0f, x7);",
+        "const float x9 = pointwise::mul(x8, 0.05f);",
+        "const float x10 = pointwise::mul(x0, x9);",
+        "return x10;",
+        "}",
+    ]
+    first, second = (n + 1 for n, line in enumerate(lines) if line.startswith("using namespace"))
+    assert lines[first : first + len(value)] == value
+    assert lines[second : second + len(derivative)] == derivative
