@@ -9,14 +9,7 @@ from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.graph import infer, lower
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.placement import Place, choose_target
-from dlattn.graph.primitives import infer as primitive_infer
-from dlattn.graph.primitives import lower as primitive_lower
-from dlattn.graph.primitives.fuse import attention, is_opaque
-from dlattn.graph.primitives.fuse_backward import backward, is_backward
-from dlattn.graph.primitives.meanings import Misfit
 from dlattn.graph.primitives.nodes import PrimitiveNode
-from dlattn.graph.score_mod.meaning import meant
-from dlattn.runtime.target import Target
 
 Node = AttentionNode | PrimitiveNode
 
@@ -36,7 +29,10 @@ def translate(
     """
     primitive = [node for node in nodes if isinstance(node, PrimitiveNode)]
     if nodes and len(primitive) == len(nodes):
-        return _primitives(name, primitive, types, place)
+        # What most graphs do without is imported when one needs it.
+        from dlattn.graph.primitives.translate import translate_primitives
+
+        return translate_primitives(name, primitive, types, place)
     if len(nodes) != 1:
         held = ", ".join(f"{node.operation} {node.name!r}" for node in nodes) or "nothing"
         raise cudnnGraphNotSupportedError(
@@ -48,53 +44,8 @@ def translate(
     infer.complete(node, types["io_data_type"])
     tensors = ((node.label(role), t) for role, t in node.tensors.items())
     target = choose_target(f"{node.operation} {node.name!r}", tensors, place)
-    return lower.lower(meant(node, types), target, types["compute_data_type"])
+    if node.score_mod is not None:
+        from dlattn.graph.score_mod.meaning import meant
 
-
-def _primitives(
-    name: str,
-    nodes: Sequence[PrimitiveNode],
-    types: Mapping[str, data_type],
-    place: Place,
-) -> lower.Lowered:
-    """Attention if that is what they are; else, on the CPU, one operation after the other."""
-    primitive_infer.complete(nodes, types)
-    tensors = [(node.label(role), t) for node in nodes for role, t in node.tensors.items()]
-    target = choose_target(f"graph {name!r}", tensors, place)
-    program = primitive_lower.lower(nodes, target, types["compute_data_type"])
-    try:
-        return _attention(nodes, target, types)
-    except Misfit as misfit:
-        if target.kind == "cuda":
-            raise cudnnGraphNotSupportedError(
-                f"Graph {name!r} runs on {target}, where kernels compute attention, and is not "
-                f"attention: {misfit} Run it on the CPU, or change this node."
-            ) from None
-        _refuse_opaque(name, nodes, misfit)
-    except cudnnGraphNotSupportedError as error:
-        if target.kind == "cuda":
-            raise
-        _refuse_opaque(name, nodes, error)
-    # What the attempt has inferred may differ.
-    primitive_infer.complete(nodes, types)
-    return program
-
-
-def _refuse_opaque(name: str, nodes: Sequence[PrimitiveNode], why: Exception) -> None:
-    """What is in S, only attention says: its signs are a keep mask."""
-    for node in nodes:
-        for operand, t in node.tensors.items():
-            if is_opaque(t) and not t.get_is_virtual():
-                raise cudnnGraphNotSupportedError(
-                    f"Graph {name!r} has {node.label(operand)} in the layout F16x16, which "
-                    f"attention alone writes and reads, and is not attention: {why} Change this "
-                    "node, or declare the tensor without a reordering."
-                ) from None
-
-
-def _attention(
-    nodes: Sequence[PrimitiveNode], target: Target, types: Mapping[str, data_type]
-) -> lower.Lowered:
-    found = backward(nodes) if is_backward(nodes) else attention(nodes)
-    infer.complete(found.node, types["io_data_type"])
-    return found.lower(target, types["compute_data_type"])
+        node = meant(node, types)
+    return lower.lower(node, target, types["compute_data_type"])

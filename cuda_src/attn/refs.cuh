@@ -1,0 +1,185 @@
+// What the argument of kernels refers to: tensors, lengths, numbers, tables, scratch.
+#pragma once
+
+#include "base/types.cuh"
+
+namespace dlattn {
+
+
+// One of some element offsets, int32 or int64.
+DLATTN_DEVICE int64 load_offset(const void* offsets, int are_int64, int b) {
+  return are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
+                   : __ldg(static_cast<const int*>(offsets) + b);
+}
+
+// A (batch, head, row, column) tensor whose columns are contiguous; strides in elements.
+struct TensorRef {
+  void* data;
+  int64 batch, head, row;
+  const void*
+      offsets;  // [batch + 1], int32 or int64: where a ragged tensor's entries begin; or null
+  int has_int64_offsets;
+  int unused;
+
+  // Of a problem without ragged tensors, the code of what they need does not exist.
+  template <bool ragged>
+  DLATTN_DEVICE bool is_ragged() const {
+    return ragged && offsets != nullptr;
+  }
+  DLATTN_DEVICE int64 offset(int b) const { return load_offset(offsets, has_int64_offsets, b); }
+  template <class T, bool ragged = false>
+  DLATTN_DEVICE T* rows(int b, int h, int r) const {
+    const int64 entry = is_ragged<ragged>() ? offset(b) : b * batch;
+    return static_cast<T*>(data) + entry + h * head + r * row;
+  }
+  // How many rows an output stores: where the next sequence may follow, none of padding.
+  template <bool ragged>
+  DLATTN_DEVICE int stored_rows(int length, int longest) const {
+    return is_ragged<ragged>() ? length : longest;
+  }
+};
+
+// Actual lengths, one per batch entry; null when every sequence is full.
+struct LengthRef {
+  const void* data;  // [batch], int32 or int64
+  int64 stride;      // in elements
+  int is_int64;
+  int unused;
+
+  DLATTN_DEVICE int at(int b, int longest) const {
+    if (data == nullptr) return longest;
+    const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
+                                  : static_cast<const int*>(data)[b * stride];
+    return int(length < 0 ? 0 : length > longest ? longest : length);
+  }
+};
+
+// One number per head, or per batch entry and head.
+struct SlopeRef {
+  const float* data;
+  int64 batch, head;  // strides in elements
+
+  DLATTN_DEVICE float at(int b, int h) const { return __ldg(data + b * batch + h * head); }
+};
+
+// A (batch, head, query, key) tensor that broadcasts: strides, in elements, are 0 where its size is 1.
+struct BiasRef {
+  void* data;
+  int64 batch, head, row, column;
+};
+
+// A number on the device, or if there is none there, here.
+struct IntegerRef {
+  const void* data;  // int32 or int64
+  int64 number;
+  int is_int64;
+  int unused;
+
+  DLATTN_DEVICE int64 value() const {
+    if (data == nullptr) return number;
+    return is_int64 ? *static_cast<const int64*>(data) : *static_cast<const int*>(data);
+  }
+};
+struct FloatRef {
+  const float* data;
+  float number;
+  int unused;
+
+  DLATTN_DEVICE float value() const { return data == nullptr ? number : *data; }
+};
+
+// Where the pages of each sequence are, if k and dK, or v and dV, lie in pages: entry i is the number
+// of its page i in a container, a TensorRef with the page in the place of the batch entry.
+struct PageTableRef {
+  const int* data;      // (batch, pages of a sequence)
+  int64 batch, page;    // strides in elements
+  const void* offsets;  // packed: where the entries of each sequence begin, int32 or int64; or null
+  int has_int64_offsets;
+  int log2_rows;  // of a page
+  int pages;      // of the container
+  int unused;
+
+  // Of a sequence.
+  DLATTN_DEVICE const int* entries(int b) const {
+    if (offsets == nullptr) return data + b * batch;
+    return data + load_offset(offsets, has_int64_offsets, b);
+  }
+  // The number of the page that a row of a sequence is in.
+  DLATTN_DEVICE int number(const int* entries, int row) const {
+    return __ldg(entries + (row >> log2_rows) * page);
+  }
+  // A page that the container has.
+  DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }
+  DLATTN_DEVICE int slot(int row) const { return row & ((1 << log2_rows) - 1); }
+  // The rows of the pages that hold so many tokens.
+  DLATTN_DEVICE int whole_pages(int rows) const {
+    const int last_slot = (1 << log2_rows) - 1;
+    return (rows + last_slot) & ~last_slot;
+  }
+};
+
+// Soft-capped scores in log2 units, of raw products x up to `most` in magnitude: x * ratio(x), the
+// hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
+struct SoftCapSeries {
+  float of[4], most;
+  float bound,
+      inverse_bound;  // of scores; their product is 1, or what is bounded would have a slope
+  uint32 zero;        // which the compiler does not know
+
+  // highest: of[3].
+  DLATTN_DEVICE float ratio(float x, float highest) const {
+    const float square = x * x;
+    return fmaf(fmaf(fmaf(highest, square, of[2]), square, of[1]), square, of[0]);
+  }
+};
+
+// What the first kernel of a ragged problem (kernels/ragged.cuh) tells the others of a batch entry.
+struct RaggedEntry {
+  int first_tile, query_tiles;  // of one head, among those of all entries
+  int rank;                     // in the order of the items
+  int unused;
+};
+
+// Where the copy engine finds a batch entry of a tensor: added to its rows, and the last coordinate.
+struct MappedEntry {
+  int row, batch;
+};
+enum class Mapped { q, k, v, o, dO, dK, dV };
+inline constexpr int mapped_tensors = 7;
+
+struct RaggedRef {
+  LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
+  // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
+  // have memory for them, int64, which the first kernel writes.
+  const int *cu_seqlens_q, *cu_seqlens_kv;
+  RaggedEntry* entries;  // (batch)
+  int* order;            // (batch): entries by rank
+  int4* items;           // their number, then of each tile, head, batch, pair; or null
+  MappedEntry* mapped;   // (mapped_tensors, batch); or null
+  int tile_q;            // rows of a query tile
+  int row_tiles;         // that the workspace has room for, of one head
+  int item_rows;         // queries or keys that an item has
+  int items_of_keys, last_first;
+  int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
+  int unused;
+};
+
+// A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.
+struct BlockMaskRef {
+  const unsigned char* data;  // (batch, heads_q, blocks of queries, bytes of blocks of keys)
+  int64 batch, head, row, column;
+
+  DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
+    return __ldg(data + offset) >> keys % 8 & 1;
+  }
+};
+
+// What blocks of a decode leave to each other (kernels/decode.cuh).
+struct PartsRef {
+  void* data;     // a part for each block
+  uint64* marks;  // likewise: `mark` where the part is there
+  uint64 mark;
+};
+
+}  // namespace dlattn
