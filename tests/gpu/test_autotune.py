@@ -16,7 +16,11 @@ from tests.drivers import check, gpu_library
 from tests.gpu.test_cuda_graphs import CASES, Training
 from tests.strategies import families
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's autograd, which computes what to compare with, says so once.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 
 def configured(number: int) -> Way:

@@ -29,7 +29,11 @@ from tests.drivers import check, gpu_library
 from tests.gpu.test_runtime import PORTABLE, TEXT
 from tests.strategies import families
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's autograd, which computes what to compare with, says so once.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 CASE = Case(
     batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=96, seq_kv=96, right=0, head_dim_qk=64,
