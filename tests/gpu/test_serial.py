@@ -60,9 +60,8 @@ def test_random(family: tuple[Case, ...]) -> None:
 
 def test_primitive_operations() -> None:
     """Attention of primitive operations comes back, too."""
-    case = Mha(
-        dtype="bfloat16", seq_q=64, seq_kv=64, head_dim_qk=64, head_dim_v=64, scale="scores", causal=0
-    )  # fmt: skip
+    sizes = {"seq_q": 64, "seq_kv": 64, "head_dim_qk": 64, "head_dim_v": 64}
+    case = Mha(dtype="bfloat16", scale="scores", causal=0, **sizes)
     caller = Caller("cupy")
     given = {role: caller.tensor(x) for role, x in arrays(case).items()}
     built = primitives(case, given)
