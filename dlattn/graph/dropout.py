@@ -41,7 +41,7 @@ class DropoutArgument:
         """Refuses what no engine can do.
 
         Raises:
-            InvalidGraphError: p is not a probability below 1.
+            InvalidGraphError: p is not a probability.
         """
         if self.p is None or self.form is None:
             return
@@ -49,8 +49,8 @@ class DropoutArgument:
             self.form.numbers(self.p)
         except ValueError:
             raise InvalidGraphError(
-                f"The probability of dropout must be at least 0 and below 1; got {self.p}. Kept "
-                "weights are multiplied by 1 / (1 - p)."
+                f"The probability of dropout must be at least 0 and at most 1 (below 1 with "
+                f"FlashAttention's algorithm, which keeps some); got {self.p}."
             ) from None
 
 
@@ -86,6 +86,8 @@ def dropout_argument(operation: str, given: Mapping[str, Any]) -> DropoutArgumen
             f"{operation} was given dropout_algorithm={algorithm!r} with a mask, of which nothing "
             "is drawn; leave it out."
         )
+    if by_mask and len(entries) == len(with_mask) - 1 == 2 and _is_number(entries[1]):
+        entries = (*entries, 1 / entries[1] if entries[1] else 0.0)
     names: tuple[str, ...] = with_mask if by_mask else _WITH_PROBABILITY
     if not is_tuple or len(entries) != len(names):
         forms = (_WITH_PROBABILITY, with_mask)

@@ -94,7 +94,7 @@ class Operations(Primitives):
                 keys beyond the diagonal.
             diagonal_band_right_bound: R keeps keys with ``key <= query + shift + R``; below 0,
                 which cuDNN refuses, only keys before the diagonal.
-            dropout: ``(p, seed, offset)`` drops each probability with the chance p, 0 <= p < 1, and
+            dropout: ``(p, seed, offset)`` drops each probability with the chance p, 0 to 1, and
                 multiplies those that are kept by ``1 / (1 - p)``. Seed and offset are integers,
                 or tensors of one INT32 or INT64 on the device or the host; with position they
                 decide alone (see :func:`dlattn.philox_dropout_mask`), so that the backward, given

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
-from dlattn.graph.ragged import knows_lengths
 from dlattn.problem import PAGE_TABLES, offset_role
 
 
@@ -35,7 +34,7 @@ def check_pages(node: AttentionNode) -> None:
     """Check tables and containers against each other and the longest sequence.
 
     Raises:
-        InvalidGraphError: lengths are missing, a table has a wrong shape, what is paged is ragged,
+        InvalidGraphError: a table has a wrong shape, what is paged is ragged,
             or ``paged_attention_max_seq_len_kv`` contradicts a tensor.
         cudnnGraphNotSupportedError: a page of some other size than a power of two.
     """
@@ -43,12 +42,6 @@ def check_pages(node: AttentionNode) -> None:
     _check_max_seq_len(node, tables)
     for role, table in tables.items():
         _check_is_not_ragged(node, role, table)
-        if not all(knows_lengths(node, lengths) for lengths in ("seq_len_q", "seq_len_kv")):
-            raise InvalidGraphError(
-                f"{node.operation} {node.name!r} has {table} and needs use_padding_mask=True with "
-                "seq_len_q and seq_len_kv, which say how much of the pages is used; give them, or "
-                "for seq_len_q a ragged q."
-            )
         page = node.inputs[role].attributes.dim[2]
         if page & (page - 1):
             raise cudnnGraphNotSupportedError(

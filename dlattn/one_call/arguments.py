@@ -318,8 +318,8 @@ def _dropout(given: Any) -> tuple[float, Any, Any]:
     if not isinstance(given, tuple) or len(given) != 3:
         raise InvalidArgumentError(f"dropout: expected (p, seed, offset), got {given!r:.100}.")
     p = number("dropout's p", given[0])
-    if not 0 <= p < 1:
-        raise InvalidArgumentError(f"dropout: expected p of at least 0 and below 1, got {p}.")
+    if not 0 <= p <= 1:
+        raise InvalidArgumentError(f"dropout: expected p of at least 0 and at most 1, got {p}.")
     if p == 0:
         return 0.0, None, None
     seed, offset = (operator.index(x) if isinstance(x, np.integer) else x for x in given[1:])

@@ -75,7 +75,7 @@ class RandomDropout(Dropout):
         ``dropout_scale`` and ``dropout_scale_inv``.
 
         Raises:
-            ValueError: p is not a probability below 1.
+            ValueError: p is not a probability, or is 1 where that keeps some.
         """
 
     @abstractmethod
@@ -104,6 +104,9 @@ class Philox(RandomDropout):
         return (_ONE - philox_threshold(p)) * 0x10001
 
     def numbers(self, p: float) -> dict[str, float]:
+        if p == 1:
+            # Nothing is kept that a scale could be of; 0 has no trouble with anything.
+            return {"dropout_p": 1.0, "dropout_scale": 0.0, "dropout_scale_inv": 0.0}
         _check(p)
         return {"dropout_p": p, "dropout_scale": 1 / (1 - p), "dropout_scale_inv": 1 - p}
 
@@ -227,7 +230,7 @@ def philox_dropout_mask(
     need to leave gaps between offsets.
 
     Args:
-        p: the probability to drop an element, at least 0 and below 1.
+        p: the probability to drop an element, 0 to 1; with ``"flash"`` below 1.
         seed, offset: as 64-bit integers; negative ones are their two's complements.
         shape: (B, Hq, Sq, Skv).
         algorithm: the ``dropout_algorithm`` of the call: ``"philox"``, which is told of here, or
@@ -237,7 +240,7 @@ def philox_dropout_mask(
         Booleans of that shape: true where the probability is kept.
 
     Raises:
-        ValueError: p is not a probability below 1, or there is no such algorithm.
+        ValueError: p is not a probability, or there is no such algorithm.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
@@ -250,8 +253,8 @@ def philox_dropout_mask(
 
 
 def philox_threshold(p: float) -> int:
-    """Elements whose 15 bits are a number below it are kept."""
-    return max(1, round(_ONE * (1 - p)))
+    """Elements whose 15 bits are a number below it are kept: some, unless p is 1."""
+    return 0 if p == 1 else max(1, round(_ONE * (1 - p)))
 
 
 def _flash_keep(p: float) -> np.float32:
@@ -265,7 +268,7 @@ def _flash_threshold(p: float) -> int:
 
 def _check(p: float) -> None:
     if not 0 <= p < 1:
-        raise ValueError(f"p must be at least 0 and below 1; got {p}.")
+        raise ValueError(f"p must be at least 0 and at most 1 (below it with 'flash'); got {p}.")
 
 
 def philox(counter: tuple[Array, ...], key: tuple[int, int], rounds: int = ROUNDS) -> list[Array]:

@@ -109,8 +109,8 @@ def _autocast(*tensors: Tensor | None) -> list[Any]:
 
 def _drawn(q: Tensor, p: float) -> Tensor:
     """Seed and offset of a dropout, on the device, so that graphs draw new ones at every replay."""
-    if not 0 <= p < 1:
-        raise InvalidArgumentError(f"dropout_p: expected at least 0 and below 1, got {p}.")
+    if not 0 <= p <= 1:
+        raise InvalidArgumentError(f"dropout_p: expected at least 0 and at most 1, got {p}.")
     return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
 
 

@@ -268,7 +268,7 @@ def test_dropout_is_the_same_in_both_passes() -> None:
     torch.manual_seed(3)
     assert torch.equal(attention(q, k, v, dropout_p=0.4), out)
     assert not torch.equal(attention(q, k, v, dropout_p=0.4), out)
-    with pytest.raises(InvalidArgumentError, match="dropout_p: expected at least 0"):
+    with pytest.raises(InvalidArgumentError, match="dropout_p: expected at least 0 and at most 1"):
         attention(q, k, v, dropout_p=1.5)
 
 

@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "cu_seqlens of q: expected numbers that never fall",
     ),
     "dropout": ({"dropout": 0.5}, r"dropout: expected \(p, seed, offset\)"),
-    "p": ({"dropout": (1.0, 0, 0)}, "dropout: expected p of at least 0 and below 1"),
+    "p": ({"dropout": (1.5, 0, 0)}, "dropout: expected p of at least 0 and at most 1"),
     "seed": ({"dropout": (0.5, None, 0)}, "dropout: expected a seed"),
     "float seed": ({"dropout": (0.5, 1.5, 0)}, "dropout's seed: Expected a tensor"),
     "out": ({"out": Q[:, :4]}, "out: expected shape"),

@@ -160,10 +160,10 @@ def test_longer_sequences_keep_the_mask(seq_q: int, seq_kv: int, batch: int, see
 
 
 def test_refuses_what_is_no_probability() -> None:
-    """A probability is at least 0 and below 1."""
-    for p in (1.0, -0.1, float("nan")):
-        for algorithm in ("philox", "flash"):
-            with pytest.raises(ValueError, match="below 1"):
+    """A probability is at least 0 and at most 1; FlashAttention's, of which 1 keeps some, below."""
+    for algorithm, ps in (("philox", (1.1, -0.1, np.nan)), ("flash", (1.0, -0.1, np.nan))):
+        for p in ps:
+            with pytest.raises(ValueError, match="at most 1"):
                 dlattn.philox_dropout_mask(p, 0, 0, (1, 1, 1, 1), algorithm)
     with pytest.raises(ValueError, match="one of philox, flash"):
         dlattn.philox_dropout_mask(0.1, 0, 0, (1, 1, 1, 1), "threefry")

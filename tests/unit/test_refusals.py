@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dlattn as cudnn
@@ -102,6 +103,43 @@ def same_as_plain(graph: dict[str, Any], **arguments: Any) -> Check:
     return run
 
 
+def drops_everything() -> None:
+    """With a probability of 1, o is 0, and so are all gradients; statistics are as ever."""
+    dims = (2, 4, 20, 16)
+    stats = np.full((2, 4, 20, 1), np.nan, np.float32)
+    q, k, v, d_o = (np.random.default_rng(i).normal(size=dims).astype(np.float32) for i in range(4))
+    o, *gradients = (np.full(dims, np.nan, np.float32) for _ in range(4))
+    given = {"attn_scale": 0.25, "dropout": (1.0, 3, 5)}
+    graph = cudnn.pygraph(io_data_type=FLOAT, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    inputs = [graph.tensor_like(x) for x in (q, k, v)]
+    made = graph.sdpa(*inputs, **given, generate_stats=True)
+    run(graph, dict(zip((*inputs, *made), (q, k, v, o, stats), strict=True)), made)
+    assert (o == 0).all() and np.isfinite(stats).all()
+    graph = cudnn.pygraph(io_data_type=FLOAT, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    arrays = (q, k, v, o, d_o, stats)
+    inputs = [graph.tensor_like(x) for x in arrays]
+    made = graph.sdpa_backward(*inputs, **given)
+    run(graph, dict(zip((*inputs, *made), (*arrays, *gradients), strict=True)), made)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def run(graph: Any, pack: dict[Any, Any], outputs: list[Any]) -> None:
+    for t in outputs:
+        t.set_output(True).set_dim(pack[t].shape).set_data_type(FLOAT)
+    graph.build()
+    graph.execute(pack, None)
+
+
+def inverts_a_number() -> None:
+    """Two entries are three, if the second is a number."""
+    geometries = []
+    for scales in ((2.0,), (2.0, 0.5)):
+        made = Backward()
+        mask = made.graph.tensor((2, 4, 8, 12), data_type=FLOAT)
+        geometries.append(made.sdpa(dropout=(mask, *scales)).graph.lowered.geometry)
+    assert geometries[0] == geometries[1] and geometries[0].dropout_scale_inv == 0.5
+
+
 def takes(arch: str, dims: tuple[int, int]) -> Check:
     def run() -> None:
         assert plans(arch, *dims, backward=True)
@@ -152,9 +190,7 @@ REFUSED["F11"] = refuses(
     r"dropout must be a tuple \(p, seed, offset\) or \(mask, scale\)",
     RuntimeError,
 )
-REFUSED["F12"] = refuses(
-    Forward, dropout(1.0, None, None), "must be at least 0 and below 1", ValueError
-)
+LIFTED["F12"] = drops_everything
 LIFTED["F13"] = right(bias="float16", right=0, bottom_right=True)
 LIFTED["F14"] = right(alibi="cudnn", right=0, bottom_right=True)
 LIFTED["F15"] = right(dropout=0.1, right=0, bottom_right=True)
@@ -171,9 +207,7 @@ LIFTED["F22"] = all_of(
 )
 LIFTED["F23"] = right(seq_q=1, sink=0.5)
 LIFTED["F24"] = right(seq_q=1, dropout=0.1)
-REFUSED["F25"] = refuses(
-    Forward, a_tensor("paged_attention_k_table"), "needs use_padding_mask=True with", ValueError
-)
+LIFTED["F25"] = all_of(right(page_k=8, page_v=16), right(page_v=4, seq_q=1))
 REFUSED["F26"] = refuses(
     Forward,
     {"paged_attention_max_seq_len_kv": 64},
@@ -221,9 +255,9 @@ LIFTED["F36"] = right(softcap=3.0, right=0)
 REFUSED["F37"] = refuses(
     Forward, {"cu_seqlens_q": None}, "unexpected keyword argument 'cu_seqlens_q'", TypeError
 )
-REFUSED["F38"] = all_of(
+LIFTED["F38"] = all_of(
     refuses(Forward, {"softmax": None}, "unexpected keyword argument 'softmax'", TypeError),
-    right(dropout=0.1, rng_dump=True),
+    right(dropout=0.1, rng_dump=True, debug_softmax=True),
 )
 LIFTED["F39"] = all_of(
     right(run_overridden, seq_q=1, right=0), right(run_overridden, seq_q=40, seq_kv=130)
@@ -260,8 +294,9 @@ REFUSED["B17"] = refuses(
 REFUSED["B18"] = refuses(
     Backward, a_tensor("dSink_token"), "dSink_token without sink_token", RuntimeError
 )
-REFUSED["B19"] = refuses(
-    Backward, dropout(None, None), r"or \(mask, scale, scale_inv\)", RuntimeError
+LIFTED["B19"] = all_of(
+    refuses(Backward, dropout(None, None), r"or \(mask, scale, scale_inv\)", RuntimeError),
+    inverts_a_number,
 )
 LIFTED["B20"] = right(seq_q=1, sink=0.5)
 LIFTED["B21"] = all_of(
