@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 import dlattn as cudnn
 from dlattn.errors import InvalidGraphError
 from dlattn.problem import Problem
@@ -152,5 +154,10 @@ def check_change(case: MhaBackward, form: type[Primitives], change: Callable[[],
     if not isinstance(found.graph.lowered.problem, Problem):
         return False
     expected = form(case, given, change()).declared(keep_p=True).run(caller)
+    if form is Primitives and case.delta == "p":
+        # Of statistics that are not those of the scores, such a graph may say anything.
+        rows = expected["p"].sum(-1)
+        if not np.isclose(rows, np.round(rows)).all() or rows.max(initial=0) > 1.5:
+            return True
     assert_near("float64", {role: expected[role] for role in got}, got)
     return True
