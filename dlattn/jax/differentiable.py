@@ -12,7 +12,7 @@ from jax.dtypes import float0
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
-from dlattn.one_call.arguments import Options
+from dlattn.one_call.arguments import Options, pair
 
 
 class _Static(NamedTuple):
@@ -64,8 +64,7 @@ def attention(
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    lengths_q, lengths_kv = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    cu_q, cu_kv = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     seed = offset = None
     if dropout_rate:
         if dropout_key is None:
@@ -78,9 +77,16 @@ def attention(
         "cu_seqlens of q": cu_q, "cu_seqlens of k and v": cu_kv,
         "dropout's seed": seed, "dropout's offset": offset,
     }  # fmt: skip
-    most = max_seqlens if isinstance(max_seqlens, tuple) else (max_seqlens, max_seqlens)
     options = Options(
-        layout, causal, window, alignment, scale, softcap, most, float(dropout_rate), (False, False)
+        layout,
+        causal,
+        window,
+        alignment,
+        scale,
+        softcap,
+        pair(max_seqlens),
+        float(dropout_rate),
+        (False, False),
     )
     static = _Static(options, return_lse, deterministic)
     return _attention(static, {name: x for name, x in arrays.items() if x is not None})

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlattn.calls.arguments import Argument, admit, integer, number, plain_spec, same_type
+from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import CPU_TYPES, KERNEL_TYPES, Request
 from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, plain_sizes
@@ -73,11 +74,10 @@ def sorted_out(
     p, seed, offset = _dropout(dropout)
     hosts = [np.array(_wrapped(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
-    most = max_seqlens if isinstance(max_seqlens, tuple) else (max_seqlens, max_seqlens)
     shared = tuple(x is not None and not isinstance(x, tuple) for x in (lengths, cu_seqlens))
     return (
-        (*tensors, *_pair(lengths), *_pair(cu_seqlens), *state),
-        (*options, most, p, shared),
+        (*tensors, *pair(lengths), *pair(cu_seqlens), *state),
+        (*options, pair(max_seqlens), p, shared),
         hosts,
     )
 
@@ -209,6 +209,20 @@ def call_of(names: Sequence[str], wanted: Callable[..., Wanted], given: tuple[An
     return Call(found.values, device, found.positions, found.outputs, found.request)
 
 
+def run(
+    calls: CallCache[Call], tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
+) -> list[Any]:
+    """The results of a call of one direction.
+
+    Args:
+        hosts: arrays of one number in host memory, which follow the tensors.
+    """
+    call, addresses = calls.find(tensors, (options,))
+    if hosts:
+        tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
+    return call(tensors, addresses)
+
+
 def check_outputs(outputs: Iterable[Output]) -> None:
     """Refuse memory of the caller's that cannot take the results."""
     for it in outputs:
@@ -307,7 +321,7 @@ def _softcap(softcap: Any) -> float | None:
 # What a call is before its tensors are looked at ----------------------------------------------
 
 
-def _pair(given: Any) -> tuple[Any, Any]:
+def pair(given: Any) -> tuple[Any, Any]:
     """Of q, and of k and v."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)
 

@@ -10,6 +10,7 @@ from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
+from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
     TENSORS,
     Described,
@@ -109,10 +110,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
             :func:`wanted`; hashable.
         hosts: arrays of one number in host memory.
     """
-    call, addresses = _CALLS.find(tensors, (options,))
-    if hosts:
-        tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
-    dq, dk, dv, *more = call(tensors, addresses)
+    dq, dk, dv, *more = arguments.run(_CALLS, tensors, options, hosts)
     bias_gradient, sinks_gradient, _ = options[-3:]
     return Gradients(
         dq, dk, dv, more[0] if bias_gradient else None, more[-1] if sinks_gradient else None

@@ -8,6 +8,7 @@ from typing import Any
 from dlattn.calls.arguments import Argument
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
+from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
     TENSORS,
     Options,
@@ -107,10 +108,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
             wanted; hashable.
         hosts: arrays of one number in host memory.
     """
-    call, addresses = _CALLS.find(tensors, (options,))
-    if hosts:
-        tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
-    return call(tensors, addresses)
+    return arguments.run(_CALLS, tensors, options, hosts)
 
 
 #: Its tensors, in order.

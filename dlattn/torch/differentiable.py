@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
+from dlattn.one_call.arguments import pair
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
@@ -62,11 +63,11 @@ def attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    lengths_q, lengths_kv = lengths if isinstance(lengths, tuple) else (lengths, lengths)
-    cu_q, cu_kv = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    most = max_seqlens if isinstance(max_seqlens, tuple) else (max_seqlens, max_seqlens)
+    (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     left, right = window or (None, None)
-    options = Options(layout, causal, left, right, alignment, scale, softcap, *most, dropout_p)
+    options = Options(
+        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p
+    )
     if torch.is_autocast_enabled(q.device.type):
         q, k, v, bias = _autocast(q, k, v, bias)
     state = None if dropout_p == 0 else _drawn(q, dropout_p)

@@ -6,21 +6,10 @@ from itertools import product
 
 import pytest
 
-from dlattn.config import settings
-from dlattn.errors import CompileError
 from dlattn.plans import append, merge
 from dlattn.plans.direct import direct_source
-from dlattn.runtime import jit, nvrtc
+from dlattn.runtime import jit
 from dlattn.runtime.target import KNOWN
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        nvrtc.load(settings().cache_dir)
-    except CompileError as missing:
-        pytest.skip(str(missing))
-
 
 #: Lanes of a row.
 _LANES = (4, 8, 16, 32)

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dlattn.config import settings
 from dlattn.dtypes import data_type
-from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan, debug_kernels
@@ -36,7 +34,7 @@ from dlattn.problem import (
     Scale,
     TensorSpec,
 )
-from dlattn.runtime import jit, nvrtc
+from dlattn.runtime import jit
 from dlattn.runtime.target import KNOWN
 from tests.compile.problems import (
     DROPOUTS,
@@ -51,14 +49,6 @@ from tests.compile.problems import (
     plan_for,
     problems,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        nvrtc.load(settings().cache_dir)
-    except CompileError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.mark.parametrize(

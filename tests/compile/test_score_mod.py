@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlattn.config import settings
 from dlattn.dtypes import data_type
-from dlattn.errors import CompileError
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
 from dlattn.plans.cuda import CudaPlan, debug_kernels
@@ -30,7 +28,7 @@ from dlattn.problem import (
 )
 from dlattn.problem.expressions import Builder, Kind
 from dlattn.problem.score_program import score_program, slope_of
-from dlattn.runtime import jit, nvrtc
+from dlattn.runtime import jit
 from tests.compile.problems import (
     EDITED_HEAD_DIMS,
     EDITS,
@@ -42,15 +40,6 @@ from tests.compile.problems import (
     plan_for,
 )
 from tests.compile.programs import MODS, program
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    try:
-        nvrtc.load(settings().cache_dir)
-    except CompileError as missing:
-        pytest.skip(str(missing))
-
 
 #: What a function meets, in turn.
 _TOGETHER: tuple[dict[str, Any], ...] = (
