@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bench.peers import Peer, Prepared
 from bench.presets import Case
-from bench.reference import OUTPUTS, TOLERANCE, Tensors, error, make_tensors
+from bench.reference import Tensors, error, is_off, make_tensors, outputs_of
 from bench.timing import capture, interleaved
 
 EAGER, GRAPH = "eager", "graph"
@@ -95,7 +95,7 @@ def _prepare_all(
                 measured.left_out[peer.name] = reason
                 continue
             prepared = peer.prepare(case, tensors, direction)
-            complaint = _complaint(prepared, tensors, direction)
+            complaint = _complaint(case, prepared, tensors, direction)
         except Exception as raised:  # one contender must not end the run
             measured.left_out[peer.name] = _sentence(raised)
             _check_device(peer.name, case, raised)
@@ -109,7 +109,7 @@ def _prepare_all(
     return calls
 
 
-def _complaint(prepared: Prepared, tensors: Tensors, direction: str) -> str:
+def _complaint(case: Case, prepared: Prepared, tensors: Tensors, direction: str) -> str:
     """What is wrong with the outputs of two calls, or nothing.
 
     The second call finds what the first one left behind, such as a workspace that is not cleared.
@@ -119,12 +119,12 @@ def _complaint(prepared: Prepared, tensors: Tensors, direction: str) -> str:
     prepared.call()
     outputs = prepared.outputs(prepared.call())
     torch.cuda.synchronize()
+    names = outputs_of(case, direction)
     errors = {
         name: error(output, tensors.expected[name], tensors.lengths)
-        for name, output in zip(OUTPUTS[direction], outputs, strict=True)
+        for name, output in zip(names, outputs, strict=True)
     }
-    wrong = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e < TOLERANCE]
-    return ", ".join(wrong)
+    return ", ".join(f"{n} is off by {e:.1e}" for n, e in errors.items() if is_off(case, e))
 
 
 def _time(
