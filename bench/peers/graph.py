@@ -18,43 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 
-class GraphPeer(Peer):
-    """A ``pygraph`` of the module ``module``: dlattn and cuDNN's frontend share the words."""
-
-    module: str
-
-    def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
-        import torch
-
-        api = importlib.import_module(self.module)
-        handle = self.make_handle(api)
-        options = {} if handle is None else {"handle": handle}
-        declared = Declared(api, case, tensors, direction, options)
-        graph, pack = declared.graph, declared.pack
-        with self.building(direction):
-            graph.build([api.heur_mode.A])
-        size = max(1, graph.get_workspace_size())
-        workspace = torch.empty(size, device=tensors.q.device, dtype=torch.uint8)
-
-        def call() -> None:
-            graph.execute(pack, workspace, **options)
-
-        return Prepared(call, lambda _: declared.outputs(), self.describe(graph))
-
-    def make_handle(self, api: Any) -> Any:
-        """The library's handle on the current stream, or ``None`` where it needs none."""
-        return None
-
-    @contextmanager
-    def building(self, direction: str) -> Iterator[None]:
-        """Wraps the build."""
-        yield
-
-    def describe(self, graph: Any) -> str:
-        """What the built graph runs."""
-        return ""
-
-
 class Declared:
     """A graph of one pass, not built yet, and the tensors that it will read and write.
 
@@ -62,6 +25,8 @@ class Declared:
         options: of ``pygraph``, beside the types.
 
     Attributes:
+        graph: the graph.
+        case, device: what for, and where its tensors lie.
         pack: every tensor by its graph tensor.
     """
 
@@ -70,7 +35,7 @@ class Declared:
     ) -> None:
         import torch
 
-        self._api, self._case, self._direction = api, case, direction
+        self._api, self.case, self.device = api, case, tensors.q.device
         self._type = {"bf16": api.data_type.BFLOAT16, "fp16": api.data_type.HALF}[case.dtype]
         self.graph = api.pygraph(
             io_data_type=self._type,
@@ -87,13 +52,13 @@ class Declared:
             read |= {"o": tensors.o, "dO": tensors.dO}
         given = {role: self._read(role, t) for role, t in read.items()}
         if direction == BACKWARD:
-            given["stats"] = self._plain(tensors.stats.unsqueeze(-1))
+            given["stats"] = self.plain(tensors.stats.unsqueeze(-1))
         given |= self._extras(tensors)
         self._made = {
             role: torch.empty_like(tensors.like(role)) for role in outputs_of(case, direction)
         }
         self._written = {role: self._stored(role, t) for role, t in self._made.items()}
-        more = {role: self._plain(self._made[role]) for role in list(self._made)[3:]}
+        more = {role: self.plain(self._made[role]) for role in list(self._made)[3:]}
         arguments = {**given, **more, **mask_arguments(api, case), "attn_scale": case.scale}
         if direction == FORWARD:
             results = self.graph.sdpa(**arguments, generate_stats=True)
@@ -129,13 +94,13 @@ class Declared:
     def _read(self, role: str, t: torch.Tensor) -> Any:
         stored = self._stored(role, t)
         if self._packed is None:
-            return self._plain(stored)
+            return self.plain(stored)
         dim, stride = _padded(t)
         declared = self.graph.tensor(dim=dim, stride=stride, data_type=self._type)
         self.pack[declared] = stored
         return declared.set_ragged_offset(self._start(t))
 
-    def _plain(self, t: torch.Tensor) -> Any:
+    def plain(self, t: torch.Tensor) -> Any:
         """An input that is declared as it lies there."""
         if t.is_meta:  # such as no DLPack knows
             declared = self.graph.tensor(
@@ -156,7 +121,7 @@ class Declared:
         assert self._packed is not None
         row = t.shape[2] * t.shape[3]
         if row not in self._starts:
-            self._starts[row] = self._plain((self._packed.starts * row).view(-1, 1, 1, 1))
+            self._starts[row] = self.plain((self._packed.starts * row).view(-1, 1, 1, 1))
         return self._starts[row]
 
     def _write(self, result: Any, role: str) -> None:
@@ -171,28 +136,68 @@ class Declared:
 
     def _extras(self, tensors: Tensors) -> dict[str, Any]:
         """Arguments of lengths, pages, and whatever the case has beside."""
-        case, found = self._case, {}
+        case, found = self.case, {}
         if tensors.lengths is not None:
-            lengths = self._plain(tensors.lengths.view(-1, 1, 1, 1))
+            lengths = self.plain(tensors.lengths.view(-1, 1, 1, 1))
             found |= {"seq_len_q": lengths, "seq_len_kv": lengths}
         if self._pages is not None:
-            found |= dict.fromkeys(self._pages.TABLES, self._plain(self._pages.table))
-        declared = {name: self._plain(t) for name, t in tensors.extras.items()}
+            found |= dict.fromkeys(self._pages.TABLES, self.plain(self._pages.table))
+        declared = {name: self.plain(t) for name, t in tensors.extras.items()}
         if case.extra == "dropout":
             found["dropout"] = (DROPOUT, declared["seed"], declared["offset"])
         else:
             found |= declared
-        if case.extra == "softcap":
-            found["softcap"] = SOFTCAP
-        if case.extra == "alibi":
-            found["use_alibi_mask"] = True
-        return found
+        return found | self.edits()
+
+    def edits(self) -> dict[str, Any]:
+        """Arguments of a soft cap or of slopes."""
+        if self.case.extra == "softcap":
+            return {"softcap": SOFTCAP}
+        return {"use_alibi_mask": True} if self.case.extra == "alibi" else {}
 
 
 def _padded(t: torch.Tensor) -> tuple[list[int], list[int]]:
     """Dimensions and strides of (B, S, H, D) memory as (B, H, S, D)."""
     as_bhsd = t.transpose(1, 2)
     return list(as_bhsd.shape), list(as_bhsd.stride())
+
+
+class GraphPeer(Peer):
+    """A ``pygraph`` of the module ``module``: dlattn and cuDNN's frontend share the words."""
+
+    module: str
+    declared: type[Declared] = Declared
+
+    def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
+        import torch
+
+        api = importlib.import_module(self.module)
+        handle = self.make_handle(api)
+        options = {} if handle is None else {"handle": handle}
+        declared = self.declared(api, case, tensors, direction, options)
+        graph, pack = declared.graph, declared.pack
+        with self.building(direction):
+            graph.build([api.heur_mode.A])
+        size = max(1, graph.get_workspace_size())
+        workspace = torch.empty(size, device=tensors.q.device, dtype=torch.uint8)
+
+        def call() -> None:
+            graph.execute(pack, workspace, **options)
+
+        return Prepared(call, lambda _: declared.outputs(), self.describe(graph))
+
+    def make_handle(self, api: Any) -> Any:
+        """The library's handle on the current stream, or ``None`` where it needs none."""
+        return None
+
+    @contextmanager
+    def building(self, direction: str) -> Iterator[None]:
+        """Wraps the build."""
+        yield
+
+    def describe(self, graph: Any) -> str:
+        """What the built graph runs."""
+        return ""
 
 
 def mask_arguments(api: Any, case: Case) -> dict[str, Any]:
@@ -265,7 +270,7 @@ class Dlattn(GraphPeer):
         """
         api = importlib.import_module(self.module)
         options = {"device_property": device}
-        declared = Declared(api, case, random_tensors(case, "meta"), direction, options)
+        declared = self.declared(api, case, random_tensors(case, "meta"), direction, options)
         declared.graph.build([api.heur_mode.A])
 
 

@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from bench import measure, run
+from bench.jobs import CaseJob
 from bench.peers import Peer, Prepared
 from bench.presets import BACKWARD, FORWARD, PASSES, Case, case
 from bench.reference import OUTPUTS, make_tensors
@@ -18,6 +19,10 @@ CASES = (
     case(2, (4, 4), 48, (16, 8), "causal"),
     case(1, (2, 1), 48, (8, 16), "window", window=7),
 )
+
+
+def jobs(cases: tuple[Case, ...]) -> tuple[CaseJob, ...]:
+    return tuple(map(CaseJob, cases))
 
 
 class Fake(Peer):
@@ -41,7 +46,7 @@ def faked_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors, and times that depend on the contender's name."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(measure, "make_tensors", functools.partial(make_tensors, device="cpu"))
-    monkeypatch.setattr(measure, "_side_stream", lambda: None)
+    monkeypatch.setattr(measure, "side_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -85,7 +90,8 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
     fakes = {"dlattn": Fake("dlattn"), "fa2": Fake("fa2"), "fa3": Fake("fa3", raises="ill")}
     monkeypatch.setattr(run, "make_peer", lambda name: fakes[name])
     monkeypatch.setattr(run, "machine", lambda: "a machine")
-    monkeypatch.setattr(run, "PRESETS", {"dense": CASES[:2]})
+    monkeypatch.setitem(run.SUITES, "dense", jobs(CASES[:2]))
+    monkeypatch.setattr(run, "draw_all", lambda folder: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("DLATTN_COMMIT", "c0ffee")
     arguments = ["--peers", "dlattn,fa2,fa3", "--out", str(tmp_path)]
@@ -125,7 +131,8 @@ def test_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
 
     monkeypatch.setattr(run, "make_peer", {"fa2": Fake("fa2"), "fa3": Crashing("fa3")}.get)
     monkeypatch.setattr(run, "machine", lambda: "a machine")
-    monkeypatch.setattr(run, "PRESETS", {"dense": CASES})
+    monkeypatch.setitem(run.SUITES, "dense", jobs(CASES))
+    monkeypatch.setattr(run, "draw_all", lambda folder: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.main(["--peers", "fa2,fa3", "--out", str(tmp_path), "--pass", "forward"]) == 1
     assert f"fa3 broke the CUDA context on {CASES[1].name}" in capsys.readouterr().out
