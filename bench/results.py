@@ -59,16 +59,18 @@ class Unit:
         name: e.g. ``TFLOP/s``.
         of: a row's figure.
         higher_is_better: whether it is a speed.
+        whole: from where on no decimals are shown.
     """
 
     name: str
     of: Callable[[Row], float]
     higher_is_better: bool
+    whole: float = 20
 
 
 TFLOPS = Unit("TFLOP/s", lambda row: row.tflops, True)
 BANDWIDTH = Unit("TB/s", lambda row: decode_bytes(row.case) / row.ms * 1e-9, True)
-US = Unit("us", lambda row: 1e3 * row.ms, False)
+US = Unit("us", lambda row: 1e3 * row.ms, False, 200)
 MS = Unit("ms", lambda row: row.ms, False)
 
 
@@ -171,7 +173,9 @@ def _table(rows: Sequence[Row], unit: Unit, wrong: set[tuple[str, str]]) -> str:
     impls = list(dict.fromkeys([*(r.impl for r in rows), *(impl for _, impl in wrong)]))
     ours = [impl for impl in impls if is_ours(impl)]
     shown = {
-        (row.case, row.impl): f"{value:.0f}" if (value := unit.of(row)) >= 20 else f"{value:.2f}"
+        (row.case, row.impl): f"{value:.0f}"
+        if (value := unit.of(row)) >= unit.whole
+        else f"{value:.2f}"
         for row in rows
     } | dict.fromkeys(wrong, "WRONG")
     has_peers = len(ours) < len(impls)
@@ -184,7 +188,8 @@ def _table(rows: Sequence[Row], unit: Unit, wrong: set[tuple[str, str]]) -> str:
         ]
         line = [case, *(shown.get((case, impl), ABSENT) for impl in impls)]
         lines.append([*line, *(ratios if has_peers or unit is TFLOPS else ())])
-    titles = [f"{impl} / best peer" for impl in ours] if has_peers or unit is TFLOPS else []
+    title = "{} / best peer" if unit.higher_is_better else "best peer / {}"
+    titles = [title.format(impl) for impl in ours] if has_peers or unit is TFLOPS else []
     return markdown(["case", *impls, *titles], lines)
 
 

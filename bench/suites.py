@@ -24,16 +24,17 @@ def _suites() -> dict[str, tuple[Job, ...]]:
 
 #: By preset, those that say most first.
 SUITES = _suites()
-#: What ``all`` takes a job of in turn.
-ORDER = ("dense", "features", "host", "decode", "start", "head_dims", "score_mod")
+#: What charts show; a run measures these first.
+CHARTED = ("dense", "features", "host", "decode", "start", "head_dims", "score_mod")
 
 
 def in_turn(names: Sequence[str]) -> list[Job]:
-    """The jobs of some suites, one of each at a time, each case once."""
-    ordered = sorted(names, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER))
+    """The jobs of some suites, one of each at a time, those of charts first; each case once."""
     found: dict[tuple[str, ...], Job] = {}
-    for jobs in zip_longest(*(SUITES[name] for name in ordered)):
-        for job in jobs:
-            if job is not None:
-                found.setdefault(job.cases, job)
+    others = [name for name in names if name not in CHARTED]
+    for group in ([name for name in CHARTED if name in names], others):
+        for jobs in zip_longest(*(SUITES[name] for name in group)):
+            for job in jobs:
+                if job is not None:
+                    found.setdefault(job.cases, job)
     return list(found.values())
