@@ -80,7 +80,7 @@ ROWS = (
 class Data:
     """Tensors of a row: as many copies of the caches as are taken in turn, bf16."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, device: str = "cuda") -> None:
         import torch
 
         batch, (heads, heads_kv), dim = row.batch, row.heads, row.head_dim
@@ -90,15 +90,15 @@ class Data:
         if row.page is not None:
             pages = batch * row.keys // row.page
             shape = (pages, row.page, heads_kv, dim)
-            self.table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1)
+            self.table = torch.randperm(pages, device=device, dtype=torch.int32).view(batch, -1)
 
         def normal(*dim: int) -> Any:
-            return torch.empty(*dim, device="cuda", dtype=torch.bfloat16).normal_()
+            return torch.empty(*dim, device=device, dtype=torch.bfloat16).normal_()
 
         self.q = [normal(batch, row.queries, heads, dim) for _ in range(copies)]
         self.k, self.v = ([normal(*shape) for _ in range(copies)] for _ in range(2))
         self.o = [torch.empty_like(q) for q in self.q]
-        self.lengths = torch.full((batch,), row.keys, device="cuda", dtype=torch.int32)
+        self.lengths = torch.full((batch,), row.keys, device=device, dtype=torch.int32)
 
 
 Calls = list[Callable[[], Any]]
@@ -140,7 +140,9 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
     o = data.o[0].transpose(1, 2)
     output.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
     graph.build([dlattn.heur_mode.A])
-    workspace = torch.empty(max(1, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
+    workspace = torch.empty(
+        max(1, graph.get_workspace_size()), device=data.q[0].device, dtype=torch.uint8
+    )
     packs = [
         dict(zip((*inputs, output), (t.transpose(1, 2) for t in tensors), strict=True)) | fixed
         for tensors in zip(data.q, data.k, data.v, data.o, strict=True)

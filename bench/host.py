@@ -19,6 +19,7 @@ from bench.peers import Peer
 from bench.presets import FORWARD
 
 HOST = "host"
+DEVICE = "cuda"
 #: Calls of a round.
 CALLS = 200
 
@@ -51,10 +52,10 @@ def execute() -> Calls:
     import dlattn
 
     q, k, v = (
-        torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(1, 128, 1, 64, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
         for _ in range(3)
     )
-    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device=DEVICE)
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.BFLOAT16,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -75,8 +76,8 @@ def cuda_graphs() -> Calls:
 
     import dlattn
 
-    q, k, v, d_o = torch.randn(4, 1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
-    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
+    q, k, v, d_o = torch.randn(4, 1, 1, 128, 64, device=DEVICE, dtype=torch.bfloat16)
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device=DEVICE)
     gradients = [torch.empty_like(q) for _ in range(3)]
     calls = []
     for operation, inputs, outputs, options in (
@@ -94,7 +95,7 @@ def cuda_graphs() -> Calls:
             t.set_output(True)
         graph.build([dlattn.heur_mode.A])
         size = max(16, graph.get_workspace_size())
-        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        workspace = torch.empty(size, device=DEVICE, dtype=torch.uint8)
         calls.append((graph, dict(zip((*fed, *made), (*inputs, *outputs), strict=True)), workspace))
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -120,11 +121,11 @@ def functions() -> Calls:
     from dlattn import attention, merge_states
     from dlattn.flash import flash_attn_with_kvcache, mha_fwd, mha_varlen_fwd
 
-    q = torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 128, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     k, v, out = torch.randn_like(q), torch.randn_like(q), torch.empty_like(q)
     flat = [x.flatten(0, 1) for x in (q, k, v, out)]
-    lengths = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
-    lse = torch.zeros(1, 1, 128, device="cuda")
+    lengths = torch.tensor([0, 128], device=DEVICE, dtype=torch.int32)
+    lse = torch.zeros(1, 1, 128, device=DEVICE)
     new, cached = (q[:, :1], k[:, :1], v[:, :1], out[:, :1]), lengths[:1]
     return {
         ("mha_fwd", "dlattn"): lambda: mha_fwd(q, k, v, out, None, 0.0, 0.125, True),
@@ -150,7 +151,7 @@ def differentiable() -> Calls:
 
     own = torch.nn.functional.scaled_dot_product_attention
     leaves = [
-        torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(1, 1, 128, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     ]
     plain = [x.detach() for x in leaves]
@@ -173,7 +174,7 @@ def add_one() -> Calls:
     """torch's ``x.add_(1)`` on one element: the least that a launch costs from Python here."""
     import torch
 
-    x = torch.zeros(1, device="cuda")
+    x = torch.zeros(1, device=DEVICE)
     return {("x.add_(1)", "torch"): lambda: x.add_(1)}
 
 

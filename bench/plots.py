@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import style
+from bench import style, train_report
 from bench.peers import has_module
 from bench.presets import MASKS, PASSES, TOKENS
 from bench.results import BANDWIDTH, COLUMNS, Row, decode_bytes, read_csv
@@ -283,7 +283,8 @@ def draw_folder(source: Path, folder: Path | None = None) -> list[Path]:
             figure, title, used = made
             path = folder / f"{name}.png"
             drawn.append(style.save(figure, title, used, f"NVIDIA {gpu.upper()}", path))
-    return drawn
+    trained = source / f"{train_report.NAME}.csv"
+    return [*drawn, train_report.draw(trained, gpu, folder)] if trained.exists() else drawn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

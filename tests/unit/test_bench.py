@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench import ceiling, plots, results
+from bench import ceiling, results
 from bench.peers import PEERS, base, make_peer
 from bench.presets import BACKWARD, EXTRAS, FORWARD, PASSES, PRESETS, Case, case
 from bench.reference import TOLERANCE, error, is_off, make_tensors, outputs_of
@@ -277,15 +277,6 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(wrong)
     assert "known: dlattn" in capsys.readouterr().err
-
-
-def test_plot_panels() -> None:
-    """A panel holds one head dimension and mask, its points by sequence length."""
-    more = row("b1 h32/32 s16384 d64 full", "dlattn", 5.0)
-    assert plots.panels([more, *ROWS])["d64 h32/32 full"]["dlattn"] == [
-        (1024, ROWS[0].tflops),
-        (16384, more.tflops),
-    ]
 
 
 def test_ceiling_compiles(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
