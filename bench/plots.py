@@ -128,10 +128,10 @@ def by_head_dim(rows: Sequence[Row]) -> Drawn | None:
         chosen = sixteen
     if not any(len({w.head_dim for w, _ in points}) > 1 for points in chosen.values()):
         return None
-    keys = sorted(chosen, key=lambda key: (PASSES.index(key[1]), MASKS.index(key[0])))
-    figure, axes = style.panels(1, len(keys), (3.2, 2.9), same_scale=True)
+    sides = sorted(chosen, key=lambda key: (PASSES.index(key[1]), MASKS.index(key[0])))
+    figure, axes = style.panels(1, len(sides), (3.2, 2.9), same_scale=True)
     used = [row for points in chosen.values() for _, row in points]
-    for key, axis in zip(keys, axes[0], strict=True):
+    for key, axis in zip(sides, axes[0], strict=True):
         points = chosen[key]
         for impl in style.impls_of(row for _, row in points):
             of_impl = [(int(w.head_dim), r.tflops) for w, r in points if r.impl == impl]

@@ -76,8 +76,8 @@ class Run:
         self._begun = time.perf_counter()
 
     def run(self) -> int:
-        ended = ""
-        print(machine(), flush=True)
+        ended, place = "", machine()
+        print(place, flush=True)
         if self._given.precompile:
             self._compile()
         try:
@@ -88,7 +88,7 @@ class Run:
             ended = "The run ended early: interrupted"
         self._progress.close()
         for name, report in self._reports.items():
-            report.write(machine())
+            report.write(place)
             print(f"\n## {name}\n\n{report.text()}")
         print(f"{time.perf_counter() - self._begun:.0f} s; results in {self._out}")
         if self._out.is_dir():

@@ -97,8 +97,9 @@ class Declared:
             return self.plain(stored)
         dim, stride = _padded(t)
         declared = self.graph.tensor(dim=dim, stride=stride, data_type=self._type)
+        declared.set_ragged_offset(self._start(t))
         self.pack[declared] = stored
-        return declared.set_ragged_offset(self._start(t))
+        return declared
 
     def plain(self, t: torch.Tensor) -> Any:
         """An input that is declared as it lies there."""
