@@ -19,6 +19,7 @@ from bench.jobs import Effort, Job, on_side_stream, prepared
 from bench.measure import GRAPH, Measured
 from bench.peers import Peer
 from bench.peers.flash import load_flash3
+from bench.peers.graph import like
 from bench.presets import FORWARD
 from bench.timing import time_once
 
@@ -104,8 +105,12 @@ class Data:
 Calls = list[Callable[[], Any]]
 
 
-def dlattn_calls(row: Row, data: Data) -> Calls:
-    """``execute`` of one graph, on each copy."""
+def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
+    """``execute`` of one graph, on each copy.
+
+    Args:
+        device: of ``create_device_properties``, for tensors that are on ``meta``.
+    """
     import torch
 
     import dlattn
@@ -114,9 +119,10 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
         io_data_type=dlattn.data_type.BFLOAT16,
         intermediate_data_type=dlattn.data_type.FLOAT,
         compute_data_type=dlattn.data_type.FLOAT,
+        device_property=device,
     )
     first = [t[0].transpose(1, 2) for t in (data.q, data.k, data.v)]
-    inputs = [graph.tensor_like(t) for t in first]
+    inputs = [like(dlattn, graph, t) for t in first]
     options: dict[str, Any] = {
         "diagonal_alignment": dlattn.diagonal_alignment.BOTTOM_RIGHT,
         "diagonal_band_right_bound": 0,
@@ -130,7 +136,7 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
             "paged_attention_k_table": data.table.view(row.batch, 1, -1, 1),
             "paged_attention_v_table": data.table.view(row.batch, 1, -1, 1),
         }
-        declared = {role: graph.tensor_like(t) for role, t in given.items()}
+        declared = {role: like(dlattn, graph, t) for role, t in given.items()}
         options |= declared | {
             "use_padding_mask": True,
             "paged_attention_max_seq_len_kv": row.keys,
@@ -253,6 +259,9 @@ class DecodeJob(Job):
         with on_side_stream():
             _measure(measured, self.row, [peer.name for peer in peers], effort.rounds)
         yield measured
+
+    def compile(self, direction: str, device: Any) -> None:
+        dlattn_calls(self.row, Data(self.row, "meta"), device)
 
 
 def _measure(measured: Measured, row: Row, names: Iterable[str], rounds: int) -> None:

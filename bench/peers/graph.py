@@ -103,19 +103,9 @@ class Declared:
 
     def plain(self, t: torch.Tensor) -> Any:
         """An input that is declared as it lies there."""
-        if t.is_meta:  # such as no DLPack knows
-            declared = self.graph.tensor(
-                dim=list(t.shape), stride=list(t.stride()), data_type=self._type_of(t)
-            )
-        else:
-            declared = self.graph.tensor_like(t)
+        declared = like(self._api, self.graph, t)
         self.pack[declared] = t
         return declared
-
-    def _type_of(self, t: torch.Tensor) -> Any:
-        names = {"float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
-        name = names.get(str(t.dtype).removeprefix("torch."))
-        return self._type if name is None else getattr(self._api.data_type, name)
 
     def _start(self, t: torch.Tensor) -> Any:
         """Where the entries of a packed tensor begin, in its elements."""
@@ -155,6 +145,16 @@ class Declared:
         if self.case.extra == "softcap":
             return {"softcap": SOFTCAP}
         return {"use_alibi_mask": True} if self.case.extra == "alibi" else {}
+
+
+def like(api: Any, graph: Any, t: torch.Tensor) -> Any:
+    """A graph's tensor like a torch tensor, on ``meta`` too, which no DLPack knows."""
+    if not t.is_meta:
+        return graph.tensor_like(t)
+    names = {"bfloat16": "BFLOAT16", "float16": "HALF", "float32": "FLOAT", "int32": "INT32"}
+    name = names.get(str(t.dtype).removeprefix("torch."), "INT64")
+    data_type = getattr(api.data_type, name)
+    return graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=data_type)
 
 
 def _padded(t: torch.Tensor) -> tuple[list[int], list[int]]:

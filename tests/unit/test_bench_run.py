@@ -215,3 +215,22 @@ def test_budget(two_presets: object, monkeypatch, tmp_path, capsys) -> None:
     assert f"--resume goes on with: {CASES[1].name}, {CASES[2].name}" in said
     assert run.main([*arguments, "--resume"]) == 0
     assert {row.case for row in read_csv(tmp_path / "window.csv")} == {c.name for c in CASES[1:]}
+
+
+def test_precompile(two_presets: object, monkeypatch, tmp_path, capsys) -> None:
+    """Every pass of every job is compiled before the first is measured; failures show later."""
+    import dlattn
+
+    compiled = []
+
+    def compile_one(job: CaseJob, direction: str, device: str) -> None:
+        compiled.append((job.name, direction, device))
+        raise RuntimeError("cannot")
+
+    monkeypatch.setattr(CaseJob, "compile", compile_one)
+    monkeypatch.setattr(run, "has_module", lambda module: module == "torch" or module == "cupy")
+    monkeypatch.setattr(dlattn, "create_device_properties", "device {}".format)
+    arguments = ["--peers", "dlattn", "--out", str(tmp_path), "--preset", "dense"]
+    assert run.main([*arguments, "--precompile", "2"]) == 0
+    assert sorted(compiled) == sorted((c.name, d, "device 0") for c in CASES[:2] for d in PASSES)
+    assert "kernels compiled ahead" in capsys.readouterr().out
