@@ -20,11 +20,12 @@ class Entry(NamedTuple):
     """One public class, function, method or property.
 
     Attributes:
-        name: as users write it, such as ``dlattn.pygraph.execute``.
-        definition: where it is defined, which of a method may be in a base.
+        name: as users write it, such as ``dlattn.pygraph.sdpa``.
+        home: where it is defined, such as ``dlattn.graph.operations.Operations.sdpa``.
     """
 
     name: str
+    home: str
     definition: Definition
 
     @property
@@ -78,15 +79,15 @@ def _is_all(it: ast.Assign) -> bool:
 
 
 def _entries(name: str, module: str, definition: Definition) -> Iterator[Entry]:
-    yield Entry(name, definition)
+    yield Entry(name, f"{module}.{definition.name}", definition)
     if isinstance(definition, ast.ClassDef):
-        for method, it in _methods(module, definition).items():
-            yield Entry(f"{name}.{method}", it)
+        for method, (home, it) in _methods(module, definition).items():
+            yield Entry(f"{name}.{method}", f"{home}.{method}", it)
 
 
-def _methods(module: str, it: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    """The public ones, those of bases in dlattn too; a class comes before its bases."""
-    found: dict[str, ast.FunctionDef] = {}
+def _methods(module: str, it: ast.ClassDef) -> dict[str, tuple[str, ast.FunctionDef]]:
+    """The public ones with their class, those of bases too; a class comes before its bases."""
+    found: dict[str, tuple[str, ast.FunctionDef]] = {}
     for base in reversed(it.bases):
         where = _origin(module, base.id) if isinstance(base, ast.Name) else None
         if where is not None:
@@ -94,7 +95,7 @@ def _methods(module: str, it: ast.ClassDef) -> dict[str, ast.FunctionDef]:
             assert isinstance(inherited, ast.ClassDef)
             found |= _methods(owner, inherited)
     own = [x for x in it.body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")]
-    return found | {x.name: x for x in own}
+    return found | {x.name: (f"{module}.{it.name}", x) for x in own}
 
 
 def _found(module: str, name: str) -> tuple[str, Definition]:
