@@ -139,3 +139,12 @@ def test_docstring_names_its_source(pattern: str) -> None:
     assert entries, pattern
     for entry in entries:
         assert re.search(SOURCES[pattern], entry.docstring), f"{entry.name}: {SOURCES[pattern]}"
+
+
+def test_methods_made_at_import_have_docstrings() -> None:
+    """So do the pointwise operations, whose methods are made from their table."""
+    import dlattn
+
+    for owner in (dlattn.pygraph, dlattn.Graph):
+        for name in set(dir(owner)) - set(dir(object)):
+            assert name.startswith("_") or getattr(owner, name).__doc__, f"{owner.__name__}.{name}"

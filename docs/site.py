@@ -1,20 +1,36 @@
-"""For mkdocs: what docstrings refer to, such as :func:`dlattn.attention`, becomes a link.
+"""For mkdocs: links of docstrings, and links that leave the documentation.
 
-The docstrings are written for readers of the source, in the roles that Sphinx has; Markdown has
-none. What is referred to and is of dlattn's inside has no page, and stays a name.
+Docstrings are written for readers of the source, in the roles that Sphinx has, such as
+:func:`dlattn.attention`; Markdown has none. What is of dlattn's inside has no page, and stays a
+name.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+_DOCS = Path(__file__).parent
 
 _ROLE = re.compile(r":(class|data|func|meth|mod):`([\w.]+)`")
 
 #: Modules that have pages; of others, what the package itself imports is public.
 _PUBLIC = {"flash", "graph", "jax", "torch"}
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """A hook of mkdocs: links to files of the repository, which a site does not have, are text."""
+    folder = (_DOCS / page.file.src_uri).parent
+
+    def kept(link: re.Match[str]) -> str:
+        target = (folder / link[2]).resolve()
+        is_outside = target.exists() and not target.is_relative_to(_DOCS)
+        return link[1] if is_outside else link[0]
+
+    return re.sub(r"\[([^\]]+)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", kept, markdown)
 
 
 class Roles(griffe.Extension):
