@@ -20,7 +20,7 @@ BUILD = """
 import sys
 sys.modules.update(dict.fromkeys(("cupy", "dlattn", "jax", "numpy", "torch")))
 from mkdocs.__main__ import cli
-cli(["build", "--strict", "--quiet", "--config-file", sys.argv[1], "--site-dir", sys.argv[2]])
+cli(["build", "--strict", "--config-file", sys.argv[1], "--site-dir", sys.argv[2]])
 """
 
 
