@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from dlattn import config
+from dlattn.problem import POINTWISE
 from tests.surface import ROOT, surface
-
-pytest.importorskip("mkdocs", reason='the documentation needs pip install ".[docs]"')
-pytest.importorskip("mkdocstrings", reason='the documentation needs pip install ".[docs]"')
 
 #: Builds where importing any of these is an ImportError, dlattn itself included.
 BUILD = """
@@ -27,6 +25,8 @@ cli(["build", "--strict", "--config-file", sys.argv[1], "--site-dir", sys.argv[2
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built by reading the source: a warning, such as a broken link, is an error."""
+    for tool in ("mkdocs", "mkdocstrings"):
+        pytest.importorskip(tool, reason='the documentation needs pip install ".[docs]"')
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-c", BUILD, str(ROOT / "mkdocs.yml"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -52,3 +52,13 @@ def test_environment_page_is_the_configuration() -> None:
     """The reference's table of environment variables is the one that the code prints."""
     page = ROOT / "docs" / "reference" / "environment.md"
     assert config.table() in page.read_text(encoding="utf-8")
+
+
+def test_pointwise_operations_are_those_of_the_table() -> None:
+    """The reference has every pointwise operation with its operands and its formula."""
+    page = (ROOT / "docs" / "reference" / "operations.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```", page, re.M | re.S)
+    told = dict(re.split(r" {2,}", line, maxsplit=1) for line in block.splitlines())
+    assert told == {
+        f"{name}({', '.join(it.operands)})": it.formula for name, it in POINTWISE.items()
+    }
