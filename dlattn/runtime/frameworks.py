@@ -273,7 +273,7 @@ class _JaxTracer(Dlpack):
     def view(self, obj: Any) -> TensorView:
         raise InvalidVariantPackError(
             f"{obj!r:.100} stands for a JAX array while JAX traces (inside jit, grad or vmap) and "
-            "has no memory yet; call outside, or from jax.experimental.buffer_callback"
+            "has no memory yet; use dlattn.jax, whose functions JAX can trace, or call outside"
         )
 
 
