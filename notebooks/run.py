@@ -82,8 +82,9 @@ def _run_in_kernel(path: Path, out: Path | None, say: Say) -> None:
 
         @property
         def kernel_spec(self) -> Any:
-            command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=command, env=_environment(), language="python")
+            launch = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            quiet = "--log-level=ERROR"
+            return KernelSpec(argv=[*launch, quiet], env=_environment(), language="python")
 
     notebook = nbformat.read(path, as_version=4)
     total, started = len(code_cells(path)), 0
@@ -164,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line says; 1 if a notebook fails, or none ran."""
     options = _parse(arguments)
     passed = failed = 0
+    line = "\r\x1b[K" if sys.stdout.isatty() else ""
     for path in (NOTEBOOKS[number] for number in options.only):
         if lacking := missing(path):
             print(f"{path.stem}: skipped, needs {', '.join(lacking)}")
@@ -171,15 +173,16 @@ def main(arguments: list[str] | None = None) -> int:
         start = time.perf_counter()
 
         def say(step: str, name: str = path.stem) -> None:
-            print(f"\r{name}: {step}", end=" ", flush=True)
+            if sys.stdout.isatty():
+                print(f"{line}{name}: {step}", end=" ", flush=True)
 
         try:
             run(path, options.out, options.plain, say)
             passed += 1
-            print(f"\r{path.stem}: passed in {time.perf_counter() - start:.0f} s")
+            print(f"{line}{path.stem}: passed in {time.perf_counter() - start:.0f} s")
         except Failed as error:
             failed += 1
-            print(f"\r{path.stem}: FAILED\n{error}")
+            print(f"{line}{path.stem}: FAILED\n{error}")
     print(f"{passed} passed, {failed} failed, {len(options.only) - passed - failed} skipped")
     return int(failed > 0 or passed == 0)
 
