@@ -42,7 +42,7 @@ def missing(path: Path) -> list[str]:
     names = {alias.name for it in statements if isinstance(it, ast.Import) for alias in it.names}
     names |= {it.module or "" for it in statements if isinstance(it, ast.ImportFrom)}
     packages = {name.split(".")[0] for name in names}
-    return sorted(name for name in packages if name != "tests" and not _is_there(name))
+    return sorted(name for name in packages if not _is_there(name))
 
 
 def missing_jupyter() -> list[str]:
@@ -136,7 +136,8 @@ def _environment() -> dict[str, str]:
 
 
 def _is_there(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    """Whether it is installed, or a package of this checkout."""
+    return (HERE.parent / package).is_dir() or importlib.util.find_spec(package) is not None
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -138,6 +138,16 @@ def test_command_tells_its_end(
     assert "1 passed, 1 failed, 1 skipped" in capsys.readouterr().out
 
 
+def test_command_offers_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without Jupyter's packages the command names them, and the way to do without."""
+    monkeypatch.setattr(notebooks, "missing_jupyter", lambda: ["nbclient"])
+    with pytest.raises(SystemExit):
+        notebooks.main(["--only", "1"])
+    assert re.search("nbclient is missing.*--plain", capsys.readouterr().err, re.S)
+
+
 @pytest.mark.parametrize("wrong", [["--only", "0"], ["--plain", "--out", "there"]])
 def test_command_refuses(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers that no notebook has, and copies of what no kernel ran, are refused with a reason."""
