@@ -12,7 +12,7 @@ from jax.dtypes import float0
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
-from dlattn.one_call.arguments import Options, pair
+from dlattn.one_call.arguments import Options, pair, shared
 
 
 class _Static(NamedTuple):
@@ -40,6 +40,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Any = None,
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
     deterministic: bool = False,
@@ -75,6 +76,7 @@ def attention(
         "q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "lengths of q": lengths_q, "lengths of k and v": lengths_kv,
         "cu_seqlens of q": cu_q, "cu_seqlens of k and v": cu_kv,
+        "block_table": block_table,
         "dropout's seed": seed, "dropout's offset": offset,
     }  # fmt: skip
     options = Options(
@@ -86,7 +88,7 @@ def attention(
         softcap,
         pair(max_seqlens),
         float(dropout_rate),
-        (False, False),
+        shared(lengths, cu_seqlens),
     )
     static = _Static(options, return_lse, deterministic)
     return _attention(static, {name: x for name, x in arrays.items() if x is not None})

@@ -27,6 +27,7 @@ class Tensors(NamedTuple):
     lengths_kv: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
+    block_table: Tensor | None = None
     state: Tensor | None = None
 
     @property
@@ -54,13 +55,15 @@ class Options(NamedTuple):
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     dropout_p: float
+    shared_lengths: bool
+    shared_cu_seqlens: bool
 
     @property
     def words(self) -> tuple[Any, ...]:
         """As :class:`dlattn.one_call.arguments.Options`."""
-        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p = self
+        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = self
         window, most = (left, right), (most_q, most_kv)
-        return layout, causal, window, alignment, scale, softcap, most, p, (False, False)
+        return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared)
 
 
 #: How many tensors there are.

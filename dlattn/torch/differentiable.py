@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.one_call.arguments import pair
+from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
@@ -38,6 +38,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -66,12 +67,15 @@ def attention(
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     left, right = window or (None, None)
     options = Options(
-        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p
-    )
+        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p,
+        *shared(lengths, cu_seqlens),
+    )  # fmt: skip
     if torch.is_autocast_enabled(q.device.type):
         q, k, v, bias = _autocast(q, k, v, bias)
     state = None if dropout_p == 0 else _drawn(q, dropout_p)
-    tensors = Tensors(q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, state)
+    tensors = Tensors(
+        q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, block_table, state
+    )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling() or type(q) not in _PLAIN:

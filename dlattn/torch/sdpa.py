@@ -27,6 +27,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     lengths: Any = None,
+    block_table: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -50,6 +51,8 @@ def scaled_dot_product_attention(
         alignment: where the positions of queries and keys meet, for ``is_causal``, too:
             ``"top_left"``, or ``"bottom_right"``.
         lengths: as in :func:`dlattn.attention`, of four dimensions.
+        block_table: (B, pages of a sequence), int32: key and value lie in pages, (pages, Hk, rows
+            of a page, E), as in :func:`dlattn.attention`.
         deterministic, return_lse: as in :func:`dlattn.torch.attention`; log-sum-exps are (..., H,
             L), of nested tensors (H, tokens).
 
@@ -65,19 +68,21 @@ def scaled_dot_product_attention(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "block_table": block_table,
         "dropout_p": dropout_p,
         "deterministic": deterministic,
         "return_lse": return_lse,
     }
     if query.is_nested:
-        if attn_mask is not None or lengths is not None:
+        if not (attn_mask is lengths is block_table is None):
             raise InvalidArgumentError(
-                "attn_mask and lengths: expected None with nested tensors, which have lengths of "
-                "their own and no common mask."
+                "attn_mask, lengths and block_table: expected None with nested tensors, which have "
+                "lengths of their own and no common mask."
             )
         return _nested(query, key, value, options)
     of_q, of_k, of_v = query.shape, key.shape, value.shape
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or not of_q[0] == of_k[0] == of_v[0]:
+    alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or not alike:
         return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, options)
     _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
     return attention(query, key, value, layout="bhsd", bias=attn_mask, lengths=lengths, **options)

@@ -134,6 +134,24 @@ def test_packed_sequences() -> None:
         jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 1))
 
 
+def test_keys_in_pages() -> None:
+    """Keys and values that a table finds are as good as those in one piece; of an array of
+    lengths, too, there must be one for each."""
+    q, pages = random(2, 3, 4, 8), random(9, 4, 2, 8)
+    table, lengths = np.array([[3, 0, 8], [5, 2, 1]], np.int32), np.array([10, 5], np.int32)
+    whole = pages[table].reshape(2, 12, 2, 8)
+
+    @jax.jit
+    def run(k: Any, table: Any) -> Any:
+        options = {"lengths": (None, lengths), "block_table": table}
+        return attention(q, k, k, causal=True, **options)
+
+    wanted = dlattn.attention(q, whole, whole, lengths=(None, lengths), causal=True)
+    assert_same(run(pages, table), wanted)
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        attention(q, whole, whole, lengths=lengths)
+
+
 BATCHED: dict[str, dict[str, Any]] = {
     "plain": {},
     "another layout": {"layout": "sbhd"},

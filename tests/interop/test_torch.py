@@ -161,8 +161,45 @@ def test_nested() -> None:
         own = attention(alone, alone, alone, causal=True)
         own.square().sum().backward()
         assert_same([out[None], grad[None]], [own, alone.grad])
-    with pytest.raises(InvalidArgumentError, match="attn_mask and lengths: expected None"):
+    with pytest.raises(
+        InvalidArgumentError, match="attn_mask, lengths and block_table: expected None"
+    ):
         scaled_dot_product_attention(*(x.transpose(1, 2),) * 3, attn_mask=torch.ones(1))
+
+
+def test_one_tensor_of_lengths_is_of_queries_and_keys() -> None:
+    """Of as many of both; else it is refused, as by ``dlattn.attention``."""
+    q, k = random(2, 5, 4, 8), random(2, 7, 4, 8)
+    lengths, cu = torch.tensor([5, 2]), torch.tensor([0, 5], dtype=torch.int32)
+    assert attention(q, q, q, lengths=lengths)[1, 2:].eq(0).all()
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        attention(q, k, k, lengths=lengths)
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        torch.compile(attention, backend="aot_eager")(q, k, k, lengths=lengths)
+    with pytest.raises(InvalidArgumentError, match="cu_seqlens: one tensor is of q, k and v alike"):
+        attention(q[0], k[0], k[0], layout="thd", cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_in_pages(compiled: bool) -> None:
+    """Keys and values that a table finds are as good as those in one piece."""
+    q, k, v = (random(*shape, grad=False) for shape in ((2, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 6)))
+    table = torch.tensor([[3, 0, 8], [5, 2, -1]], dtype=torch.int32)
+    lengths = torch.tensor([10, 5], dtype=torch.int32)
+
+    def paged(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(
+            q, k, v, block_table=table, lengths=(None, lengths), is_causal=True,
+            alignment="bottom_right", enable_gqa=True,
+        )  # fmt: skip
+
+    run = torch.compile(paged, fullgraph=True, backend="aot_eager") if compiled else paged
+    found = run(q, k, v)
+    for b, n in enumerate(lengths):
+        whole = (x[table[b].clamp(0)].transpose(0, 1).flatten(1, 2)[None, :, :n] for x in (k, v))
+        keep = torch.ones(3, int(n), dtype=torch.bool).tril(int(n) - 3)
+        wanted = sdpa(q[b : b + 1], *whole, attn_mask=keep, enable_gqa=True)
+        assert_same([found[b : b + 1]], [wanted])
 
 
 def loss(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -191,21 +228,21 @@ def test_operators_are_well_made() -> None:
     """What ``torch.library.opcheck`` asks of operators."""
     q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
     bias = torch.zeros(4, 5, 5, requires_grad=True)
-    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False)
-    for more in ((None,) * 8, (bias, None, torch.ones(4), *(None,) * 5)):
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, *(False,) * 3)
+    for more in ((None,) * 9, (bias, None, torch.ones(4), *(None,) * 6)):
         torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
     given = [x.detach() for x in (q, k, v)]
-    out, lse = torch.ops.dlattn.attention(*given, *(None,) * 8, *options)
+    out, lse = torch.ops.dlattn.attention(*given, *(None,) * 9, *options)
     for dlse in (None, lse):
         torch.library.opcheck(
             torch.ops.dlattn.attention_backward.default,
-            (out, out, lse, dlse, *given, *(None,) * 8, *options, False, False),
+            (out, out, lse, dlse, *given, *(None,) * 9, *options, False, False),
         )
     into = torch.empty_like(out)
     torch.library.opcheck(
-        torch.ops.dlattn.attention.out, (*given, *(None,) * 8, *options), {"out": into}
+        torch.ops.dlattn.attention.out, (*given, *(None,) * 9, *options), {"out": into}
     )
-    assert torch.equal(torch.ops.dlattn.attention(*given, *(None,) * 8, *options, out=into), lse)
+    assert torch.equal(torch.ops.dlattn.attention(*given, *(None,) * 9, *options, out=into), lse)
     assert torch.equal(into, out)
 
 
