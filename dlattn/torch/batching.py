@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlattn.torch.arguments import COUNT, Tensors
+from dlattn.torch.rows import in_rows
 
 
 def batching(operator: Callable[..., Any], before: int) -> Callable[..., Any]:
@@ -45,7 +46,7 @@ def batching(operator: Callable[..., Any], before: int) -> Callable[..., Any]:
 def _merged(x: Tensor, dim: int | None, axis: int, count: int) -> Tensor:
     """With the entries of vmap in front of those of an axis, as one axis."""
     x = x.unsqueeze(0).expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.movedim(0, axis).flatten(axis, axis + 1)
+    return in_rows(x.movedim(0, axis).flatten(axis, axis + 1))
 
 
 def _one_by_one(
@@ -53,7 +54,10 @@ def _one_by_one(
 ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
     found = [
         operator(
-            *(x if dim is None else x.select(dim, i) for x, dim in zip(given, in_dims, strict=True))
+            *(
+                x if dim is None else x.select(dim, i).contiguous()
+                for x, dim in zip(given, in_dims, strict=True)
+            )
         )
         for i in range(info.batch_size)
     ]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.torch.differentiable import attention
+from dlattn.torch.nested import nested_attention
+from dlattn.torch.rows import in_rows
 
 
 def scaled_dot_product_attention(
@@ -38,7 +40,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E); fp16 or bf16, on the CPU also fp32 and fp64. With nested tensors
-            (``torch.jagged``), (B, H, jagged, E), as ``transpose(1, 2)`` gives it.
+            (``torch.jagged``), (B, H, jagged, E), as ``transpose(1, 2)`` gives it. Copied, as key
+            and value, if the stride of the last dimension is not 1.
         key: (..., Hk, S, E).
         value: (..., Hk, S, Ev).
         attn_mask: broadcasts to (..., H, L, S): of booleans, true where a query attends; of floats,
@@ -73,13 +76,15 @@ def scaled_dot_product_attention(
         "deterministic": deterministic,
         "return_lse": return_lse,
     }
-    if query.is_nested:
+    if query.is_nested or key.is_nested or value.is_nested:
         if not (attn_mask is lengths is block_table is None):
             raise InvalidArgumentError(
                 "attn_mask, lengths and block_table: expected None with nested tensors, which have "
                 "lengths of their own and no common mask."
             )
-        return _nested(query, key, value, options)
+        return nested_attention(query, key, value, options)
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = in_rows(query), in_rows(key), in_rows(value)
     of_q, of_k, of_v = query.shape, key.shape, value.shape
     alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
     if not len(of_q) == len(of_k) == len(of_v) == 4 or not alike:
@@ -129,25 +134,3 @@ def _with_heads(x: Tensor) -> Tensor:
     if x.dim() > 3:
         return x
     return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
-
-
-def _nested(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
-    """Sequences of different lengths, packed one behind the other."""
-    packed = [x.transpose(1, 2) for x in (query, key, value)]
-    if any(x.layout is not torch.jagged for x in packed):
-        raise InvalidArgumentError(
-            "query, key, value: expected nested tensors of layout torch.jagged, got "
-            f"{[str(x.layout) for x in packed]}."
-        )
-    q, k, v = packed
-    cu_seqlens = tuple(x.offsets().to(torch.int32) for x in (q, k))
-    found = attention(
-        *(x.values() for x in packed),
-        layout="thd",
-        cu_seqlens=cu_seqlens,
-        max_seqlens=tuple(x._get_max_seqlen() for x in (q, k)),
-        **options,
-    )
-    out, lse = found if options["return_lse"] else (found, None)
-    nested = torch.nested.nested_tensor_from_jagged(out, q.offsets()).transpose(1, 2)
-    return nested if lse is None else (nested, lse)

@@ -202,6 +202,104 @@ def test_keys_in_pages(compiled: bool) -> None:
         assert_same([found[b : b + 1]], [wanted])
 
 
+def test_nested_with_gaps() -> None:
+    """Rows between the sequences of a nested tensor belong to none."""
+    buffer = random(2, 8, 4, 8)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 5])
+    x = torch.nested.narrow(buffer, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+    dout = random(16, 4, 8, grad=False)
+    (found,) = torch.autograd.grad(out.values(), buffer, dout)
+    wanted = torch.zeros_like(buffer)
+    for i, (a, b) in enumerate(((0, 3), (1, 6))):
+        part = buffer[i : i + 1, a:b].detach().requires_grad_()
+        alone = attention(part, part, part, causal=True)
+        at = int(out.offsets()[i])
+        (wanted[i, a:b],) = torch.autograd.grad(alone, part, dout[None, at : at + b - a])
+        assert_same([out.values()[at : at + b - a]], [alone[0]])
+    assert_same([found], [wanted])
+
+
+def test_nested_refusals() -> None:
+    """Nested tensors that are not what the function takes are refused by name."""
+    parts = [random(n, 2, 8, grad=False) for n in (3, 6)]
+    x, other = (
+        torch.nested.nested_tensor(some, layout=torch.jagged).transpose(1, 2)
+        for some in (parts, parts[::-1])
+    )
+    dense = random(2, 2, 6, 8)
+    with pytest.raises(
+        InvalidArgumentError, match="expected nested tensors of layout torch.jagged"
+    ):
+        scaled_dot_product_attention(dense, x, x)
+    with pytest.raises(InvalidArgumentError, match=r"expected \(B, H, jagged, E\), as transpose"):
+        scaled_dot_product_attention(*(x.transpose(1, 2),) * 3)
+    with pytest.raises(InvalidArgumentError, match="value: expected the lengths of key"):
+        scaled_dot_product_attention(x, x, other)
+    with pytest.raises(InvalidArgumentError, match="q: expected no nested tensor"):
+        attention(x, x, x)
+
+
+def test_any_strides() -> None:
+    """Tensors whose last dimension has gaps, or repeats a number, are as good as any other."""
+    q, k = random(2, 4, 8, 5), random(2, 4, 7, 1)
+    v = random(2, 7, 4, 8)
+
+    def run(function: Callable[..., Any]) -> list[Any]:
+        return gradients(
+            lambda q, k, v: function(q.mT, k.expand(2, 4, 7, 8), v.transpose(1, 2)), (q, k, v)
+        )
+
+    assert_same(run(scaled_dot_product_attention), run(by_definition))
+
+
+def test_meta_and_fake_tensors() -> None:
+    """Tensors without memory tell the shapes of results."""
+    from torch._subclasses import FakeTensorMode
+
+    def shapes(device: str) -> Any:
+        q, k = (torch.empty(2, 4, rows, 8, device=device, requires_grad=True) for rows in (5, 7))
+        out, lse = scaled_dot_product_attention(q, k, k[..., :6], return_lse=True)
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+        return out.shape, lse.shape, lse.dtype
+
+    wanted = ((2, 4, 5, 6), (2, 4, 5), torch.float32)
+    assert shapes("meta") == wanted
+    with FakeTensorMode():
+        assert shapes("cpu") == wanted
+
+
+def test_one_dropout_under_checkpointing_and_compilation() -> None:
+    """What is computed again drops what was dropped, and so does a compiled graph."""
+    from torch.utils.checkpoint import checkpoint
+
+    x, dout = random(2, 4, 5, 8), random(2, 4, 5, 8, seed=1, grad=False)
+
+    def dropped(x: Any) -> Any:
+        return scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    def of(function: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(2)
+        out = function(x)
+        return [out, *torch.autograd.grad(out, x, dout)]
+
+    torch._dynamo.reset()
+    wanted = of(dropped)
+    assert_same(of(lambda x: checkpoint(dropped, x, use_reentrant=False)), wanted)
+    assert_same(of(torch.compile(dropped, fullgraph=True, backend="aot_eager")), wanted)
+
+
+def test_jacobian() -> None:
+    """``torch.func.jacrev`` is that of the computation written out."""
+    q = random(1, 2, 3, 4, grad=False)
+    found, wanted = (
+        torch.func.jacrev(lambda q, by=by: by(q, q, q))(q)
+        for by in (scaled_dot_product_attention, by_definition)
+    )
+    assert_same([found], [wanted])
+
+
 def loss(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return attention(q, k, v, **options).sin().sum()
 
@@ -255,16 +353,19 @@ BATCHED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("in_memory", ["as rows", "entries last"])
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 4, 2)])
 @pytest.mark.parametrize("name", BATCHED)
-def test_batched(name: str, in_dims: tuple[int | None, ...]) -> None:
+def test_batched(name: str, in_dims: tuple[int | None, ...], in_memory: str) -> None:
     """``vmap`` of a function, and of its gradient, is the function of each entry."""
     options = BATCHED[name]
     shape = (5, 2, 4, 8) if options.get("layout") == "sbhd" else (2, 5, 4, 8)
     tensors = []
     for i, dim in enumerate(in_dims):
         x = random(3, *shape, seed=i, grad=False)
-        tensors.append(x[0] if dim is None else x.movedim(0, dim))
+        if in_memory == "entries last":
+            x = x.movedim(0, -1).contiguous().movedim(-1, 0)
+        tensors.append(x[0].contiguous() if dim is None else x.movedim(0, dim))
 
     def value(q: Any, k: Any, v: Any) -> Any:
         return loss(q, k, v, **options)
@@ -274,7 +375,7 @@ def test_batched(name: str, in_dims: tuple[int | None, ...]) -> None:
         each = [
             function(
                 *(
-                    x if dim is None else x.select(dim, i)
+                    x if dim is None else x.select(dim, i).contiguous()
                     for x, dim in zip(tensors, in_dims, strict=True)
                 )
             )
@@ -320,12 +421,18 @@ def test_autocast() -> None:
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func.jvp itself
 def test_no_second_derivative() -> None:
     """It is refused, and not taken for 0."""
     q = random(1, 5, 2, 8)
     (first,) = torch.autograd.grad(loss(q, q, q), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives alone"):
         first.sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        torch.autograd.gradgradcheck(lambda q: attention(q, q, q), (q,))
+    for derivative in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(NotImplementedError, match="first derivatives alone"):
+            derivative(lambda q: attention(q, q, q).sum())(q.detach())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -352,6 +459,16 @@ def test_without_gradients() -> None:
         assert attention(q.requires_grad_(), k, v).grad_fn is None
     with torch.inference_mode():
         assert torch.equal(attention(q, k, v), dlattn.attention(q, k, v))
+
+
+def test_refusals() -> None:
+    """What is no tensor of torch's, or no window, is refused by name."""
+    q = random(1, 5, 2, 8)
+    with pytest.raises(InvalidArgumentError, match="q: expected a torch.Tensor, got a numpy.nd"):
+        attention(*(q.detach().numpy(),) * 3)
+    for window in (3, (1, 2, 3)):
+        with pytest.raises(InvalidArgumentError, match="window: expected a pair"):
+            attention(q, q, q, window=window)
 
 
 def test_heads_are_shared_only_if_that_is_said() -> None:
