@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,10 @@ def attention(
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     seed = offset = None
+    if not 0 <= dropout_rate <= 1:
+        raise InvalidArgumentError(
+            f"dropout_rate: expected at least 0 and at most 1, got {dropout_rate}."
+        )
     if dropout_rate:
         if dropout_key is None:
             raise InvalidArgumentError("dropout_key: expected a key of jax.random, got None.")
@@ -82,7 +86,7 @@ def attention(
     options = Options(
         layout,
         causal,
-        window,
+        tuple(window) if isinstance(window, list) else window,
         alignment,
         scale,
         softcap,
@@ -101,7 +105,7 @@ def _attention(static: _Static, arrays: dict[str, Any]) -> Any:
 
 
 def _forward(static: _Static, arrays: dict[str, Any]) -> tuple[Any, Any]:
-    out, lse = batched("forward", arrays, static.options, (True,))
+    out, lse = _once("forward", static.options, (True,), arrays)
     return (out, lse) if static.return_lse else out, (arrays, out, lse)
 
 
@@ -113,10 +117,26 @@ def _backward(static: _Static, kept: Any, gradient: Any) -> tuple[dict[str, Any]
     given = {**arrays, "dout": dout, "out": out, "lse": lse}
     if dlse is not None:
         given["dlse"] = dlse
-    found = batched("backward", given, static.options, (bias, sinks, static.deterministic))
+    asked = bias, sinks, static.deterministic
+    found = _once("backward", static.options, asked, given)
     wanted = ["q", "k", "v", *["bias"] * bias, *["sinks"] * sinks]
     constant = {name: _nothing(x) for name, x in arrays.items()}
     return ({**constant, **dict(zip(wanted, found, strict=True))},)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _once(
+    direction: str, options: Options, asked: tuple[bool, ...], given: dict[str, Any]
+) -> list[Any]:
+    """What has no derivative of its own."""
+    return batched(direction, given, options, asked)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "dlattn's attention has first derivatives alone. For gradients of gradients, and for "
+        "jax.hessian, use jax.nn.dot_product_attention."
+    )
 
 
 def _nothing(x: Any) -> Any:
@@ -127,3 +147,4 @@ def _nothing(x: Any) -> Any:
 
 
 _attention.defvjp(_forward, _backward)
+_once.defjvp(_refuse)

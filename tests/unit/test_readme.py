@@ -136,9 +136,9 @@ def test_flash_example() -> None:
 
 
 def example_of(page: str) -> dict[str, Any]:
-    """The names that the only example of a page leaves."""
+    """The names that the first example of a page leaves."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     names: dict[str, Any] = {}
     exec(compile(code, f"docs/{page}", "exec"), names)
     return names
