@@ -132,8 +132,8 @@ def wanted(
     """What a call of the backward comes down to; see :func:`describe`."""
     if "block_table" in there:
         raise cudnnGraphNotSupportedError(
-            "block_table: keys and values in pages have no gradients, nor have queries of them; "
-            "gather them into tensors of their own to train."
+            "block_table: attention of keys and values in pages has no backward as one call; "
+            "gather them into tensors of their own to train, or use pygraph.sdpa_backward."
         )
     it = describe(there, values, options)
     sizes, layout = it.sizes, it.options.layout

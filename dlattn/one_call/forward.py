@@ -79,7 +79,7 @@ def attention(
             of sequences, with the layout's order of dimensions, and of ``"thd"`` (pages, rows of a
             page, head, D). A page has a power of two of rows; each sequence's pages, in order, are
             a row of the table, and ``lengths`` (or, of ``"thd"``, differences of ``cu_seqlens``)
-            say how far they are filled. There is no backward.
+            say how far they are filled. As one call, it has no backward.
         dropout: ``(p, seed, offset)``, the mask of :func:`dlattn.philox_dropout_mask`; seed and
             offset are integers, or int32 or int64 tensors of one element.
         return_lse: return the log-sum-exp, too.

@@ -151,6 +151,19 @@ def test_docs_torch_example() -> None:
     assert names["out"].shape == names["q"].grad.shape == (2, 8, 512, 64)
 
 
+def test_docs_torch_models() -> None:
+    """The examples of models in docs/torch.md, one after the other, give gradients."""
+    pytest.importorskip("torch")
+    text = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    _, *examples = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    for code, model in zip(examples, ("layer", "model"), strict=True):
+        if model == "model":
+            pytest.importorskip("transformers")
+        exec(compile(code, f"docs/torch.md, the example of a {model}", "exec"), names)
+        assert all(p.grad is not None for p in names[model].parameters())
+
+
 def test_docs_jax_example() -> None:
     """The example of docs/jax.md gives gradients of the shape of its arrays."""
     pytest.importorskip("jax")
