@@ -120,23 +120,23 @@ def test_every_option(name: str, layout: str) -> None:
 
 
 def test_packed_sequences() -> None:
-    """Packed, outputs and gradients are those of each sequence."""
+    """Packed, outputs and gradients are those of each sequence; rows of none are 0."""
     cu = np.array([0, 3, 3, 8], np.int32)
-    q, k, v = (random(8, 2, 8, seed=i) for i in range(3))
+    q, k, v = (random(10, 2, 8, seed=i) for i in range(3))
 
     def alone(q: Any, k: Any, v: Any) -> Any:
         parts = [
             attention(*(x[None, a:b] for x in (q, k, v)), causal=True)[0]
             for a, b in ((0, 3), (3, 8))
         ]
-        return jnp.concatenate(parts)
+        return jnp.concatenate([*parts, jnp.zeros((2, 2, 8))])
 
     def packed(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, layout="thd", cu_seqlens=cu, causal=True)
 
     assert_same(with_gradients(packed, (q, k, v)), with_gradients(alone, (q, k, v)))
     with pytest.raises(Exception, match="expected numbers that never fall"):
-        jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 1))
+        jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 3))
 
 
 def test_keys_in_pages() -> None:
