@@ -35,7 +35,8 @@ def batched(
         }
         found = batched(direction, merged, options, asked)
         axes = (axis,) * 3 if direction == "backward" else (axis, 0)
-        parted = [_parted(x, at, size) for x, at in zip(found, axes, strict=False)]
+        entries = arrays["q"].shape[axis + there["q"]]
+        parted = [_parted(x, at, size, entries) for x, at in zip(found, axes, strict=False)]
         return parted, [True] * len(parted)
 
     run.def_vmap(rule)
@@ -51,9 +52,9 @@ def _merged(x: Any, is_batched: bool, axis: int, size: int) -> Any:
     return x.reshape(*x.shape[:axis], size * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _parted(x: Any, axis: int, size: int) -> Any:
+def _parted(x: Any, axis: int, size: int, entries: int) -> Any:
     """The other way round, with the entries of vmap first."""
-    x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    x = x.reshape(*x.shape[:axis], size, entries, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 

@@ -95,7 +95,23 @@ def attention(
         shared(lengths, cu_seqlens),
     )
     static = _Static(options, return_lse, deterministic)
-    return _attention(static, {name: x for name, x in arrays.items() if x is not None})
+    _check(static, arrays)
+    there = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    return _attention(static, there)
+
+
+def _check(static: _Static, arrays: dict[str, Any]) -> None:
+    """Refuse what JAX would refuse in other words."""
+    for name in "qkv":
+        if arrays[name] is None:
+            raise InvalidArgumentError(f"{name}: expected an array, got None.")
+    try:
+        hash(static)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            "layout, causal, window, alignment, scale, softcap, max_seqlens: expected values that "
+            f"are known while JAX traces, as jit's static_argnames are, got {static!r:.300}."
+        ) from error
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -111,11 +111,22 @@ def _reshaped(
     options: dict[str, Any],
 ) -> Any:
     """Of other than four dimensions, or of dimensions in front that broadcast."""
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    if min(map(len, shapes)) < 2 or options["block_table"] is not None:
+        raise InvalidArgumentError(
+            "query, key, value: expected two dimensions (L, E) or more, and with a block_table "
+            f"four, got shapes {shapes}."
+        )
     four: list[Tensor] = [_with_heads(x) for x in (query, key, value)]
     mask = attn_mask
     if mask is not None and query.dim() == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
+    try:
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"query, key, value: expected dimensions in front that broadcast, got shapes {shapes}."
+        ) from error
     of_q, of_k, of_v = (x.shape[-3] for x in four)
     _check_heads(of_q, of_k, of_v, enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]

@@ -278,6 +278,7 @@ def test_nothing_to_attend_to() -> None:
     _, lse = attention(q, k, k, sinks=sinks, return_lse=True)
     assert (lse == sinks[:, None]).all()
     assert (jax.grad(lambda q: attention(q, k, k).sum())(q) == 0).all()
+    assert jax.vmap(attention)(*(random(0, 2, 5, 4, 8),) * 3).shape == (0, 2, 5, 4, 8)
 
 
 def test_refusals() -> None:
@@ -289,6 +290,11 @@ def test_refusals() -> None:
         dot_product_attention(q, q, q, mask=random(5, 5))
     with pytest.raises(InvalidArgumentError, match="local_window_size: expected a number"):
         dot_product_attention(q, q, q, local_window_size=(1, 2, 3))
+    for options in ({"causal": jnp.array(True)}, {"softcap": jnp.float32(3)}):
+        with pytest.raises(InvalidArgumentError, match="known while JAX traces"):
+            attention(q, q, q, **options)
+    with pytest.raises(InvalidArgumentError, match="k: expected an array, got None"):
+        attention(q, None, q)
     with pytest.raises(InvalidArgumentError, match="dropout_rate: expected at least 0 and at"):
         attention(q, q, q, dropout_rate=1.5, dropout_key=jax.random.key(0))
     assert_same(attention(q, q, q, window=[1, 2]), attention(q, q, q, window=(1, 2)))

@@ -305,6 +305,26 @@ def test_refusals() -> None:
             attention(q, q, q, window=window)
 
 
+BAD_SHAPES = {
+    "one dimension": ((8,), (8,), {}, "expected two dimensions"),
+    "another batch": ((2, 4, 5, 8), (3, 4, 5, 8), {}, "dimensions in front that broadcast"),
+    "a table and three dimensions": (
+        (4, 5, 8),
+        (4, 4, 8),
+        {"block_table": torch.zeros(4, 1, dtype=torch.int32)},
+        "with a block_table four",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHAPES)
+def test_shapes_are_refused(name: str) -> None:
+    """Shapes that do not go together are named."""
+    of_q, of_k, options, message = BAD_SHAPES[name]
+    with pytest.raises(InvalidArgumentError, match=message):
+        scaled_dot_product_attention(random(*of_q), random(*of_k), random(*of_k), **options)
+
+
 def test_heads_are_shared_only_if_that_is_said() -> None:
     """As in PyTorch."""
     q, k = random(1, 4, 5, 8), random(1, 2, 5, 8)
