@@ -175,5 +175,19 @@ def check_pages(layout: str, library: Library, dtype: str, page: int = 16) -> No
             )
 
 
+def check_full_pages(library: Library, dtype: str, page: int = 16) -> None:
+    """Fails unless, without lengths, pages are full."""
+    q = library.cast(library.normal((2, 5, 4, 64), 0), dtype)
+    k = library.cast(library.normal((6, page, 2, 64), 1), dtype)
+    rows = [[3, 0, 5], [1, 4, 2]]
+    found = dlattn.attention(q, k, k, block_table=library.values(rows, "int32"), causal=True)
+    for b, own in enumerate(rows):
+        whole = k[own].reshape(1, 3 * page, 2, 64)
+        alone = dlattn.attention(q[b : b + 1], whole, whole, causal=True)
+        np.testing.assert_allclose(
+            to_numpy(found[b : b + 1]), to_numpy(alone), rtol=2e-2, atol=2e-2
+        )
+
+
 def _turned(x: Any, order: list[int], library: Library) -> Any:
     return x.permute(order) if library.is_torch else x.transpose(order)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from dlattn.errors import InvalidArgumentError
@@ -120,22 +121,25 @@ def _attention(static: _Static, arrays: dict[str, Any]) -> Any:
     return tuple(results) if static.return_lse else results[0]
 
 
-def _forward(static: _Static, arrays: dict[str, Any]) -> tuple[Any, Any]:
+def _forward(static: _Static, primals: dict[str, Any]) -> tuple[Any, Any]:
+    arrays = {name: x.value for name, x in primals.items()}
     out, lse = _once("forward", static.options, (True,), arrays)
-    return (out, lse) if static.return_lse else out, (arrays, out, lse)
+    # As keys, since what is kept is made of arrays.
+    learned = dict.fromkeys(x for x in ("bias", "sinks") if x in primals and primals[x].perturbed)
+    return (out, lse) if static.return_lse else out, (arrays, out, lse, learned)
 
 
 def _backward(static: _Static, kept: Any, gradient: Any) -> tuple[dict[str, Any]]:
-    arrays, out, lse = kept
+    arrays, out, lse, learned = kept
     dout, dlse = gradient if static.return_lse else (gradient, None)
-    bias = "bias" in arrays and jnp.issubdtype(arrays["bias"].dtype, jnp.floating)
-    sinks = "sinks" in arrays
     given = {**arrays, "dout": dout, "out": out, "lse": lse}
-    if dlse is not None:
+    if isinstance(dout, SymbolicZero):
+        given["dout"] = jnp.zeros_like(out)
+    if dlse is not None and not isinstance(dlse, SymbolicZero):
         given["dlse"] = dlse
-    asked = bias, sinks, static.deterministic
+    asked = "bias" in learned, "sinks" in learned, static.deterministic
     found = _once("backward", static.options, asked, given)
-    wanted = ["q", "k", "v", *["bias"] * bias, *["sinks"] * sinks]
+    wanted = ["q", "k", "v", *learned]
     constant = {name: _nothing(x) for name, x in arrays.items()}
     return ({**constant, **dict(zip(wanted, found, strict=True))},)
 
@@ -162,5 +166,5 @@ def _nothing(x: Any) -> Any:
     return np.zeros(x.shape, float0)
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 _once.defjvp(_refuse)

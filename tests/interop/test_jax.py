@@ -193,6 +193,24 @@ def test_batched(name: str, in_axes: tuple[int | None, ...]) -> None:
         assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
+def test_what_entries_share_is_not_taken_apart() -> None:
+    """A bias, slopes and sinks of all entries are of one batch; with gradients they are not."""
+    q, bias = random(3, 2, 5, 4, 8), random(4, 5, 5)
+    shared = {
+        name: OPTIONS[of][name] for name, of in (("alibi_slopes", "slopes"), ("sinks", "sinks"))
+    }
+
+    def value(q: Any, bias: Any) -> Any:
+        return jnp.sin(attention(q, q, q, bias=bias, **shared)).sum()
+
+    for argnums, is_loop in ((0, False), ((0, 1), True)):
+        gradient = jax.grad(value, argnums=argnums)
+        many = jax.vmap(gradient, in_axes=(0, None))
+        each = [gradient(x, bias) for x in q]
+        assert_same(many(q, bias), jax.tree.map(lambda *x: jnp.stack(x), *each))
+        assert ("scan[" in str(jax.make_jaxpr(many)(q, bias))) == is_loop
+
+
 def test_inside_scan_and_checkpoint() -> None:
     """A loop of layers, its activations computed twice, has the gradient that JAX's has."""
     q, w = random(2, 5, 4, 8), random(8, 8) / 4

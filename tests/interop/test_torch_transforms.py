@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dlattn.torch import attention, scaled_dot_product_attention  # noqa: E402
+from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
+from tests.models import Block  # noqa: E402
 from tests.torch_checks import assert_same, by_definition, loss, random  # noqa: E402
 
 
@@ -49,6 +50,46 @@ def test_one_dropout_under_checkpointing_and_compilation() -> None:
     wanted = of(dropped)
     assert_same(of(lambda x: checkpoint(dropped, x, use_reentrant=False)), wanted)
     assert_same(of(torch.compile(dropped, fullgraph=True, backend="aot_eager")), wanted)
+
+
+def test_what_entries_share_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, slopes and sinks of all entries are of one batch; with gradients they are not."""
+    from dlattn.torch import batching
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    q = random(3, 2, 5, 4, 8, grad=False)
+    bias = random(4, 5, 5, grad=False)
+    shared = {"alibi_slopes": torch.linspace(0.1, 0.7, 4), "sinks": torch.linspace(-1, 1, 4)}
+
+    def value(q: Any, bias: Any) -> Any:
+        return loss(q, q, q, bias=bias, **shared)
+
+    both = torch.vmap(torch.func.grad(value, argnums=(0, 1)), in_dims=(0, None))
+    of_q, of_bias = both(q, bias)
+    each = [torch.func.grad(value, argnums=(0, 1))(x, bias) for x in q]
+    assert_same([of_q, of_bias], [torch.stack(x) for x in zip(*each, strict=True)])
+    monkeypatch.setattr(batching, "_one_by_one", refuse)
+    assert_same([torch.vmap(torch.func.grad(value), in_dims=(0, None))(q, bias)], [of_q])
+    with pytest.raises(AssertionError):
+        both(q, bias)
+
+
+def test_replaced_under_compilation() -> None:
+    """A model that is compiled has dlattn's operator in its one graph."""
+    torch._dynamo.reset()
+    block, x = Block(16, 2, 1).double(), random(2, 5, 16)
+    seen = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with replace_sdpa():
+        found = torch.compile(block, fullgraph=True, backend=backend)(x)
+    assert_same([found], [block(x)])
+    assert seen.count("dlattn.attention") == 1
 
 
 def test_jacobian() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import dlattn
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from tests.calls import check_attention, check_pages
+from tests.calls import check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.libraries import Library
 from tests.strategies import call_cases
@@ -66,6 +66,7 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 def test_keys_in_pages(layout: str) -> None:
     """Keys and values in pages give what they give in one piece."""
     check_pages(layout, Library(), "float32", page=4)
+    check_full_pages(Library(), "float32", page=4)
 
 
 def test_pages_have_no_gradients() -> None:
