@@ -63,11 +63,9 @@ class Options(NamedTuple):
     @property
     def words(self) -> tuple[Any, ...]:
         """As :class:`dlattn.one_call.arguments.Options`."""
-        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, lengths, cu = (
-            self
-        )
-        window, most, shared = (left, right), (most_q, most_kv), (lengths, cu)
-        return layout, causal, window, alignment, scale, softcap, most, p, shared
+        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = self
+        window, most = (left, right), (most_q, most_kv)
+        return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared)
 
 
 #: How many tensors there are.
@@ -112,6 +110,8 @@ def bounds(window: Any) -> tuple[Any, Any]:
     Raises:
         InvalidArgumentError: it is no pair.
     """
+    if window is None:
+        return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InvalidArgumentError(
             f"window: expected a pair (left, right), or None, got {window!r:.100}."

@@ -66,7 +66,7 @@ def attention(
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
-    left, right = (None, None) if window is None else bounds(window)
+    left, right = bounds(window)
     options = Options(
         layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p,
         *shared(lengths, cu_seqlens),
