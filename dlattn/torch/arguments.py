@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
+from dlattn.torch.rows import in_rows
 
 
 class Tensors(NamedTuple):
@@ -27,6 +29,7 @@ class Tensors(NamedTuple):
     lengths_kv: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
+    block_table: Tensor | None = None
     state: Tensor | None = None
 
     @property
@@ -54,13 +57,15 @@ class Options(NamedTuple):
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     dropout_p: float
+    shared_lengths: bool
+    shared_cu_seqlens: bool
 
     @property
     def words(self) -> tuple[Any, ...]:
         """As :class:`dlattn.one_call.arguments.Options`."""
-        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p = self
+        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = self
         window, most = (left, right), (most_q, most_kv)
-        return layout, causal, window, alignment, scale, softcap, most, p, (False, False)
+        return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared)
 
 
 #: How many tensors there are.
@@ -93,11 +98,26 @@ def backward(
     Args:
         wanted: of the bias, and of the sinks; without, theirs is ``None``.
     """
-    # Gradients of sums repeat one number, which the copy engine cannot, and neither can rows.
-    if 0 in dout.stride() or dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    # Gradients of sums repeat one number, which the copy engine cannot.
+    dout = dout.contiguous() if 0 in dout.stride() else in_rows(dout)
     given = (*tensors.all, dout, out, lse, dlse, None, None, None)
     return backward_pass.run(given, (*options.words, *wanted, deterministic))
+
+
+def bounds(window: Any) -> tuple[Any, Any]:
+    """How far a query sees to the left and to the right.
+
+    Raises:
+        InvalidArgumentError: it is no pair.
+    """
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidArgumentError(
+            f"window: expected a pair (left, right), or None, got {window!r:.100}."
+        )
+    left, right = window
+    return left, right
 
 
 def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:

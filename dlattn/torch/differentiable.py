@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.one_call.arguments import pair
+from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
     Tensors,
     backward,
+    bounds,
     forward,
     split,
 )
@@ -38,6 +39,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -64,17 +66,25 @@ def attention(
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
-    left, right = window or (None, None)
+    left, right = bounds(window)
     options = Options(
-        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p
-    )
-    if torch.is_autocast_enabled(q.device.type):
+        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p,
+        *shared(lengths, cu_seqlens),
+    )  # fmt: skip
+    plain = type(q) in _PLAIN
+    if not plain:
+        _check(q)
+    device = q.device.type
+    is_meta = device == "meta"
+    if not is_meta and torch.is_autocast_enabled(device):
         q, k, v, bias = _autocast(q, k, v, bias)
     state = None if dropout_p == 0 else _drawn(q, dropout_p)
-    tensors = Tensors(q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, state)
+    tensors = Tensors(
+        q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, block_table, state
+    )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN:
+    if is_meta or not plain or torch.compiler.is_compiling():
         out, lse = torch.ops.dlattn.attention(*tensors, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
         out, lse = _Transformed.apply(*tensors, *options, deterministic)
@@ -95,6 +105,20 @@ def attention(
 
 #: Of other tensors, such as fake ones, operators take care.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _check(q: Any) -> None:
+    """Refuse what operators would refuse in other words."""
+    if not isinstance(q, Tensor):
+        raise InvalidArgumentError(
+            f"q: expected a torch.Tensor, got a {type(q).__module__}.{type(q).__qualname__}; "
+            "dlattn.attention takes those of every framework."
+        )
+    if q.is_nested:
+        raise InvalidArgumentError(
+            "q: expected no nested tensor, which is scaled_dot_product_attention's; or give "
+            "values() with layout='thd' and offsets() as cu_seqlens."
+        )
 
 
 def _autocast(*tensors: Tensor | None) -> list[Any]:
@@ -151,6 +175,8 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
         )  # fmt: skip
         return (*gradients, None)
 
+    jvp = staticmethod(refuse)
+
 
 class _Transformed(torch.autograd.Function):  # type: ignore[misc]
     """What ``torch.func`` sees."""
@@ -161,6 +187,7 @@ class _Transformed(torch.autograd.Function):  # type: ignore[misc]
         return tuple(forward(tensors, options))
 
     setup_context = staticmethod(save)
+    jvp = staticmethod(refuse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -187,7 +214,7 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         return
 
-    backward = staticmethod(refuse)
+    backward = jvp = staticmethod(refuse)
 
     @staticmethod
     def vmap(*given: Any) -> Any:
