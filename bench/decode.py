@@ -1,27 +1,32 @@
-"""Decoding beside its peers: ``python -m bench.decode --out decode.csv``.
+"""Decoding beside its peers: the preset ``decode`` of ``bench.run``.
 
 A call reads caches that no call before it has left in L2: contenders replay a CUDA graph of calls
-over copies of them in turn. Rounds are interleaved. Prints microseconds, bandwidth (keys and values
-once) and the ratio to FlashAttention-3; each contender's output is checked first.
+over copies of them in turn. Rounds are interleaved; each contender's output is checked first. What
+counts is bandwidth: keys and values, once.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+from bench.jobs import Effort, Job, on_side_stream, prepared
+from bench.measure import GRAPH, Measured
+from bench.peers import Peer
 from bench.peers.flash import load_flash3
+from bench.peers.graph import like
+from bench.presets import FORWARD
 from bench.timing import time_once
 
 #: Bytes of caches that calls take in turn: several times what L2 holds.
 ROTATED = 3 * 10**8
+#: Copies of a cache at most.
+COPIES = 64
 #: What the largest error of an output may be, of its largest element.
 TOLERANCE = 0.02
 
@@ -39,6 +44,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
+        """Of keys and values, bf16."""
         return self.batch * self.heads[1] * self.keys * self.head_dim * 4
 
     @property
@@ -47,6 +53,11 @@ class Row:
         page = "" if self.page is None else f" page{self.page}"
         return f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}{page}"
 
+    def tflops(self, direction: str, ms: float) -> float:
+        """TFLOP/s of a call that took ``ms`` milliseconds: two products."""
+        pairs = self.batch * self.heads[0] * sum(self.keys - i for i in range(self.queries))
+        return 4 * pairs * self.head_dim / ms * 1e-9
+
 
 _SIZES = {
     (64, 8): ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (8, 65536), (64, 1024),
@@ -54,7 +65,7 @@ _SIZES = {
     (32, 32): ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (16, 4096), (64, 1024),
                (64, 8192)),
 }  # fmt: skip
-#: Those of one query, of pages of 64; then of smaller pages, and of several queries.
+#: Those of one query, without pages and in pages of 64; smaller pages; several queries.
 ROWS = (
     *(
         Row(batch, heads, keys, page=page)
@@ -70,32 +81,36 @@ ROWS = (
 class Data:
     """Tensors of a row: as many copies of the caches as are taken in turn, bf16."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, device: str = "cuda") -> None:
         import torch
 
         batch, (heads, heads_kv), dim = row.batch, row.heads, row.head_dim
-        copies = max(1, min(20, math.ceil(ROTATED / row.bytes)))
+        copies = max(1, min(COPIES, math.ceil(ROTATED / row.bytes)))
         shape = (batch, row.keys, heads_kv, dim)
         self.table = None
         if row.page is not None:
             pages = batch * row.keys // row.page
             shape = (pages, row.page, heads_kv, dim)
-            self.table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1)
+            self.table = torch.randperm(pages, device=device, dtype=torch.int32).view(batch, -1)
 
         def normal(*dim: int) -> Any:
-            return torch.empty(*dim, device="cuda", dtype=torch.bfloat16).normal_()
+            return torch.empty(*dim, device=device, dtype=torch.bfloat16).normal_()
 
         self.q = [normal(batch, row.queries, heads, dim) for _ in range(copies)]
         self.k, self.v = ([normal(*shape) for _ in range(copies)] for _ in range(2))
         self.o = [torch.empty_like(q) for q in self.q]
-        self.lengths = torch.full((batch,), row.keys, device="cuda", dtype=torch.int32)
+        self.lengths = torch.full((batch,), row.keys, device=device, dtype=torch.int32)
 
 
 Calls = list[Callable[[], Any]]
 
 
-def dlattn_calls(row: Row, data: Data) -> Calls:
-    """``execute`` of one graph, on each copy."""
+def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
+    """``execute`` of one graph, on each copy.
+
+    Args:
+        device: of ``create_device_properties``, for tensors that are on ``meta``.
+    """
     import torch
 
     import dlattn
@@ -104,9 +119,10 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
         io_data_type=dlattn.data_type.BFLOAT16,
         intermediate_data_type=dlattn.data_type.FLOAT,
         compute_data_type=dlattn.data_type.FLOAT,
+        device_property=device,
     )
     first = [t[0].transpose(1, 2) for t in (data.q, data.k, data.v)]
-    inputs = [graph.tensor_like(t) for t in first]
+    inputs = [like(dlattn, graph, t) for t in first]
     options: dict[str, Any] = {
         "diagonal_alignment": dlattn.diagonal_alignment.BOTTOM_RIGHT,
         "diagonal_band_right_bound": 0,
@@ -120,7 +136,7 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
             "paged_attention_k_table": data.table.view(row.batch, 1, -1, 1),
             "paged_attention_v_table": data.table.view(row.batch, 1, -1, 1),
         }
-        declared = {role: graph.tensor_like(t) for role, t in given.items()}
+        declared = {role: like(dlattn, graph, t) for role, t in given.items()}
         options |= declared | {
             "use_padding_mask": True,
             "paged_attention_max_seq_len_kv": row.keys,
@@ -130,7 +146,9 @@ def dlattn_calls(row: Row, data: Data) -> Calls:
     o = data.o[0].transpose(1, 2)
     output.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
     graph.build([dlattn.heur_mode.A])
-    workspace = torch.empty(max(1, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
+    workspace = torch.empty(
+        max(1, graph.get_workspace_size()), device=data.q[0].device, dtype=torch.uint8
+    )
     packs = [
         dict(zip((*inputs, output), (t.transpose(1, 2) for t in tensors), strict=True)) | fixed
         for tensors in zip(data.q, data.k, data.v, data.o, strict=True)
@@ -142,6 +160,9 @@ def flash3_calls(row: Row, data: Data) -> Calls:
     """FlashAttention-3, which chooses the number of splits."""
     import torch
 
+    missing = load_flash3()
+    if missing:
+        raise RuntimeError(missing)
     options: dict[str, Any] = {
         "softmax_scale": row.head_dim**-0.5,
         "is_causal": row.queries > 1,
@@ -150,9 +171,27 @@ def flash3_calls(row: Row, data: Data) -> Calls:
         options |= {"seqused_k": data.lengths, "page_table": data.table}
     forward = torch.ops.flash_attn_3.fwd
     return [
-        lambda q=q, k=k, v=v, o=o: forward(q, k, v, out=o, **options)
+        lambda q=q, k=k, v=v, o=o: forward(q, k, v, out=o, **options)[0]
         for q, k, v, o in zip(data.q, data.k, data.v, data.o, strict=True)
     ]
+
+
+def flash2_calls(row: Row, data: Data) -> Calls:
+    """FlashAttention-2 as torch ships it, into memory of its own; it knows no pages."""
+    import torch
+
+    if data.table is not None:
+        raise ValueError("torch's operator takes no pages.")
+    forward, sizes = torch.ops.aten._flash_attention_forward, (row.queries, row.keys)
+    arguments = (None, None, *sizes, 0.0, row.queries > 1, False)
+    return [
+        lambda q=q, k=k, v=v: forward(q, k, v, *arguments, scale=row.head_dim**-0.5)[0]
+        for q, k, v in zip(data.q, data.k, data.v, strict=True)
+    ]
+
+
+#: By contender: the calls, which return the output or write ``data.o``.
+CONTENDERS = {"dlattn": dlattn_calls, "fa3": flash3_calls, "fa2": flash2_calls}
 
 
 def reference(row: Row, data: Data) -> Any:
@@ -163,7 +202,8 @@ def reference(row: Row, data: Data) -> Any:
     if data.table is None:
         k, v = data.k[0][0].float(), data.v[0][0].float()
     else:
-        k, v = (t[0][data.table[0]].flatten(0, 1).float() for t in (data.k, data.v))
+        order = data.table[0].long()
+        k, v = (t[0][order].flatten(0, 1).float() for t in (data.k, data.v))
     shared = row.heads[0] // row.heads[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * row.head_dim**-0.5
@@ -172,16 +212,17 @@ def reference(row: Row, data: Data) -> Any:
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def check(row: Row, data: Data, name: str, call: Callable[[], Any], expected: Any) -> None:
-    """Raises unless a call's output is right."""
-    data.o[0].fill_(math.nan)
+def complaint(data: Data, call: Callable[[], Any], expected: Any) -> str:
+    """What is wrong with a second call's output on the first copy, or nothing."""
     call()
-    error = (data.o[0][0].float() - expected).abs().max() / expected.abs().max()
-    if not error <= TOLERANCE:
-        raise RuntimeError(f"{name} is wrong: {row.name}, an error of {float(error):.3g}")
+    data.o[0].fill_(math.nan)
+    returned = call()
+    output = data.o[0] if returned is None else returned
+    error = float((output[0].float() - expected).abs().max() / expected.abs().max())
+    return "" if error <= TOLERANCE else f"o is off by {error:.1e} of its largest element"
 
 
-def microseconds(contenders: dict[str, Calls], rounds: int) -> dict[str, float]:
+def milliseconds(contenders: dict[str, Calls], rounds: int) -> dict[str, float]:
     """Median time of a call in a replayed graph, by contender."""
     import torch
 
@@ -190,59 +231,56 @@ def microseconds(contenders: dict[str, Calls], rounds: int) -> dict[str, float]:
         for call in calls[:2]:
             call()
         torch.cuda.synchronize()
-        graph, count = torch.cuda.CUDAGraph(), max(4, min(40, 2 * len(calls)))
+        graph, count = torch.cuda.CUDAGraph(), max(4, min(2 * COPIES, 2 * len(calls)))
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for i in range(count):
                 calls[i % len(calls)]()
+        graph.replay()
         replays[name] = graph.replay, count
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in range(3 * rounds):  # a replay is short beside the rounds of other cases
         for name, (replay, count) in replays.items():
-            samples[name].append(1e3 * time_once(replay, 1) / count)
+            samples[name].append(time_once(replay, 1) / count)
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def measure(row: Row, rounds: int, with_flash3: bool) -> dict[str, float]:
-    """Microseconds of each contender, all of which are right."""
-    data = Data(row)
-    contenders = {"dlattn": dlattn_calls(row, data)}
-    if with_flash3:
-        contenders["fa3"] = flash3_calls(row, data)
-    expected = reference(row, data)
-    for name, calls in contenders.items():
-        check(row, data, name, calls[0], expected)
-    return microseconds(contenders, rounds)
+class DecodeJob(Job):
+    """A row beside its peers."""
+
+    passes, timings = (FORWARD,), (GRAPH,)
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.cases = row, (row.name,)
+
+    def measure(
+        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
+    ) -> Iterable[Measured]:
+        measured = Measured(self.row, FORWARD)
+        with on_side_stream():
+            _measure(measured, self.row, [peer.name for peer in peers], effort.rounds)
+        yield measured
+
+    def compile(self, direction: str, device: Any) -> None:
+        dlattn_calls(self.row, Data(self.row, "meta"), device)
 
 
-def main() -> None:
-    """Measures every row, and prints and writes each when it is done."""
+def _measure(measured: Measured, row: Row, names: Iterable[str], rounds: int) -> None:
+    """Times the contenders that are right. Their memory is free when it returns."""
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="CSV with a line for each row and contender")
-    options = parser.parse_args()
-    missing = load_flash3()
-    if missing:
-        print(missing)
-    lines = []
     torch.manual_seed(0)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for number, row in enumerate(ROWS, 1):
-            times = measure(row, options.rounds, not missing)
-            for name, us in times.items():
-                lines.append([*(getattr(row, f.name) for f in fields(row)), name, f"{us:.2f}"])
-            ratio = "" if missing else f"  {times['dlattn'] / times['fa3']:.3f} of fa3's time"
-            shown = "  ".join(
-                f"{name} {us:.1f} us, {row.bytes / us / 1e6:.2f} TB/s" for name, us in times.items()
-            )
-            print(f"[{number}/{len(ROWS)}] {row.name:36} {shown}{ratio}", flush=True)
-    if options.out:
-        with options.out.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*(f.name for f in fields(Row)), "impl", "us"])
-            writer.writerows(lines)
+    data = Data(row)
+    expected = reference(row, data)
+
+    def make(name: str) -> tuple[Calls, str]:
+        calls = CONTENDERS[name](row, data)
+        return calls, complaint(data, calls[0], expected)
+
+    makers = {name: partial(make, name) for name in names if name in CONTENDERS}
+    measured.ms[GRAPH] = milliseconds(prepared(measured, makers), rounds)
 
 
-if __name__ == "__main__":
-    main()
+def jobs() -> list[Job]:
+    """All rows, those of 8192 keys first."""
+    ordered = sorted(ROWS, key=lambda row: (row.keys != 8192, row.page is not None, row.keys))
+    return [DecodeJob(row) for row in ordered]

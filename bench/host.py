@@ -1,93 +1,61 @@
-"""Host costs: ``python -m bench.host``.
+"""What calls cost the CPU: the preset ``host`` of ``bench.run``, or ``python -m bench.host``.
 
-Prints microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA
-tensors, per replay of a CUDA graph of a forward and a backward, per ``update_cuda_graph`` of that
-backward, and per call of each function into memory for the output, beside those of torch's
-``x.add_(1)`` as a yardstick of the machine; the seconds of a first (cold) compile; and what a
-second process with a warm cache spends until its first result, beyond importing CuPy and creating
-the CUDA context; and the same of a process that deserialises the graph, with neither NVRTC nor a
-cache.
+Microseconds of CPU per ``execute`` of a forward graph on a checked pack of five torch CUDA tensors,
+per replay of a CUDA graph of a forward and a backward, per ``update_cuda_graph`` of that backward,
+per call of each function into memory for the output, and per call of differentiable attention,
+dlattn's and torch's own; torch's ``x.add_(1)`` beside them is a yardstick of the machine. All take
+turns in one process; the least of rounds short enough for the launch queue counts.
 """
 
 from __future__ import annotations
 
-import compileall
 import ctypes
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-#: What every process does first, and last.
-FIRST = """
-import sys, time
-import cupy
-cupy.zeros(1).sum().get()  # the context, and CuPy's own kernels
-memory = cupy.zeros(5 * 16384, dtype=cupy.float32)
-begun = time.perf_counter()
-import dlattn
-imported = time.perf_counter()
-"""
-LAST = """
-g.execute({uid: memory.data.ptr + (uid - 1) * 65536 for uid in range(1, 6)}, 0)
-cupy.cuda.get_current_stream().synchronize()
-seconds = time.perf_counter() - begun
-from dlattn.runtime import jit
-loaded = "libnvrtc" in open("/proc/self/maps").read()
-print(f"{seconds:.4f} {imported - begun:.4f} {jit.statistics.compiles} {loaded}")
-"""
-WARM = """
-g = dlattn.pygraph(io_data_type=dlattn.data_type.BFLOAT16,
-                   intermediate_data_type=dlattn.data_type.FLOAT,
-                   compute_data_type=dlattn.data_type.FLOAT)
-dim, stride = (1, 2, 128, 64), (16384, 8192, 64, 1)
-q, k, v = (
-    g.tensor(dim=dim, stride=stride, data_type=dlattn.data_type.BFLOAT16, uid=uid)
-    for uid in (1, 2, 3)
-)
-o, stats = g.sdpa(q, k, v, attn_scale=0.125, generate_stats=True, use_causal_mask=True)
-o.set_output(True).set_dim(dim).set_stride(stride).set_uid(4)
-stats.set_output(True).set_uid(5)
-g.build([dlattn.heur_mode.A])
-"""
-SAVE = """
-open(sys.argv[1], "wb").write(bytes(g.serialize()))
-"""
-LOAD = """
-g = dlattn.pygraph()
-g.deserialize([*open(sys.argv[1], "rb").read()])
-"""
+from bench.jobs import Effort, Job, Named
+from bench.measure import Measured, check_device, sentence
+from bench.peers import Peer
+from bench.presets import FORWARD
+
+HOST = "host"
+DEVICE = "cuda"
+#: Calls of a round.
+CALLS = 200
+
+#: By case and contender.
+Calls = dict[tuple[str, str], Callable[[], object]]
 
 
-def microseconds(call: Callable[[], object], rounds: int = 50, calls: int = 200) -> float:
-    """CPU time of one call that enqueues work: the least of rounds short enough for the queue."""
+def microseconds(
+    calls: Mapping[tuple[str, str], Callable[[], object]], rounds: int = 50
+) -> dict[tuple[str, str], float]:
+    """CPU time of one call that enqueues work, of each, in turn."""
     import torch
 
-    best = float("inf")
+    best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - begun) / calls)
-    return best * 1e6
+        for key, call in calls.items():
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            best[key] = min(best[key], (time.perf_counter() - begun) / CALLS)
+    torch.cuda.synchronize()
+    return {key: 1e6 * seconds for key, seconds in best.items()}
 
 
-def execute() -> Callable[[], object]:
+def execute() -> Calls:
     """One ``execute`` of a built forward graph on torch tensors, each checked."""
     import torch
 
     import dlattn
 
     q, k, v = (
-        torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(1, 128, 1, 64, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
         for _ in range(3)
     )
-    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device=DEVICE)
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.BFLOAT16,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -99,17 +67,17 @@ def execute() -> Callable[[], object]:
     ts.set_output(True)
     graph.build([dlattn.heur_mode.A])
     pack = {tq: q, tk: k, tv: v, to: o, ts: stats}
-    return lambda: graph.execute(pack, 0)
+    return {("execute", "dlattn"): lambda: graph.execute(pack, 0)}
 
 
-def cuda_graphs() -> dict[str, Callable[[], object]]:
+def cuda_graphs() -> Calls:
     """One replay of a captured forward and backward; one update of a populated backward."""
     import torch
 
     import dlattn
 
-    q, k, v, d_o = torch.randn(4, 1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
-    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device="cuda")
+    q, k, v, d_o = torch.randn(4, 1, 1, 128, 64, device=DEVICE, dtype=torch.bfloat16)
+    o, stats = torch.empty_like(q), torch.empty(1, 1, 128, 1, device=DEVICE)
     gradients = [torch.empty_like(q) for _ in range(3)]
     calls = []
     for operation, inputs, outputs, options in (
@@ -127,7 +95,7 @@ def cuda_graphs() -> dict[str, Callable[[], object]]:
             t.set_output(True)
         graph.build([dlattn.heur_mode.A])
         size = max(16, graph.get_workspace_size())
-        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        workspace = torch.empty(size, device=DEVICE, dtype=torch.uint8)
         calls.append((graph, dict(zip((*fed, *made), (*inputs, *outputs), strict=True)), workspace))
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -139,123 +107,135 @@ def cuda_graphs() -> dict[str, Callable[[], object]]:
     graph, pack, workspace = calls[1]
     graph.populate_cuda_graph(None, pack, workspace, address)
     return {
-        "replay of a forward and a backward": captured.replay,
-        "update_cuda_graph of a backward": lambda: graph.update_cuda_graph(
+        ("CUDA graph: replay of both passes", "dlattn"): captured.replay,
+        ("CUDA graph: update of a backward", "dlattn"): lambda: graph.update_cuda_graph(
             None, pack, workspace, address
         ),
     }
 
 
-def functions() -> dict[str, Callable[[], object]]:
+def functions() -> Calls:
     """One call of each function on torch tensors, with preallocated outputs."""
     import torch
 
     from dlattn import attention, merge_states
     from dlattn.flash import flash_attn_with_kvcache, mha_fwd, mha_varlen_fwd
 
-    q = torch.randn(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 128, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     k, v, out = torch.randn_like(q), torch.randn_like(q), torch.empty_like(q)
     flat = [x.flatten(0, 1) for x in (q, k, v, out)]
-    lengths = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
-    lse = torch.zeros(1, 1, 128, device="cuda")
+    lengths = torch.tensor([0, 128], device=DEVICE, dtype=torch.int32)
+    lse = torch.zeros(1, 1, 128, device=DEVICE)
     new, cached = (q[:, :1], k[:, :1], v[:, :1], out[:, :1]), lengths[:1]
     return {
-        "mha_fwd": lambda: mha_fwd(q, k, v, out, None, 0.0, 0.125, True),
-        "mha_fwd, one query": lambda: mha_fwd(new[0], k, v, new[3], None, 0.0, 0.125, True),
-        "mha_varlen_fwd": lambda: mha_varlen_fwd(
+        ("mha_fwd", "dlattn"): lambda: mha_fwd(q, k, v, out, None, 0.0, 0.125, True),
+        ("mha_fwd, one query", "dlattn"): lambda: mha_fwd(
+            new[0], k, v, new[3], None, 0.0, 0.125, True
+        ),
+        ("mha_varlen_fwd", "dlattn"): lambda: mha_varlen_fwd(
             *flat, lengths, lengths, None, None, None, 128, 128, 0.0, 0.125, False, True
         ),
-        "attention": lambda: attention(q, k, v, causal=True, out=out),
-        "merge_states": lambda: merge_states(q, lse, k, lse, out=(out, lse)),
-        "flash_attn_with_kvcache, appending": lambda: flash_attn_with_kvcache(
+        ("attention", "dlattn"): lambda: attention(q, k, v, causal=True, out=out),
+        ("merge_states", "dlattn"): lambda: merge_states(q, lse, k, lse, out=(out, lse)),
+        ("flash_attn_with_kvcache", "dlattn"): lambda: flash_attn_with_kvcache(
             new[0], k, v, new[1], new[2], cache_seqlens=cached, causal=True, out=new[3]
         ),
     }
 
 
-def differentiable() -> dict[str, Callable[[], object]]:
-    """The forward of attention that will have a gradient, dlattn's and PyTorch's own."""
+def differentiable() -> Calls:
+    """Attention that will have a gradient, that has none, and with its backward."""
     import torch
 
-    from dlattn.torch import scaled_dot_product_attention
+    from dlattn.torch import scaled_dot_product_attention as ours
 
-    q, k, v = (
-        torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
     own = torch.nn.functional.scaled_dot_product_attention
-    return {
-        "dlattn.torch's scaled_dot_product_attention": lambda: scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        ),
-        "torch's own": lambda: own(q, k, v, is_causal=True),
-    }
+    leaves = [
+        torch.randn(1, 1, 128, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    plain = [x.detach() for x in leaves]
+    d_o = torch.randn_like(plain[0])
+
+    def both(attention: Callable[..., torch.Tensor]) -> object:
+        return torch.autograd.grad(attention(*leaves, is_causal=True), leaves, d_o)
+
+    calls: Calls = {}
+    for impl, attention in (("dlattn", ours), ("torch", own)):
+        calls |= {
+            ("sdpa, gradient to come", impl): lambda f=attention: f(*leaves, is_causal=True),
+            ("sdpa, no gradient", impl): lambda f=attention: f(*plain, is_causal=True),
+            ("sdpa, both passes", impl): lambda f=attention: both(f),
+        }
+    return calls
 
 
-def add_one() -> Callable[[], object]:
+def add_one() -> Calls:
     """torch's ``x.add_(1)`` on one element: the least that a launch costs from Python here."""
     import torch
 
-    x = torch.zeros(1, device="cuda")
-    return lambda: x.add_(1)
+    x = torch.zeros(1, device=DEVICE)
+    return {("x.add_(1)", "torch"): lambda: x.add_(1)}
 
 
-@dataclass(frozen=True)
-class Start:
-    """A fresh process until its first result.
+class HostJob(Job):
+    """All calls, in turn."""
 
-    Attributes:
-        seconds: beyond importing CuPy and creating the CUDA context.
-        importing: of these, to import dlattn.
-        compiles: kernels that were compiled.
-        nvrtc: whether NVRTC was loaded.
-    """
+    cases = (
+        "execute",
+        "sdpa, gradient to come",
+        "sdpa, no gradient",
+        "sdpa, both passes",
+        "mha_fwd",
+        "mha_fwd, one query",
+        "mha_varlen_fwd",
+        "attention",
+        "merge_states",
+        "flash_attn_with_kvcache",
+        "CUDA graph: replay of both passes",
+        "CUDA graph: update of a backward",
+        "x.add_(1)",
+    )
+    passes = (FORWARD,)
 
-    seconds: float
-    importing: float
-    compiles: int
-    nvrtc: bool
+    @property
+    def name(self) -> str:
+        return "host time"
 
-    def __str__(self) -> str:
-        return (
-            f"first result after {1e3 * self.seconds:.0f} ms, of which importing dlattn takes "
-            f"{1e3 * self.importing:.0f}; {self.compiles} compiles, NVRTC loaded: {self.nvrtc}"
-        )
-
-
-def start(program: str, cache: str, *arguments: str) -> Start:
-    """Run a program that makes the graph, and executes it.
-
-    The package is byte-compiled first, as pip leaves an installed one.
-    """
-    compileall.compile_dir(Path(__file__).parent.parent / "dlattn", quiet=1)
-    output = subprocess.run(
-        [sys.executable, "-c", FIRST + program + LAST, *arguments],
-        env={**os.environ, "DLATTN_CACHE_DIR": cache},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
-    return Start(float(output[0]), float(output[1]), int(output[2]), output[3] == "True")
+    def measure(
+        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
+    ) -> Iterable[Measured]:
+        calls: Calls = {}
+        failed = Measured(Named(self.cases[0]), FORWARD)
+        for make in (execute, differentiable, functions, cuda_graphs, add_one):
+            try:
+                made = make()
+                for call in made.values():
+                    call()
+                calls |= made
+            except Exception as raised:
+                failed.left_out[make.__name__] = sentence(raised)
+                check_device(make.__name__, self.name, raised)
+        by_case: dict[str, Measured] = {}
+        for (case, impl), us in microseconds(calls, 10 * effort.rounds).items():
+            measured = by_case.setdefault(case, Measured(Named(case), FORWARD, {HOST: {}}))
+            measured.ms[HOST][impl] = us / 1e3
+        over, under = (by_case.get(name) for name in ("sdpa, gradient to come", "execute"))
+        if over and under and "dlattn" in over.ms[HOST]:
+            more = 1e3 * (over.ms[HOST]["dlattn"] - under.ms[HOST]["dlattn"])
+            over.notes["dlattn"] = f"sdpa with a gradient to come, {more:.1f} us over execute"
+        yield from by_case.values()
+        if failed.left_out:
+            yield failed
 
 
 def main() -> None:
-    print(f"execute, five torch tensors, checked: {microseconds(execute()):.2f} us")
-    for name, call in cuda_graphs().items():
-        print(f"{name}: {microseconds(call):.2f} us")
-    for name, call in functions().items():
-        print(f"{name}, preallocated output: {microseconds(call):.2f} us")
-    for name, call in differentiable().items():
-        print(f"{name}, with a gradient to come: {microseconds(call):.2f} us")
-    print(f"torch's x.add_(1), the yardstick: {microseconds(add_one()):.2f} us")
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as empty:
-        print(f"cold process: {start(WARM, cache)}")
-        for _ in range(3):
-            print(f"warm process: {start(WARM, cache)}")
-        data = str(Path(empty) / "graph")
-        start(WARM + SAVE, cache, data)
-        for _ in range(3):
-            print(f"process that deserialises: {start(LOAD, empty, data)}")
+    """Prints microseconds of every call."""
+    for measured in HostJob().measure((FORWARD,), (), Effort(5, 0.0, ())):
+        for impl, ms in measured.ms.get(HOST, {}).items():
+            print(f"{measured.case.name}, {impl}: {1e3 * ms:.2f} us")
+        for what, reason in measured.left_out.items():
+            print(f"left out: {what}: {reason}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from functools import cached_property
 FORWARD, BACKWARD = "forward", "backward"
 PASSES = (FORWARD, BACKWARD)
 MASKS = ("full", "causal", "window")
+#: What a case may have beside its mask; see :class:`Case`.
+EXTRAS = ("alibi", "softcap", "sink", "dropout", "bias", "dbias", "ragged")
+SOFTCAP, DROPOUT = 30.0, 0.1
 TOKENS, HIDDEN = 16384, 2048
 _BYTES = {"bf16": 2, "fp16": 2}
 
@@ -31,6 +34,9 @@ class Case:
             are full. Tensors stay padded to ``seq_q`` and ``seq_kv``.
         deterministic: a backward's results are asked to be the same bits in every run.
         page: keys and values lie in pages of so many rows, in any order; it divides ``seq_kv``.
+        extra: one of :data:`EXTRAS`, or nothing: slopes of ALiBi, a soft cap of ``SOFTCAP``, a sink
+            for each head, dropout with the probability ``DROPOUT``, a bias (1, Hq, Sq, Skv), the
+            same and its gradient, or the entries of ``lengths`` packed one behind the other.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     deterministic: bool = False
     page: int | None = None
+    extra: str = ""
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS or (self.mask == "window") != (self.window is not None):
@@ -55,6 +62,10 @@ class Case:
             raise ValueError(f"{self.name}: {len(self.lengths)} lengths for batch {self.batch}")
         if self.page is not None and (self.lengths is None or self.seq_kv % self.page):
             raise ValueError(f"{self.name}: pages of {self.page} need lengths, and whole pages")
+        if self.extra and self.extra not in EXTRAS:
+            raise ValueError(f"{self.name}: expected one of {EXTRAS}, got {self.extra!r}")
+        if self.extra == "ragged" and (self.lengths is None or self.page is not None):
+            raise ValueError(f"{self.name}: ragged tensors need lengths, and have no pages")
 
     @property
     def scale(self) -> float:
@@ -111,6 +122,7 @@ def case(
     lengths: tuple[int, ...] | None = None,
     deterministic: bool = False,
     page: int | None = None,
+    extra: str = "",
 ) -> Case:
     """A self-attention, named like ``b4 h16/16 s4096 d128 causal``.
 
@@ -123,7 +135,7 @@ def case(
     words = [f"b{batch}", f"h{heads[0]}/{heads[1]}", f"s{seq}", f"d{d}", mask]
     if window is not None:
         words[-1] += str(window)
-    if lengths is not None:
+    if lengths is not None and extra != "ragged":
         words.append("padded")
     if dtype != "bf16":
         words.append(dtype)
@@ -131,9 +143,11 @@ def case(
         words.append("deterministic")
     if page is not None:
         words.append(f"page{page}")
+    if extra:
+        words.append(extra)
     return Case(
         " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths,
-        deterministic, page,
+        deterministic, page, extra,
     )  # fmt: skip
 
 
@@ -218,9 +232,46 @@ def _paged() -> list[Case]:
     return cases
 
 
+def _head_dims() -> list[Case]:
+    """16 heads of 4096 tokens, whatever their size."""
+    return [
+        case(4, (16, 16), 4096, (d, d), mask)
+        for d in (32, 64, 80, 96, 112, 128, 160, 192, 256)
+        for mask in ("full", "causal")
+    ]
+
+
+def _features() -> list[Case]:
+    """Plain causal attention, and the same with one thing more; and its own lengths and pages."""
+    shape: tuple[int, tuple[int, int], int, tuple[int, int], str]
+    shape = (4, (16, 16), 4096, (128, 128), "causal")
+    full, draw = (4096,) * 4, random.Random(4096)
+    ragged = (4096, *(draw.randint(64, 4096) for _ in range(15)))
+    return [
+        case(*shape),
+        *(case(*shape, extra=extra) for extra in EXTRAS if extra != "ragged"),
+        case(*shape, deterministic=True),
+        case(*shape, dtype="fp16"),
+        case(*shape, lengths=full),
+        *(case(*shape, lengths=full, page=page) for page in (16, 64)),
+        case(16, *shape[1:], lengths=ragged, extra="ragged"),
+    ]
+
+
+#: Sequence lengths, those that say most first.
+_TELLING = (4096, 1024, 16384, 8192, 512, 2048, 128)
+
+
+def telling_first(cases: Iterable[Case]) -> list[Case]:
+    """Ordered so that a run that is cut short has said most: by sequence length."""
+    return sorted(cases, key=lambda c: _TELLING.index(c.seq_q) if c.seq_q in _TELLING else 99)
+
+
 def _presets() -> dict[str, tuple[Case, ...]]:
     parts = {
         "dense": _dense(),
+        "features": _features(),
+        "head_dims": _head_dims(),
         "foundation": _grid((64, 128), (1024, 4096, 16384)),
         "window": _window(),
         "padding": _padding(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.presets import BACKWARD, FORWARD, Case
+from bench.presets import BACKWARD, FORWARD, SOFTCAP, Case
 
 if TYPE_CHECKING:
     import torch
@@ -14,11 +14,28 @@ if TYPE_CHECKING:
 #: probabilities and outputs leaves 2e-3 to 5e-3; a wrong mask or a lost tile leaves far more.
 TOLERANCE = 1e-2
 
+#: With dropout, distances from attention without: each of n probabilities is off by
+#: sqrt(p / (1 - p)) of itself, a third. Nothing dropped, or something else computed, is outside.
+DROPPED = (0.1, 0.7)
+
 #: Scores held at a time, in elements.
 _CHUNK = 1 << 28
 
 #: Names of each pass's outputs.
 OUTPUTS = {FORWARD: ("o",), BACKWARD: ("dQ", "dK", "dV")}
+#: What a backward makes besides, by what the case has.
+_MORE = {"sink": ("dSink_token",), "dbias": ("dBias",)}
+
+
+def outputs_of(case: Case, direction: str) -> tuple[str, ...]:
+    """Names of a pass's outputs."""
+    return OUTPUTS[direction] + (_MORE.get(case.extra, ()) if direction == BACKWARD else ())
+
+
+def is_off(case: Case, distance: float) -> bool:
+    """Whether an output at this relative distance is wrong."""
+    least, most = DROPPED if case.extra == "dropout" else (-1.0, TOLERANCE)
+    return not least < distance < most
 
 
 @dataclass
@@ -31,6 +48,8 @@ class Tensors:
         o: the forward's output in the element type, which backward passes read.
         stats: its log-sum-exp, natural, (B, Hq, Sq) float32.
         expected: float32 outputs of the passes, by name, (B, S, H, D).
+        extras: what ``extra`` of the case reads, by the graph's names: ``bias`` (1, Hq, Sq, Skv),
+            ``sink_token`` (1, Hq, 1, 1) float32, ``seed`` and ``offset`` (1, 1, 1, 1) int64.
     """
 
     q: torch.Tensor
@@ -40,10 +59,14 @@ class Tensors:
     lengths: torch.Tensor | None
     o: torch.Tensor
     stats: torch.Tensor
-    expected: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor] = field(default_factory=dict)
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def like(self, output: str) -> torch.Tensor:
         """The tensor that an output looks like."""
+        of_extras = {"dSink_token": "sink_token", "dBias": "bias"}
+        if output in of_extras:
+            return self.extras[of_extras[output]]
         return {"o": self.o, "dQ": self.q, "dK": self.k, "dV": self.v}[output]
 
 
@@ -53,8 +76,25 @@ def make_tensors(
     """Random inputs and the expected outputs of the passes."""
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     torch.manual_seed(seed)
+    tensors = random_tensors(case, device)
+    if tensors.lengths is not None:  # nobody feeds a gradient to rows that are no output
+        _blank_padding(tensors.dO, tensors.lengths)
+    tensors.stats.zero_()
+    names = [name for direction in (FORWARD, *passes) for name in outputs_of(case, direction)]
+    for name in names:
+        like = tensors.like(name)
+        tensors.expected[name] = torch.zeros_like(like, dtype=torch.float32)
+    _fill(case, tensors)
+    tensors.o.copy_(tensors.expected["o"])
+    return tensors
+
+
+def random_tensors(case: Case, device: str) -> Tensors:
+    """Inputs, and what is neither computed nor expected yet; ``meta`` is a device, too."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
 
     def bshd(seq: int, heads: int, head_dim: int) -> torch.Tensor:
         return torch.randn(case.batch, seq, heads, head_dim, device=device, dtype=dtype)
@@ -66,21 +106,23 @@ def make_tensors(
     lengths = None
     if case.lengths is not None:
         lengths = torch.tensor(case.lengths, device=device, dtype=torch.int32)
-        _blank_padding(dO, lengths)  # nobody feeds a gradient to rows that are no output
-    o = torch.zeros_like(dO, dtype=torch.float32)
-    stats = torch.zeros(case.batch, case.heads_q, case.seq_q, device=device)
-    expected = {"o": o}
-    if BACKWARD in passes:
-        for name, like in (("dQ", q), ("dK", k), ("dV", v)):
-            expected[name] = torch.zeros_like(like, dtype=torch.float32)
-    _fill(case, (q, k, v, dO), lengths, stats, expected)
-    return Tensors(q, k, v, dO, lengths, o.to(dtype), stats, expected)
+    stats = torch.empty(case.batch, case.heads_q, case.seq_q, device=device)
+    extras = {}
+    if case.extra in ("bias", "dbias"):
+        size = (1, case.heads_q, case.seq_q, case.seq_kv)
+        extras["bias"] = torch.randn(size, device=device, dtype=dtype)
+    if case.extra == "sink":
+        extras["sink_token"] = torch.randn(1, case.heads_q, 1, 1, device=device)
+    if case.extra == "dropout":
+        for name, value in (("seed", 8), ("offset", 0)):
+            extras[name] = torch.full((1, 1, 1, 1), value, device=device, dtype=torch.int64)
+    return Tensors(q, k, v, dO, lengths, torch.empty_like(dO), stats, extras=extras)
 
 
 def error(got: torch.Tensor, expected: torch.Tensor, lengths: torch.Tensor | None) -> float:
     """Relative distance of an output, rows beyond the lengths aside; NaN if it holds any."""
     got = got.float()
-    if lengths is not None:
+    if lengths is not None and len(got) == len(lengths):
         got = got.clone()
         _blank_padding(got, lengths)
     return float((got - expected).norm() / expected.norm())
@@ -91,17 +133,12 @@ def _blank_padding(t: torch.Tensor, lengths: torch.Tensor) -> None:
         t[entry, length:] = 0
 
 
-def _fill(
-    case: Case,
-    inputs: tuple[torch.Tensor, ...],
-    lengths: torch.Tensor | None,
-    stats: torch.Tensor,
-    expected: dict[str, torch.Tensor],
-) -> None:
+def _fill(case: Case, tensors: Tensors) -> None:
     """Writes the expected outputs and the stats, some (batch, head) pairs at a time."""
     import torch
 
-    q, k, v, dO = inputs
+    q, k, v, dO = tensors.q, tensors.k, tensors.v, tensors.dO
+    expected, extras = tensors.expected, tensors.extras
     group = case.heads_q // case.heads_kv
     pairs = torch.arange(case.batch * case.heads_q, device=q.device)
     step = max(1, _CHUNK // (case.seq_q * case.seq_kv))
@@ -109,22 +146,49 @@ def _fill(
         b, h = chunk // case.heads_q, chunk % case.heads_q
         q_c, k_c, v_c = q[b, :, h].float(), k[b, :, h // group].float(), v[b, :, h // group].float()
         scores = torch.bmm(q_c, k_c.mT).mul_(case.scale)
-        dropped = _dropped(case, lengths, b, q.device)
+        slope = None
+        if case.extra == "softcap":
+            scores.div_(SOFTCAP).tanh_()
+            slope = 1 - scores * scores
+            scores.mul_(SOFTCAP)
+        if "bias" in extras:
+            scores += extras["bias"][0, h]
+        if case.extra == "alibi":
+            scores += _alibi(case, h)
+        dropped = _dropped(case, tensors.lengths, b, q.device)
         if dropped is not None:
             scores.masked_fill_(dropped, float("-inf"))
         lse = torch.logsumexp(scores, -1)
-        stats[b, h] = lse
+        if "sink_token" in extras:
+            sink = extras["sink_token"][0, h, 0]
+            lse = torch.logaddexp(lse, sink)
+        tensors.stats[b, h] = lse
         p = scores.sub_(lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp_()
         o_c = torch.bmm(p, v_c)
         expected["o"][b, :, h] = o_c
         if "dQ" not in expected:
             continue
         dO_c = dO[b, :, h].float()
-        dP = torch.bmm(dO_c, v_c.mT)
-        dS = dP.sub_((dO_c * o_c).sum(-1, keepdim=True)).mul_(p).mul_(case.scale)
+        delta = (dO_c * o_c).sum(-1, keepdim=True)
+        dS = torch.bmm(dO_c, v_c.mT).sub_(delta).mul_(p)
+        if "dBias" in expected:
+            expected["dBias"][0].index_put_((h,), dS, accumulate=True)
+        if "dSink_token" in expected:
+            share = -((sink - lse).exp() * delta[..., 0]).sum(-1)
+            expected["dSink_token"][0, :, 0, 0].index_put_((h,), share, accumulate=True)
+        dS = (dS if slope is None else dS.mul_(slope)).mul_(case.scale)
         expected["dQ"][b, :, h] = torch.bmm(dS, k_c)
         _add(expected["dK"], b, h // group, torch.bmm(dS.mT, q_c))
         _add(expected["dV"], b, h // group, torch.bmm(p.mT, dO_c))
+
+
+def _alibi(case: Case, heads: torch.Tensor) -> torch.Tensor:
+    """What ALiBi adds to the scores of these heads, (n, Sq, Skv); a power of two of them in all."""
+    import torch
+
+    slopes = 2.0 ** (-8.0 * (heads + 1) / case.heads_q)
+    query = torch.arange(case.seq_q, device=heads.device)[:, None]
+    return slopes[:, None, None] * (torch.arange(case.seq_kv, device=heads.device) - query)
 
 
 def _add(total: torch.Tensor, b: torch.Tensor, h: torch.Tensor, part: torch.Tensor) -> None:

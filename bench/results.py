@@ -23,9 +23,10 @@ class Row:
         case: the case's name.
         direction: the ``pass`` column.
         impl: the contender.
-        timing: ``eager`` or ``graph``.
+        timing: ``eager`` or ``graph``; ``host``: the CPU's time of a call; ``start``: what a
+            process takes until its first result.
         ms: milliseconds per call.
-        tflops: TFLOP/s, attended area only.
+        tflops: TFLOP/s, attended area only; 0 where nothing is counted.
         commit: dlattn's, abbreviated.
         date: ISO date of the run.
     """
@@ -48,6 +49,45 @@ class Row:
     def key(self) -> tuple[str, str, str, str]:
         """What tells a row from all others of a file."""
         return (*self.setting, self.impl)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How figures of some rows are shown.
+
+    Attributes:
+        name: e.g. ``TFLOP/s``.
+        of: a row's figure.
+        higher_is_better: whether it is a speed.
+        whole: from where on no decimals are shown.
+    """
+
+    name: str
+    of: Callable[[Row], float]
+    higher_is_better: bool
+    whole: float = 20
+
+
+TFLOPS = Unit("TFLOP/s", lambda row: row.tflops, True)
+BANDWIDTH = Unit("TB/s", lambda row: decode_bytes(row.case) / row.ms * 1e-9, True)
+US = Unit("us", lambda row: 1e3 * row.ms, False, 200)
+MS = Unit("ms", lambda row: row.ms, False)
+
+
+def unit_of(row: Row) -> Unit:
+    """Host times are microseconds, starts milliseconds, and a decode's speed is its bandwidth."""
+    if row.timing in ("host", "start"):
+        return US if row.timing == "host" else MS
+    return BANDWIDTH if decode_bytes(row.case) else TFLOPS
+
+
+def decode_bytes(name: str) -> int:
+    """Bytes of keys and values of a decode by its case's name; 0 of any other."""
+    words = {word[0]: word[1:] for word in name.split()}
+    if not words.get("q", "").isdigit():
+        return 0
+    heads_kv = int(words["h"].split("/")[1])
+    return int(words["b"]) * heads_kv * int(words["s"]) * int(words["d"]) * 4
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -105,52 +145,70 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def tables(rows: Sequence[Row], wrong: Iterable[tuple[str, str, str]] = ()) -> str:
-    """A table for each pass and timing: TFLOP/s, and ours over the best peer, with means.
+    """A table for each pass, timing and unit: figures, and ours beside the best peer, with means.
 
     Args:
         wrong: (case, pass, impl) of contenders whose outputs were wrong.
     """
     wrong = set(wrong)
+    groups: dict[tuple[str, str, Unit], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.direction, row.timing, unit_of(row)), []).append(row)
     parts = []
-    for direction, timing in dict.fromkeys((r.direction, r.timing) for r in rows):
-        chosen = [r for r in rows if (r.direction, r.timing) == (direction, timing)]
-        mistaken = {(case, impl) for case, d, impl in wrong if d == direction}
-        parts += [f"### {direction}, {timing} (TFLOP/s)", _table(chosen, mistaken)]
+    for (direction, timing, unit), chosen in groups.items():
+        mistaken = {
+            (case, impl)
+            for case, d, impl in wrong
+            if d == direction and bool(decode_bytes(case)) == (unit is BANDWIDTH)
+        }
+        parts += [f"### {direction}, {timing} ({unit.name})", _table(chosen, unit, mistaken)]
         parts += [summary(chosen)] if any(is_ours(r.impl) for r in chosen) else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(rows: Sequence[Row], wrong: set[tuple[str, str]]) -> str:
+def _table(rows: Sequence[Row], unit: Unit, wrong: set[tuple[str, str]]) -> str:
     """One line a case, one column a contender; rows of one pass and timing."""
-    figures = {(r.case, r.impl): r.tflops for r in rows}
+    speeds = _speeds(rows)
     cases = dict.fromkeys([*(r.case for r in rows), *(case for case, _ in wrong)])
     impls = list(dict.fromkeys([*(r.impl for r in rows), *(impl for _, impl in wrong)]))
     ours = [impl for impl in impls if is_ours(impl)]
     shown = {
-        key: f"{value:.0f}" if value >= 20 else f"{value:.2f}" for key, value in figures.items()
+        (row.case, row.impl): f"{value:.0f}"
+        if (value := unit.of(row)) >= unit.whole
+        else f"{value:.2f}"
+        for row in rows
     } | dict.fromkeys(wrong, "WRONG")
+    has_peers = len(ours) < len(impls)
     lines = []
     for case in cases:
-        best = _best_peer(figures, case, impls)
+        best = _best_peer(speeds, case, impls)
         ratios = [
-            f"{figures[case, impl] / best:.3f}" if best and (case, impl) in figures else ABSENT
+            f"{speeds[case, impl] / best:.3f}" if best and (case, impl) in speeds else ABSENT
             for impl in ours
         ]
-        lines.append([case, *(shown.get((case, impl), ABSENT) for impl in impls), *ratios])
-    return markdown(["case", *impls, *(f"{impl} / best peer" for impl in ours)], lines)
+        line = [case, *(shown.get((case, impl), ABSENT) for impl in impls)]
+        lines.append([*line, *(ratios if has_peers or unit is TFLOPS else ())])
+    title = "{} / best peer" if unit.higher_is_better else "best peer / {}"
+    titles = [title.format(impl) for impl in ours] if has_peers or unit is TFLOPS else []
+    return markdown(["case", *impls, *titles], lines)
+
+
+def _speeds(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Calls a millisecond, by case and contender: what ratios are made of, whatever the unit."""
+    return {(r.case, r.impl): 1 / r.ms for r in rows}
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Geometric means and the least of ours over each peer and over the best; one pass, timing."""
-    figures = {(r.case, r.impl): r.tflops for r in rows}
+    figures = _speeds(rows)
     impls = list(dict.fromkeys(r.impl for r in rows))
     peers = [impl for impl in impls if not is_ours(impl)]
     sentences = []
     for ours in filter(is_ours, impls):
         against: list[tuple[str, Callable[[str], float | None]]] = [
-            ("best peer", lambda case: _best_peer(figures, case, impls))
+            ("best peer", lambda case: _best_peer(figures, case, impls)),
+            *((p, lambda case, p=p: figures.get((case, p))) for p in peers),  # type: ignore
         ]
-        against += [(p, lambda case, p=p: figures.get((case, p))) for p in peers]  # type: ignore
         for name, other in against:
             ratios = {
                 case: figures[case, ours] / value
@@ -167,10 +225,11 @@ def _means(ratios: dict[str, float]) -> str:
     groups: dict[str, list[float]] = {}
     for case, ratio in ratios.items():
         groups.setdefault(head_dims(case), []).append(ratio)
-    by_dim = ", ".join(f"d{d} {geometric_mean(g):.3f}" for d, g in groups.items())
+    by_dim = ", ".join(f"d{d} {geometric_mean(g):.3f}" for d, g in groups.items() if d != "?")
     least = min(ratios, key=lambda case: ratios[case])
     return (
-        f"geometric mean {geometric_mean(ratios.values()):.3f} of {len(ratios)} cases ({by_dim}); "
+        f"geometric mean {geometric_mean(ratios.values()):.3f} of {len(ratios)} cases"
+        f"{f' ({by_dim})' if by_dim else ''}; "
         f"least {ratios[least]:.3f} at {least}"
     )
 

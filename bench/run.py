@@ -1,43 +1,50 @@
 """Times dlattn beside its peers.
 
-    python -m bench.run --preset dense --pass forward --peers dlattn,fa2,fa3,cudnn --rounds 3
+    python -m bench.run --preset all --precompile 16 --budget 500
+    python -m bench.run --preset dense,mla --pass forward --peers dlattn,fa2,fa3,cudnn --rounds 3
     python -m bench.run --compare before.csv after.csv
 
 Every contender is checked against float32 attention first and not timed if it is wrong; those that
 are not installed are left out with the reason. Results go to ``bench/results/<gpu>/<preset>.csv``
-and, as tables, to a Markdown file beside it.
+and, as tables, to a Markdown file beside it; ``bench.plots`` draws charts of all that are there.
+Several presets take turns, and each begins with what says most, so that a run that is out of time
+has something of everything; the same command with ``--resume`` goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import os
-import platform
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.measure import TIMINGS, LostDevice, Measured, measure
+from bench.jobs import Effort, Job
+from bench.machine import commit, gpu_name, machine
+from bench.measure import TIMINGS, LostDevice, Measured
 from bench.peers import has_module, is_ours, make_peer
-from bench.presets import PASSES, PRESETS, Case
-from bench.results import Row, compare, merge, read_csv, tables, write_csv
+from bench.presets import PASSES
+from bench.report import Report
+from bench.results import Row, compare, read_csv, unit_of
+from bench.suites import SUITES, in_turn
+from dlattn.runtime import jit
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if an output of dlattn was wrong or the device was lost."""
-    given = _parser().parse_args(arguments)
+    given = _with_defaults(_parser().parse_args(arguments))
     if given.compare:
         print(compare(*(read_csv(path) for path in given.compare)), end="")
         return 0
-    cases = [c for c in PRESETS[given.preset] if all(w in c.name.split() for w in given.match)]
     if given.list:
-        print("\n".join(c.name for c in cases))
+        for job in in_turn(given.preset):
+            if all(word in job.name.split() for word in given.match):
+                print(*job.cases, sep="\n")
         return 0
     if not has_module("torch"):
         print("bench.run needs torch, which is not installed.")
@@ -47,112 +54,165 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench.run needs a CUDA device; there is none. --compare and --list do not.")
         return 1
-    return Run(given, cases).run()
+    return Run(given).run()
 
 
 class Run:
-    """One run over the cases of a preset; every finished case is on disk at once."""
+    """One run over jobs; every finished pass of a case is on disk at once."""
 
-    def __init__(self, given: argparse.Namespace, cases: list[Case]) -> None:
-        self._given, self._cases = given, cases
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
         self._peers = [make_peer(name) for name in given.peers]
-        self._out: Path = (given.out or RESULTS / gpu_name()) / f"{given.preset}.csv"
-        self._old = read_csv(self._out) if self._out.exists() else []
-        self._rows: list[Row] = []
-        self._wrong: dict[tuple[str, str, str], str] = {}
-        self._left_out: Counter[tuple[str, str]] = Counter()
-        self._notes: Counter[tuple[str, str, str]] = Counter()
+        self._out: Path = given.out or RESULTS / gpu_name()
         self._commit, self._date = commit(), datetime.date.today().isoformat()
-        self._progress = Progress(len(cases) * len(given.directions))
+        self._reports = {
+            name: Report(
+                self._out / f"{name}.csv", [case for job in SUITES[name] for case in job.cases]
+            )
+            for name in given.preset
+        }
+        self._todo = self._wanted()
+        self._progress = Progress(len(self._todo))
+        self._begun = time.perf_counter()
 
     def run(self) -> int:
-        given, lost = self._given, None
-        started = time.perf_counter()
-        print(machine(), flush=True)
+        ended, place = "", machine()
+        print(place, flush=True)
+        if self._given.precompile:
+            self._compile()
         try:
-            for case in self._cases:
-                try:
-                    for measured in measure(
-                        case, given.directions, self._peers, given.timing, given.rounds
-                    ):
-                        self._take(measured)
-                except LostDevice:
-                    raise
-                except Exception as raised:  # such as no memory for the reference
-                    self._progress.say(f"{case.name} was left out: {raised}")
+            ended = self._measure()
         except LostDevice as raised:
-            lost = str(raised)
+            ended = f"The run ended early: {raised}"
         except KeyboardInterrupt:
-            lost = "interrupted"
+            ended = "The run ended early: interrupted"
         self._progress.close()
-        report = self._report()
-        print(f"\n{report}\n{time.perf_counter() - started:.0f} s; results in {self._out}")
-        if self._rows:
-            self._out.with_suffix(".md").write_text(f"{machine()}\n\n{report}", encoding="utf-8")
-        if lost:
-            print(f"The run ended early: {lost}")
-        return 1 if lost or any(is_ours(impl) for _, _, impl in self._wrong) else 0
+        for name, report in self._reports.items():
+            report.write(place)
+            print(f"\n## {name}\n\n{report.text()}")
+        print(f"{time.perf_counter() - self._begun:.0f} s; results in {self._out}")
+        if self._out.is_dir():
+            draw_all(self._out)
+        if ended:
+            print(ended)
+        wrong = any(is_ours(impl) for r in self._reports.values() for impl in r.is_wrong)
+        return 1 if ended.startswith("The run ended") or wrong else 0
+
+    def _wanted(self) -> list[tuple[Job, tuple[str, ...]]]:
+        """Jobs and their passes; with ``--resume``, those that are not there already."""
+        found = []
+        if self._given.resume and self._commit == "unknown":
+            print("--resume needs a commit: none in git; set DLATTN_COMMIT. Measuring all.")
+            self._given.resume = False
+        for job in in_turn(self._given.preset):
+            if not all(word in job.name.split() for word in self._given.match):
+                continue
+            passes = tuple(d for d in job.passes if d in self._given.directions)
+            if self._given.resume:
+                passes = tuple(d for d in passes if not self._is_there(job, d))
+            if passes:
+                found.append((job, passes))
+        return found
+
+    def _is_there(self, job: Job, direction: str) -> bool:
+        timings = [t for t in self._given.timing if t in job.timings]
+        reports = [self._reports[n] for n in self._given.preset if job in SUITES[n]]
+        return all(
+            report.has(case, direction, timings, self._commit)
+            for report in reports
+            for case in job.cases
+        )
+
+    def _measure(self) -> str:
+        """Runs the jobs, and returns a sentence if it ran out of time."""
+        effort = Effort(self._given.rounds, self._given.seconds, self._given.timing)
+        for done, (job, passes) in enumerate(self._todo):
+            spent = time.perf_counter() - self._begun
+            if self._given.budget and spent + spent / max(1, done) > self._given.budget:
+                names = ", ".join(left.name for left, _ in self._todo[done:])
+                return (
+                    f"Out of time after {spent:.0f} s of {self._given.budget:g}; left out "
+                    f"{len(self._todo) - done} of {len(self._todo)}, which --resume goes on with: "
+                    f"{names}"
+                )
+            try:
+                for measured in job.measure(passes, self._peers, effort):
+                    self._take(measured)
+            except LostDevice:
+                raise
+            except Exception as raised:  # such as no memory for the reference
+                self._progress.say(f"{job.name} was left out: {raised}")
+            self._progress.step()
+        return ""
+
+    def _compile(self) -> None:
+        """All kernels into the cache, several at a time; what cannot be compiled shows later."""
+        import dlattn
+
+        if "dlattn" not in self._given.peers or not has_module("cupy"):
+            return
+        device = dlattn.create_device_properties(0)
+
+        def compile_one(job: Job, direction: str) -> None:
+            with contextlib.suppress(Exception):
+                job.compile(direction, device)
+
+        with ThreadPoolExecutor(self._given.precompile) as pool:
+            for job, passes in self._todo:
+                for direction in passes:
+                    pool.submit(compile_one, job, direction)
+        spent = time.perf_counter() - self._begun
+        print(f"{jit.statistics.compiles} kernels compiled ahead in {spent:.0f} s", flush=True)
 
     def _take(self, measured: Measured) -> None:
         """Records one pass of a case, and says a line about it."""
         case, direction = measured.case, measured.direction
+        rows = []
         for timing, times in measured.ms.items():
             for impl, ms in times.items():
                 tflops = case.tflops(direction, ms)
                 words = (case.name, direction, impl, timing)
-                self._rows.append(Row(*words, ms, tflops, self._commit, self._date))
+                rows.append(Row(*words, ms, tflops, self._commit, self._date))
         for impl, what in measured.wrong.items():
-            self._wrong[case.name, direction, impl] = what
             self._progress.say(f"WRONG {case.name} {direction} {impl}: {what}")
         for impl, reason in measured.left_out.items():
-            if (impl, reason) not in self._left_out:
-                self._progress.say(f"left out: {impl}: {reason}")
-            self._left_out[impl, reason] += 1
-        for impl, note in measured.notes.items():
-            self._notes[impl, direction, note] += 1
-        if self._rows:
-            write_csv(self._out, merge(self._old, self._rows))
-        first = next(iter(measured.ms.values()), {})
-        figures = [f"{impl} {case.tflops(direction, ms):.0f}" for impl, ms in first.items()]
-        self._progress.step(f"{case.name} {direction}: {', '.join(figures) or 'nothing timed'}")
-
-    def _report(self) -> str:
-        """Tables of this run, then what ran, what was wrong, what was left out."""
-        parts = [tables(self._rows, self._wrong)]
-        for title, lines in (
-            ("Ran", [f"{i} {d}: {n} ({c} cases)" for (i, d, n), c in self._notes.items()]),
-            ("Wrong", [f"{' '.join(key)}: {what}" for key, what in self._wrong.items()]),
-            ("Left out", [f"{i} ({c} cases): {r}" for (i, r), c in self._left_out.items()]),
-        ):
-            if lines:
-                parts.append(f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
-        return "\n".join(parts)
+            self._progress.say_once(f"left out: {impl}: {reason}")
+        for report in self._reports.values():
+            report.take(measured, rows)
+        first = rows[: len(next(iter(measured.ms.values()), {}))]
+        figures = ", ".join(f"{row.impl} {unit_of(row).of(row):.3g}" for row in first)
+        unit = unit_of(first[0]).name if first else "nothing timed"
+        self._progress.say(f"{case.name} {direction}: {figures} {unit}")
 
 
 class Progress:
-    """A bar if tqdm and a terminal are there, else a line for each step."""
+    """A bar if tqdm and a terminal are there; else lines that say how many are done."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._bar = total, 0, None
+        self._said: set[str] = set()
         if has_module("tqdm") and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="pass")
+            self._bar = tqdm(total=total, unit="case")
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self._bar is None:
-            print(line, flush=True)
+            print(f"[{self._done + 1}/{self._total}] {line}", flush=True)
         else:
             self._bar.write(line)
 
-    def step(self, line: str) -> None:
+    def say_once(self, line: str) -> None:
+        """Print a line unless it has been printed."""
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    def step(self) -> None:
         """One more is done."""
         self._done += 1
-        if self._bar is None:
-            print(f"[{self._done}/{self._total}] {line}", flush=True)
-        else:
-            self._bar.write(line)
+        if self._bar is not None:
             self._bar.update()
 
     def close(self) -> None:
@@ -161,50 +221,14 @@ class Progress:
             self._bar.close()
 
 
-# Where figures come from --------------------------------------------------------------------------
+def draw_all(folder: Path) -> None:
+    """Charts of all results of a GPU, if they can be drawn."""
+    if not has_module("matplotlib"):
+        print("No charts: matplotlib is not installed.")
+        return
+    from bench.plots import draw_folder
 
-
-def gpu_name() -> str:
-    """The GPU as a folder name, e.g. ``h200``."""
-    import torch
-
-    words = torch.cuda.get_device_name().lower().split()
-    return "-".join(word for word in words if word != "nvidia") or "gpu"
-
-
-def machine() -> str:
-    """GPU, clocks, driver and library versions, in one line."""
-    import torch
-
-    asked = "driver_version,clocks.max.sm,power.limit"
-    parts = [torch.cuda.get_device_name()]
-    parts.append("driver, maximal SM clock, power limit: " + (_output(
-        "nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"
-    ) or "unknown").splitlines()[0])  # fmt: skip
-    parts.append(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-    parts.append(f"cuDNN {torch.backends.cudnn.version()}")
-    parts.append(f"Python {platform.python_version()}")
-    return "; ".join(parts)
-
-
-def commit() -> str:
-    """dlattn's commit: ``DLATTN_COMMIT``, else git's abbreviated hash, else ``unknown``."""
-    folder = str(Path(__file__).parent)
-    return (
-        os.environ.get("DLATTN_COMMIT")
-        or _output("git", "-C", folder, "rev-parse", "--short", "HEAD")
-        or "unknown"
-    )
-
-
-def _output(*command: str) -> str:
-    """What a command prints, or nothing if it fails."""
-    try:
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=20
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    print("Charts: " + ", ".join(path.name for path in draw_folder(folder)))
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -212,7 +236,12 @@ def _output(*command: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="dense")
+    parser.add_argument(
+        "--preset",
+        type=_presets,
+        default=("dense",),
+        help=f"all, or some of {','.join(SUITES)} (default: dense)",
+    )
     parser.add_argument(
         "--pass",
         dest="directions",
@@ -227,8 +256,20 @@ def _parser() -> argparse.ArgumentParser:
         default=("dlattn", "fa2", "fa3", "fa4", "cudnn"),
         help="contenders, e.g. dlattn,dlattn:sm80,fa3; also torch_cudnn and flex",
     )
-    parser.add_argument("--timing", type=_words(TIMINGS), default=TIMINGS, help="eager,graph")
-    parser.add_argument("--rounds", type=int, default=3, help="timings, of which the median counts")
+    parser.add_argument("--timing", type=_words(TIMINGS), help="eager,graph (default: both)")
+    parser.add_argument("--rounds", type=int, help="timings, of which the median counts (3)")
+    parser.add_argument(
+        "--quick", action="store_true", help="two short rounds, by graph replay alone"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="stop, and say what was left out"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what this commit's results have already"
+    )
+    parser.add_argument(
+        "--precompile", type=int, default=0, metavar="N", help="compile first, N kernels at a time"
+    )
     parser.add_argument("--out", type=Path, help="folder of results (default: bench/results/<gpu>)")
     parser.add_argument(
         "--match", type=str.split, default=[], help='words of case names, e.g. "d64 causal"'
@@ -238,6 +279,21 @@ def _parser() -> argparse.ArgumentParser:
         "--compare", nargs=2, type=Path, metavar="CSV", help="compare two files and do nothing else"
     )
     return parser
+
+
+def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
+    """What ``--quick`` decides, unless it is given."""
+    given.timing = given.timing or (TIMINGS[-1:] if given.quick else TIMINGS)
+    given.rounds = given.rounds or (2 if given.quick else 3)
+    given.seconds = 0.01 if given.quick else 0.02
+    return given
+
+
+def _presets(text: str) -> tuple[str, ...]:
+    names = tuple(SUITES) if text == "all" else tuple(text.split(","))
+    if not set(names) <= set(SUITES):
+        raise argparse.ArgumentTypeError(f"expected all or some of {','.join(SUITES)}, got {text}")
+    return names
 
 
 def _words(allowed: Sequence[str]):  # type: ignore[no-untyped-def]

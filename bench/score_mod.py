@@ -1,124 +1,72 @@
-"""Functions of scores beside FlexAttention's: ``python -m bench.score_mod``.
+"""Functions of scores beside FlexAttention's: the preset ``score_mod`` of ``bench.run``.
 
-A soft cap and slopes, causal, of 4 x 16 heads of 128 and 4096 rows in bf16, forward and backward.
-Prints milliseconds of each contender, interleaved in one process, and how many times as fast dlattn
-is; outputs and gradients are compared first.
+A soft cap and slopes, as functions that dlattn compiles into its kernels and torch into
+FlexAttention's; checked and timed as any case is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import dlattn
-from bench.timing import interleaved
-
-BATCH, HEADS, ROWS, HEAD_DIM = 4, 16, 4096, 128
-CAP = 30.0
-#: What the largest difference may be, of the largest element.
-TOLERANCE = 0.03
-
-Pass = Callable[[], list[Any]]
+from bench.jobs import CaseJob, Effort, Job
+from bench.measure import Measured, measure
+from bench.peers import Peer
+from bench.peers.aten import Flex
+from bench.peers.graph import Declared, Dlattn
+from bench.presets import SOFTCAP, case
 
 
-def functions(slopes: Any) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Each function twice: as FlexAttention's, and as dlattn's, of the tensor of slopes."""
-    import torch
+class Functions(Declared):
+    """A graph whose edits of scores are a ``score_mod``."""
 
-    def soft_cap(graph: Any, score: Any, _: Any) -> Any:
-        cap = graph.tensor_scalar(CAP)
-        return graph.mul(graph.tanh(graph.div(score, cap)), cap)
+    def edits(self) -> dict[str, Any]:
+        import torch
 
-    def alibi(graph: Any, score: Any, of_head: Any) -> Any:
-        query, key = (graph.gen_index(score, axis=axis) for axis in (2, 3))
-        return graph.add(score, graph.mul(graph.sub(key, query), of_head))
-
-    return {
-        "soft cap": (lambda score, b, h, q, k: CAP * torch.tanh(score / CAP), soft_cap),
-        "slopes": (lambda score, b, h, q, k: score + slopes[h] * (k - q), alibi),
-    }
+        if self.case.extra == "softcap":
+            return {"score_mod": soft_cap}
+        heads = torch.arange(1, self.case.heads_q + 1, device=self.device)
+        slopes = 2.0 ** (-8.0 * heads / self.case.heads_q)
+        of_heads = self.plain(slopes.view(1, -1, 1, 1))
+        return {"score_mod": lambda graph, score: alibi(graph, score, of_heads)}
 
 
-def ours(function: Callable[..., Any], slopes: Any, tensors: list[Any]) -> tuple[Pass, Pass]:
-    """The forward and the backward of (q, k, v, dO); their results are o, then dQ, dK and dV."""
-    import torch
-
-    q, k, v, d_o = tensors
-    o, stats = torch.empty_like(q), torch.empty(*q.shape[:3], 1, device=q.device)
-    of_heads = slopes.view(1, HEADS, 1, 1)
-    passes = []
-    for inputs, made, operation in (
-        ([q, k, v], [o, stats], "sdpa"),
-        ([q, k, v, o, d_o, stats], [torch.empty_like(q) for _ in range(3)], "sdpa_backward"),
-    ):
-        graph = dlattn.pygraph(
-            io_data_type=dlattn.data_type.BFLOAT16,
-            intermediate_data_type=dlattn.data_type.FLOAT,
-            compute_data_type=dlattn.data_type.FLOAT,
-        )
-        given = [graph.tensor_like(x) for x in inputs]
-        extra = graph.tensor_like(of_heads)
-        more = {"generate_stats": True} if operation == "sdpa" else {}
-        outputs = getattr(graph, operation)(
-            *given,
-            attn_scale=HEAD_DIM**-0.5,
-            use_causal_mask=True,
-            score_mod=lambda sub, score, extra=extra: function(sub, score, extra),
-            **more,
-        )
-        for t, x in zip(outputs, made, strict=True):
-            t.set_output(True).set_dim(x.shape).set_stride(x.stride())
-            if x is stats:
-                t.set_data_type(dlattn.data_type.FLOAT)
-        graph.build()
-        pack = dict(zip((*given, *outputs), (*inputs, *made), strict=True)) | {extra: of_heads}
-        workspace = torch.empty(graph.get_workspace_size(), device=q.device, dtype=torch.uint8)
-
-        def run(
-            graph: Any = graph, pack: Any = pack, workspace: Any = workspace, made: Any = made
-        ) -> list[Any]:
-            graph.execute(pack, workspace)
-            return [x for x in made if x is not stats]
-
-        run()
-        passes.append(run)
-    return passes[0], passes[1]
+def soft_cap(graph: Any, score: Any) -> Any:
+    """``c * tanh(score / c)``."""
+    cap = graph.tensor_scalar(SOFTCAP)
+    return graph.mul(graph.tanh(graph.div(score, cap)), cap)
 
 
-def flex(function: Callable[..., Any], tensors: list[Any]) -> tuple[Pass, Pass]:
-    """The same by FlexAttention, compiled, with its block mask of the diagonal."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    *inputs, d_o = tensors
-    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, ROWS, ROWS, device="cuda")
-    compiled = torch.compile(flex_attention)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = compiled(*leaves, score_mod=function, block_mask=blocks)
-    return (
-        lambda: [compiled(*inputs, score_mod=function, block_mask=blocks)],
-        lambda: list(torch.autograd.grad(out, leaves, d_o, retain_graph=True)),
-    )
+def alibi(graph: Any, score: Any, of_heads: Any) -> Any:
+    """``score + slope * (key - query)``."""
+    query, key = (graph.gen_index(score, axis=axis) for axis in (2, 3))
+    return graph.add(score, graph.mul(graph.sub(key, query), of_heads))
 
 
-def main() -> None:
-    import torch
+class Own(Dlattn):
+    """dlattn, by a function."""
 
-    torch.manual_seed(0)
-    tensors = [
-        torch.randn(BATCH, HEADS, ROWS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-        for _ in range(4)
+    declared = Functions
+
+
+class ScoreModJob(CaseJob):
+    """A case with an edit of scores, by functions; peers are FlexAttention alone."""
+
+    def measure(
+        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
+    ) -> Iterable[Measured]:
+        contenders = (Own(), Flex())
+        options = (effort.timings, effort.rounds, effort.seconds)
+        return measure(self.case, directions, contenders, *options)
+
+    def compile(self, direction: str, device: Any) -> None:
+        Own().compile(self.case, direction, device)
+
+
+def jobs() -> list[Job]:
+    """4 x 16 heads of 128 and 4096 rows, causal."""
+    cases = [
+        case(4, (16, 16), 4096, (128, 128), "causal", extra=extra) for extra in ("softcap", "alibi")
     ]
-    slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1, device="cuda") / HEADS)
-    for name, (theirs, own) in functions(slopes).items():
-        contenders = zip(ours(own, slopes, tensors), flex(theirs, tensors), strict=True)
-        for direction, (mine, other) in zip(("forward", "backward"), contenders, strict=True):
-            for x, y in zip(mine(), other(), strict=True):
-                assert (x - y).abs().max() <= TOLERANCE * y.abs().max(), f"{name}: results differ"
-            times = interleaved({"dlattn": mine, "FlexAttention": other})
-            said = ", ".join(f"{who} {time:.3f} ms" for who, time in times.items())
-            print(f"{name}, {direction}: {said}, {times['FlexAttention'] / times['dlattn']:.2f}x")
-
-
-if __name__ == "__main__":
-    main()
+    return [ScoreModJob(dataclasses.replace(c, name=f"{c.name} score_mod")) for c in cases]

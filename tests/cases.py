@@ -193,11 +193,12 @@ class Case:
         return float(np.float32(self.dropout)) if flash else self.dropout
 
     def dropout_scale(self) -> float:
-        """What kept probabilities are multiplied by; of a mask, float32 has its inverse exactly."""
+        """What kept probabilities are multiplied by: any number if none is; of a mask, float32 has
+        its inverse exactly."""
         if isinstance(self.dropout, float) and self.dropout_algorithm == "flash":
             return 1 / float(1 - np.float32(self.dropout))
         if isinstance(self.dropout, float):
-            return 1 / (1 - self.dropout)
+            return 1 / (1 - self.dropout) if self.dropout < 1 else 1.0
         return 1.0 if self.dropout is None else 2.0
 
     def mod_dims(self) -> dict[str, tuple[int, ...]]:

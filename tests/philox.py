@@ -26,7 +26,7 @@ def kept(p: float, seed: int, offset: int, dim: tuple[int, int, int, int]) -> np
     q, k = np.arange(seq_q)[:, None], np.arange(seq_kv)
     of_word = words[q % 16 // 8 + 2 * (k % 16 // 8), :, q // 16, k // 16, q % 8 * 4 + k % 8 // 2]
     bits = np.moveaxis(of_word, -1, 0) >> (16 * (k % 2)).astype(np.uint64)
-    threshold = max(1, round(2**15 * (1 - p)))
+    threshold = max(1, round(2**15 * (1 - p))) if p < 1 else 0
     return ((bits & np.uint64(2**15 - 1)) < threshold).reshape(dim)
 
 

@@ -159,8 +159,6 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     few = st.integers(1, 16)
     seq_q, seq_kv = draw(size | size | few), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
-    if kind.page_k or kind.page_v:
-        padded = "both"
     page = st.sampled_from(_PAGE_SIZES)
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0) | st.integers(-20, 0)
@@ -172,7 +170,9 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     chosen_logits, offset = draw(st.sampled_from(logits)), draw(st.sampled_from(offsets))
     sinks = (0.0, -3.0, offset, offset + chosen_logits)
     axes = st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", ""))
-    probability = st.sampled_from((0.1, 0.1, 0.5, 0.9, 1e-5)) if kind.dropout else st.just(0.0)
+    # FlashAttention's algorithm always keeps some.
+    likely = (0.1, 0.1, 0.5, 0.9, 1e-5, *((1.0,) * (kind.dropout_algorithm != "flash")))
+    probability = st.sampled_from(likely) if kind.dropout else st.just(0.0)
     return replace(
         kind,
         batch=batch,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bench.peers.base import Peer, Prepared
-from bench.presets import FORWARD, Case
+from bench.presets import FORWARD, SOFTCAP, Case
 from bench.reference import Tensors
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class Flex(Peer):
     """FlexAttention compiled by torch; several seconds of compiling for each case."""
 
     name = "flex"
+    extras = ("softcap", "alibi")
     modules = ("torch", "triton")
 
     def prepare(self, case: Case, tensors: Tensors, direction: str) -> Prepared:
@@ -171,6 +172,7 @@ class Flex(Peer):
         q, k, v = (t.transpose(1, 2).detach() for t in roles)
         options = {
             "block_mask": block_mask,
+            "score_mod": flex_function(case, tensors),
             "scale": case.scale,
             "enable_gqa": case.heads_q != case.heads_kv,
         }
@@ -185,3 +187,16 @@ class Flex(Peer):
             lambda: torch.autograd.grad(o, inputs, dO, retain_graph=True),
             lambda made: tuple(t.transpose(1, 2) for t in made),
         )
+
+
+def flex_function(case: Case, tensors: Tensors) -> Callable[..., Any] | None:
+    """The edit of scores of a case, or ``None``."""
+    import torch
+
+    if case.extra == "softcap":
+        return lambda score, b, h, q, k: SOFTCAP * torch.tanh(score / SOFTCAP)
+    if case.extra == "alibi":
+        heads = torch.arange(1, case.heads_q + 1, device=tensors.q.device)
+        slopes = 2.0 ** (-8.0 * heads / case.heads_q)
+        return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+    return None

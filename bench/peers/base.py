@@ -39,9 +39,11 @@ class Peer(ABC):
         name: the ``impl`` column of the results.
         modules: what must be importable.
         takes_pages: the passes that it runs on paged keys and values.
+        extras: those of a case that it runs.
     """
 
     name: str
+    extras: tuple[str, ...] = ()
     takes_pages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ("torch",)
 
@@ -52,6 +54,8 @@ class Peer(ABC):
                 return f"{self.name} needs the Python module {module}, which is not installed."
         if case.page is not None and direction not in self.takes_pages:
             return f"{self.name} takes no pages here in the {direction} pass."
+        if case.extra and case.extra not in self.extras:
+            return f"{self.name} is not asked for {case.extra} here."
         return self.refuses(case, direction)
 
     def refuses(self, case: Case, direction: str) -> str | None:

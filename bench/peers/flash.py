@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.peers.base import Peer, Prepared, has_module
-from bench.presets import FORWARD, Case
+from bench.peers.packed import Packed
+from bench.presets import FORWARD, SOFTCAP, Case
 from bench.reference import Tensors
 
 
@@ -16,6 +18,7 @@ class Fa3(Peer):
     """FlashAttention-3's operators (Hopper)."""
 
     name = "fa3"
+    extras = ("softcap", "ragged")
 
     def refuses(self, case: Case, direction: str) -> str | None:
         return load_flash3()
@@ -30,20 +33,34 @@ class Fa3(Peer):
             "window_size_left": -1 if left is None else left,
             "window_size_right": -1 if right is None else right,
         }
-        if tensors.lengths is not None:
-            options |= {"seqused_q": tensors.lengths, "seqused_k": tensors.lengths}
         q, k, v, dO, o, stats = (
             tensors.q, tensors.k, tensors.v, tensors.dO, tensors.o, tensors.stats
         )  # fmt: skip
+        outputs: Callable[[Iterable[Any]], tuple[Any, ...]] = tuple
+        if case.extra == "softcap":
+            options["softcap"] = SOFTCAP
+        if case.extra == "ragged":
+            packed = Packed(case, q.device)
+            q, k, v, dO, o = map(packed.pack, (q, k, v, dO, o))
+            stats = packed.pack(stats.transpose(1, 2)).t().contiguous()
+            options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packed.starts)
+            options |= {"max_seqlen_q": case.seq_q, "max_seqlen_k": case.seq_kv}
+
+            def outputs(made: Iterable[Any]) -> tuple[Any, ...]:
+                return tuple(map(packed.unpack, made))
+
+        elif tensors.lengths is not None:
+            options |= {"seqused_q": tensors.lengths, "seqused_k": tensors.lengths}
         if direction == FORWARD:
             forward = torch.ops.flash_attn_3.fwd
             return Prepared(
-                lambda: forward(q, k, v, num_splits=1, **options), lambda made: (made[0],)
+                lambda: forward(q, k, v, num_splits=1, **options),
+                lambda made: outputs(made[:1]),
             )
         backward = torch.ops.flash_attn_3.bwd
         return Prepared(
             lambda: backward(dO, q, k, v, o, stats, deterministic=case.deterministic, **options),
-            lambda made: tuple(made[:3]),
+            lambda made: outputs(made[:3]),
         )
 
 

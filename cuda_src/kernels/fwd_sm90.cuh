@@ -150,9 +150,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
-  // a sequence of a ragged tensor, the copy engine does not load.
+  // a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a page, it does.
   DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
-    if (p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>()) return;
+    const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
+    if (all && !Problem::paged_v) return;
     const Work work(p, item);
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;

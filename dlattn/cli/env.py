@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     for title, rows in sections.items():
         print(title)
         for name, value in rows:
-            print(f"  {name:<18}{value}")
+            print(f"  {name:<17} {value}")
     return 0
 
 

@@ -140,8 +140,9 @@ def mha_varlen_bwd(
         begins at ``cu_seqlens_q[i] + 128 * i``.
 
     Raises:
-        As :func:`mha_bwd`; in host memory, InvalidArgumentError if cu_seqlens fall, or leave the
-        tensors. (On a device, no sequence leaves the tensors.)
+        InvalidArgumentError: as of :func:`mha_bwd`; in host memory also if cu_seqlens fall, or
+            leave the tensors. (On a device, no sequence leaves the tensors.)
+        cudnnGraphNotSupportedError: as of :func:`mha_bwd`.
     """
     state = (philox_seed, philox_offset) if p_dropout else (None, None)
     tensors = (

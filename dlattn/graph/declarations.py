@@ -57,6 +57,11 @@ class Declarations(Operations):
             dim: shape.
             stride: strides in elements; row-major when left out.
             data_type: a ``data_type``, or a torch or NumPy dtype; the graph's io type if not set.
+            is_virtual: it has no memory of its own.
+            is_pass_by_value: its one element is read from host memory when the graph is executed.
+            ragged_offset: where packed sequences begin; see :meth:`tensor.set_ragged_offset`.
+            reordering_type: the order of elements; see :meth:`tensor.set_reordering_type`.
+            name: for messages, and for the names of ``Graph``.
             uid: key in variant packs; negative leaves the choice to the graph.
 
         Raises:
@@ -92,6 +97,7 @@ class Declarations(Operations):
             source: a graph tensor, or a tensor of any DLPack framework. Of the latter, shape,
                 strides, type and device are read, and an alignment below 16 bytes if its address
                 has no better one; a CPU tensor of one element is passed by value.
+            name: of the new tensor; left out, that of a graph tensor.
 
         Raises:
             InvalidGraphError: neither of the two.
@@ -108,7 +114,13 @@ class Declarations(Operations):
     def tensor_scalar(
         self, value: float, scalar_type: ScalarType = ScalarType.RUNTIME_PARAM
     ) -> Tensor:
-        """Declare a number, (1, 1, 1, 1), that the graph keeps; variant packs need not hold it."""
+        """Declare a number, (1, 1, 1, 1), that the graph keeps; variant packs need not hold it.
+
+        It is INT64 of an int, and FLOAT of a float.
+
+        Raises:
+            TypeError: the value is neither.
+        """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"tensor_scalar takes an int or a float; got {value!r}.")
         return self._keep(

@@ -51,6 +51,10 @@ class Lifecycle(Declarations):
         dlattn has one ranking, whatever the heuristic's name; but with ``heur_mode.AUTOTUNED``
         among them, the plan that :meth:`autotune` remembered comes before all others, if it
         remembered one, in this process or another, for the same graph and device.
+
+        Raises:
+            TypeError: a heuristic is no ``heur_mode``.
+            InvalidGraphError, cudnnGraphNotSupportedError: as of :meth:`validate`.
         """
         modes = list(heuristics)
         for mode in modes:
@@ -69,6 +73,7 @@ class Lifecycle(Declarations):
         """Add the plan of one engine, from 0 to ``get_engine_count() - 1``, best first.
 
         Args:
+            engine_id: which one.
             knobs: settings of what :meth:`get_knobs_for_engine` lists.
 
         Raises:
@@ -159,6 +164,7 @@ class Lifecycle(Declarations):
         return max(plan.workspace_size for plan in self._plan_every_configuration().plans)
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """Bytes of scratch memory that ``execute_plan_at_index`` needs; may be 0."""
         return self._planned().at(index).workspace_size
 
     def get_behavior_notes(self) -> list[behavior_note]:
@@ -166,6 +172,7 @@ class Lifecycle(Declarations):
         return self.get_behavior_notes_for_plan_at_index(self._planned().index)
 
     def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
+        """The notes of one plan, by name."""
         return sorted(behavior_notes(self._planned().at(index)), key=lambda note: note.name)
 
     def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:

@@ -15,6 +15,7 @@ from dlattn.graph.vocabulary import build_plan_policy
 from dlattn.plans.base import Choice, Runnable
 from dlattn.plans.select import interpreter, select
 from dlattn.problem import Program
+from dlattn.runtime.log import log
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Planning:
         """Build one plan, which becomes the one that runs."""
         self.built_at(index)
         self._chosen = index
+        log(2, f"graph on {self._lowered.target}: {self.at(index).title}")
 
     def built_at(self, index: int) -> Execution:
         """A plan, built if it was not; the one that runs stays the one that runs."""

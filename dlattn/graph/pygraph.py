@@ -207,7 +207,8 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
 
         Raises:
             InvalidArgumentError: ``rounds`` is not positive.
-            Others as of :meth:`build_plans` and :meth:`execute`; the plan that ran still does then.
+            CompileError, InvalidVariantPackError: as of :meth:`build_plans` and :meth:`execute`;
+                the plan that ran still does then.
         """
         from dlattn.graph.autotune import autotune
 

@@ -84,14 +84,21 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         self._frozen = False
 
     def get_name(self) -> str:
+        """The name, which may be empty."""
         return self.attributes.name
 
     def set_name(self, name: str) -> tensor:
+        """Set the name, by which messages and ``Graph`` know the tensor.
+
+        Raises:
+            TypeError: it is no str.
+        """
         if not isinstance(name, str):
             raise TypeError(f"A tensor's name must be a str; got {name!r}.")
         return self._set(name=name)
 
     def get_data_type(self) -> data_type:
+        """The element type; ``NOT_SET`` until it is set or inferred."""
         return self.attributes.dtype
 
     def set_data_type(self, data_type: Any) -> tensor:
@@ -99,12 +106,15 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self._set(dtype=dtypes.from_any(data_type))
 
     def get_dim(self) -> list[int]:
+        """The shape; empty until it is set or inferred."""
         return list(self.attributes.dim)
 
     def set_dim(self, dim: Iterable[int]) -> tensor:
+        """Set the shape, in elements; of packed storage, with the longest length."""
         return self._set(dim=integers(dim, "dim"))
 
     def get_stride(self) -> list[int]:
+        """The strides, in elements; empty until they are set or inferred."""
         return list(self.attributes.stride)
 
     def set_stride(self, stride: Iterable[int]) -> tensor:
@@ -112,9 +122,11 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self._set(stride=integers(stride, "stride"))
 
     def get_is_virtual(self) -> bool:
+        """Whether it has no memory of its own: an operation's result that is no output."""
         return self.attributes.is_virtual
 
     def set_is_virtual(self, is_virtual: bool) -> tensor:
+        """The opposite of :meth:`set_output`."""
         return self._set(is_virtual=bool(is_virtual))
 
     def set_output(self, is_output: bool) -> tensor:
@@ -122,6 +134,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self.set_is_virtual(not is_output)
 
     def get_is_pass_by_value(self) -> bool:
+        """Whether the value is read from host memory."""
         return self.attributes.is_pass_by_value
 
     def set_is_pass_by_value(self, is_pass_by_value: bool) -> tensor:
@@ -129,6 +142,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self._set(is_pass_by_value=bool(is_pass_by_value))
 
     def get_has_compile_time_constant(self) -> bool:
+        """Whether it is a ``tensor_scalar`` of ``scalar_type.COMPILE_TIME_CONST``."""
         return self.attributes.is_compile_time_constant
 
     def get_uid(self) -> int:
@@ -140,16 +154,23 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self._set(uid=operator.index(uid), uid_from_user=True)
 
     def get_reordering_type(self) -> tensor_reordering:
+        """The order of elements."""
         return self.attributes.reordering_type
 
     def set_reordering_type(self, reordering_type: tensor_reordering) -> tensor:
+        """Set the order of elements; other than ``NONE`` only that of S, ``F16x16``, is run."""
         return self._set(reordering_type=reordering_type)
 
     def get_alignment(self) -> int:
+        """The alignment of addresses, in bytes; 16 unless set."""
         return self.attributes.alignment
 
     def set_alignment(self, alignment: int) -> tensor:
-        """Set the alignment, in bytes, that every address given for this tensor will have."""
+        """Set the alignment, in bytes, that every address given for this tensor will have.
+
+        Raises:
+            InvalidGraphError: it is no power of two.
+        """
         alignment = operator.index(alignment)
         if alignment < 1 or alignment & (alignment - 1):
             raise InvalidGraphError(
@@ -158,12 +179,15 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         return self._set(alignment=alignment)
 
     def get_vector_count(self) -> int:
+        """Elements of a vector, in cuDNN's vectorised layouts; 1 unless set."""
         return self.attributes.vector_count
 
     def get_vector_dimension(self) -> int:
+        """The dimension along which vectors lie; -1 unless set."""
         return self.attributes.vector_dimension
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> tensor:
+        """Set a vectorised layout, as cuDNN has it; plans read none but a count of 1."""
         return self._set(
             vector_count=operator.index(count), vector_dimension=operator.index(dimension)
         )
@@ -175,6 +199,9 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
             ragged_offset: (B + 1, 1, 1, 1), INT32 or INT64: where each batch entry begins, in
                 elements of this tensor, and where the last one ends. The batch stride then means
                 nothing; dim keeps the longest length.
+
+        Raises:
+            TypeError: it is no tensor of a graph.
         """
         if ragged_offset is not None and not isinstance(ragged_offset, tensor):
             raise TypeError(f"A ragged offset must be a graph tensor; got {ragged_offset!r}.")

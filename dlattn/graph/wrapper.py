@@ -338,6 +338,7 @@ class Graph(Operations):
         return self._graph.get_workspace_size()
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """See :meth:`pygraph.get_workspace_size_plan_at_index`."""
         return self._graph.get_workspace_size_plan_at_index(index)
 
     def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:

@@ -38,7 +38,7 @@ def dot_product_attention(
     Traced and differentiated as :func:`dlattn.jax.attention` is. Rows that attend to nothing are 0.
 
     Args:
-        query: (B, T, N, H), or without B.
+        query: (B, T, N, H), or without B; fp16 or bf16, on the CPU also fp32 and fp64.
         key, value: (B, S, K, H), where K divides N.
         bias: added to scores, broadcasts to (B, N, T, S); it has a gradient.
         mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias it makes

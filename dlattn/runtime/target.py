@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from dlattn.errors import DlattnError
+
 
 @dataclass(frozen=True)
 class Target:
@@ -60,20 +62,32 @@ _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 
 @cache
 def cuda_target(index: int) -> Target:
-    """The CUDA device with this ordinal, measured through CuPy's runtime bindings."""
-    from cupy.cuda import runtime
+    """The CUDA device with this ordinal, measured through CuPy's runtime bindings.
 
-    attribute = runtime.deviceGetAttribute
-    return Target(
-        "cuda",
-        index,
-        (
-            attribute(_COMPUTE_CAPABILITY_MAJOR, index),
-            attribute(_COMPUTE_CAPABILITY_MINOR, index),
-        ),
-        attribute(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index),
-        attribute(_MULTIPROCESSOR_COUNT, index),
+    Raises:
+        DlattnError: CuPy is not there, or cannot use the device.
+    """
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        raise DlattnError(
+            f"CUDA device {index} is reached through CuPy, which cannot be imported: {error}. "
+            'Install it with pip install ".[cu12]" in a checkout of dlattn, or ".[cu13]" if the '
+            "driver is one of CUDA 13."
+        ) from error
+    numbers = (
+        *(_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR),
+        *(_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT),
     )
+    try:
+        major, minor, *more = (runtime.deviceGetAttribute(number, index) for number in numbers)
+    except runtime.CUDARuntimeError as error:
+        raise DlattnError(
+            f"CuPy cannot use CUDA device {index}: {error}. If the driver is too old for this "
+            "CuPy, install the one of the driver's CUDA version, cupy-cuda12x or cupy-cuda13x, "
+            "and not both; python -m dlattn env shows what is here."
+        ) from error
+    return Target("cuda", index, (major, minor), *more)
 
 
 @cache

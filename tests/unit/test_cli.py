@@ -109,7 +109,7 @@ def test_env_prints_versions_and_variables(
     assert np.__version__ in printed
     assert str(cache) in printed
     for variable in config.VARIABLES:
-        assert variable.name in printed
+        assert f"{variable.name} " in printed
         assert variable.meaning in printed
 
 

@@ -281,3 +281,11 @@ def test_repr_is_json(plans):
     assert shown["nodes"][0]["tensors"]["q"]["name"] == "q"
     graph.build()
     assert json.loads(repr(graph))["nodes"][0]["tensors"]["o"]["dim"] == list(DIM)
+
+
+def test_chosen_plan_is_logged(plans, monkeypatch, capsys):
+    """``DLATTN_LOG=2`` says which plan a graph runs, and 1 does not."""
+    for level, expected in (("1", ""), ("2", "dlattn: graph on cpu: big\n")):
+        monkeypatch.setenv("DLATTN_LOG", level)
+        declared()[0].build()
+        assert capsys.readouterr().err == expected

@@ -111,6 +111,23 @@ def test_decoding_example() -> None:
     assert not k[:, :, 3:].any()
 
 
+FIRST_RESULTS = {
+    re.findall(r"^import (\w+)", code, re.M)[0]: (commands, code)
+    for commands, code in re.findall(r'^```sh\n([^`]*?)python -c "\n([^"]*)"\n```', README, re.M)
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_first_result(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a new environment is told to run prints a deviation, with five commands or fewer."""
+    pytest.importorskip(framework)
+    commands, code = FIRST_RESULTS[framework]
+    assert len(re.split(r"&&|\n", commands.strip())) + 1 <= 5
+    exec(compile(code, f"README.md, first result in {framework}", "exec"), {})
+    (deviation,) = re.findall(r"\d\.\d+", capsys.readouterr().out)
+    assert 0.1 < float(deviation) < 0.3
+
+
 def test_environment_table_is_the_configuration() -> None:
     """The README's table of environment variables is the one that the code prints."""
     assert config.table() in README

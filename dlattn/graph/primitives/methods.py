@@ -78,6 +78,7 @@ class Primitives(ABC):
         i takes matrix ``i * m // n``, as grouped heads do.
 
         Args:
+            A, B: the factors.
             m_override, n_override, k_override: actual sizes for each batch entry, integers of
                 (B, 1, ..., 1), as in cuDNN's C++: results beyond M and N are ``padding``, and sums
                 end at K.

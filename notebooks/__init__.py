@@ -1,0 +1,1 @@
+"""Notebooks for learners, and what runs them: ``python -m notebooks.run``."""
