@@ -344,10 +344,10 @@ def pair(given: Any) -> tuple[Any, Any]:
 
 def shared(lengths: Any, cu_seqlens: Any) -> tuple[bool, bool]:
     """Whether one tensor of each is of q, k and v alike."""
-    is_shared, cu_is_shared = (
-        x is not None and not isinstance(x, tuple) for x in (lengths, cu_seqlens)
+    return (
+        lengths is not None and not isinstance(lengths, tuple),
+        cu_seqlens is not None and not isinstance(cu_seqlens, tuple),
     )
-    return is_shared, cu_is_shared
 
 
 def _dropout(given: Any) -> tuple[float, Any, Any]:
