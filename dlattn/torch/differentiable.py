@@ -14,8 +14,9 @@ from dlattn.torch.arguments import (
     Options,
     Tensors,
     backward,
-    bounds,
     forward,
+    options_of,
+    plain_forward,
     split,
 )
 from dlattn.torch.batching import batching
@@ -65,12 +66,35 @@ def attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
-    left, right = bounds(window)
-    options = Options(
-        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p,
+    options = options_of(
+        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_p,
         *shared(lengths, cu_seqlens),
     )  # fmt: skip
+    return attend(
+        q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
+        options, deterministic, return_lse,
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    lengths: Any,
+    cu_seqlens: Any,
+    block_table: Tensor | None,
+    options: Options,
+    deterministic: bool | None,
+    return_lse: bool,
+) -> Any:
+    """:func:`attention`, by the way through autograd that there is for such tensors.
+
+    The hot path of most programs: arguments are passed by position, and those that most calls lack
+    are looked at together.
+    """
     plain = type(q) in _PLAIN
     if not plain:
         _check(q)
@@ -78,16 +102,18 @@ def attention(
     is_meta = device == "meta"
     if not is_meta and torch.is_autocast_enabled(device):
         q, k, v, bias = _autocast(q, k, v, bias)
-    state = None if dropout_p == 0 else _drawn(q, dropout_p)
-    tensors = Tensors(
-        q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, block_table, state
-    )
+    state = None if options.dropout_p == 0 else _drawn(q, options.dropout_p)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    others = None
+    if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
+        others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
-        out, lse = torch.ops.dlattn.attention(*tensors, *options, deterministic)
+        every = _all(q, k, v, bias, sinks, others)
+        out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
-        out, lse = _Transformed.apply(*tensors, *options, deterministic)
+        every = _all(q, k, v, bias, sinks, others)
+        out, lse = _Transformed.apply(*every, *options, deterministic)
     elif torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -95,12 +121,35 @@ def attention(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     ):
-        constants = (alibi_slopes, *tensors[6:]), options, deterministic
-        out, lse = _Eager.apply(q, k, v, bias, sinks, constants)
+        constants = others, options, deterministic, return_lse
+        return _apply_eagerly(q, k, v, bias, sinks, constants)
     else:
-        out, *more = forward(tensors, options, return_lse=return_lse)
-        lse = more[0] if more else None
+        found = _forward(q, k, v, bias, sinks, others, options, return_lse)
+        return tuple(found) if return_lse else found[0]
     return (out, lse) if return_lse else out
+
+
+#: Besides the tensors that may have gradients.
+_Others = tuple[Tensor | None, ...]
+
+
+def _all(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    others: _Others | None,
+) -> Tensors:  # fmt: skip
+    if others is None:
+        return Tensors(q, k, v, bias, None, sinks)
+    slopes, *more = others
+    return Tensors(q, k, v, bias, slopes, sinks, *more)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    others: _Others | None, options: Options, return_lse: bool,
+) -> Any:  # fmt: skip
+    if bias is sinks is others is None:
+        return plain_forward(q, k, v, options, return_lse)
+    return forward(_all(q, k, v, bias, sinks, others), options, return_lse=return_lse)
 
 
 #: Of other tensors, such as fake ones, operators take care.
@@ -151,31 +200,37 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
         v: Tensor,
         bias: Tensor | None,
         sinks: Tensor | None,
-        constants: tuple[tuple[Tensor | None, ...], Options, bool],
-    ) -> tuple[Tensor, Tensor]:
-        (slopes, *others), options, _ = constants
-        out, lse = forward(Tensors(q, k, v, bias, slopes, sinks, *others), options)
+        constants: tuple[_Others | None, Options, bool, bool],
+    ) -> Any:
+        others, options, _, return_lse = constants
+        out, lse = _forward(q, k, v, bias, sinks, others, options, True)
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
         ctx.constants = constants
+        if not return_lse:
+            return out
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 6
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
-        (slopes, *others), options, deterministic = ctx.constants
+        others, options, deterministic, _ = ctx.constants
         # Who takes gradients of gradients must not get them for constants.
         run = _Backward.apply if torch.is_grad_enabled() else _Backward.forward
         gradients = run(
             torch.zeros_like(out) if dout is None else dout, out, lse, dlse,
-            q, k, v, bias, slopes, sinks, *others,
+            *_all(q, k, v, bias, sinks, others),
             *options, deterministic, ctx.needs_input_grad[3], ctx.needs_input_grad[4],
         )  # fmt: skip
         return (*gradients, None)
 
     jvp = staticmethod(refuse)
+
+
+#: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
+_apply_eagerly = super(torch.autograd.Function, _Eager).apply
 
 
 class _Transformed(torch.autograd.Function):  # type: ignore[misc]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.torch.differentiable import attention
+from dlattn.one_call.arguments import shared
+from dlattn.torch.arguments import options_of
+from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.rows import in_rows
 
@@ -63,7 +65,23 @@ def scaled_dot_product_attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    options: dict[str, Any] = {
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if not nested:
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            query, key, value = in_rows(query), in_rows(key), in_rows(value)
+        of_q, of_k, of_v = query.shape, key.shape, value.shape
+        alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
+        if len(of_q) == len(of_k) == len(of_v) == 4 and alike:
+            _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
+            options = options_of(
+                "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
+                *shared(lengths, None),
+            )  # fmt: skip
+            return attend(
+                query, key, value, attn_mask, sinks, alibi_slopes, lengths, None, block_table,
+                options, deterministic, return_lse,
+            )  # fmt: skip
+    words: dict[str, Any] = {
         "causal": is_causal,
         "window": window,
         "alignment": alignment,
@@ -76,21 +94,14 @@ def scaled_dot_product_attention(
         "deterministic": deterministic,
         "return_lse": return_lse,
     }
-    if query.is_nested or key.is_nested or value.is_nested:
-        if not (attn_mask is lengths is block_table is None):
-            raise InvalidArgumentError(
-                "attn_mask, lengths and block_table: expected None with nested tensors, which have "
-                "lengths of their own and no common mask."
-            )
-        return nested_attention(query, key, value, options)
-    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-        query, key, value = in_rows(query), in_rows(key), in_rows(value)
-    of_q, of_k, of_v = query.shape, key.shape, value.shape
-    alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or not alike:
-        return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, options)
-    _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
-    return attention(query, key, value, layout="bhsd", bias=attn_mask, lengths=lengths, **options)
+    if not nested:
+        return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, words)
+    if not (attn_mask is lengths is block_table is None):
+        raise InvalidArgumentError(
+            "attn_mask, lengths and block_table: expected None with nested tensors, which have "
+            "lengths of their own and no common mask."
+        )
+    return nested_attention(query, key, value, words)
 
 
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
