@@ -82,19 +82,29 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
+def result_width(dim: int) -> int:
+    """Columns of dK or dV (``width`` in the kernel): a width of wgmma, not below the dimension."""
+    return 256 if dim > 192 else round_up(dim, 32)
+
+
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
-    """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
-    dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
+    """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread; and
+    shared memory, where both have whole slabs of 64 columns."""
+    dims = problem.head_dim_qk, problem.head_dim_v
+    dim_qk, dim_v = (round_up(dim, 64) for dim in dims)
     if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
         return Sm90BwdTiling(stages_bias=True)
     reads_to_drop = isinstance(problem.dropout, GivenMask)
     looks = problem.dropout and (reads_to_drop or problem.adds_to_scores)
     walks = problem.has_blocks and not problem.adds_to_scores
     if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or walks or looks):
+        if problem.head_dim_qk <= 32:
+            return Sm90BwdTiling(tile_q=128, piece_columns=32, dq_slots=2, share_slots=2)
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
+        slots = 2 - round_up(problem.head_dim_qk, 32) // 32 % 2
         return Sm90BwdTiling(
-            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
+            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=slots, share_slots=0
         )
     # What else takes as many registers as 64 columns of a head do.
     adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
@@ -102,6 +112,8 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others += problem.has_blocks * (3 if problem.ragged else 1)
     others += problem.keeps_scores and reads_to_drop
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
+    if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
+        return Sm90BwdTiling(ds_stages=1, share_slots=0)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         return Sm90BwdTiling(tile_k=64, by_product=True)
     if max(dim_qk, dim_v) > 128:
