@@ -43,7 +43,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // them. dQ has whole pieces, and the copy engine moves whole slabs.
   static constexpr int steps_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int steps_v = round_up(Problem::head_dim_v, 16);
-  static constexpr int width(int dim) { return dim > 192 ? 256 : round_up(dim, 32); }
+  static constexpr int width(int dim) {
+    // Narrow, ptxas spills a register of the loaders that look at a block mask.
+    const int step = dim <= 32 && Problem::Mask::by_blocks ? 64 : 32;
+    return dim > 192 ? 256 : round_up(dim, step);
+  }
   static constexpr int width_qk = width(Problem::head_dim_qk), width_v = width(Problem::head_dim_v);
 
   using QTile = SlabTile<T, tile_q, steps_qk>;
