@@ -172,8 +172,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem)
+        self.tiling = tiling or choose_tiling(self.problem)
         self.set_waves()
+
+    @classmethod
+    def skipping(cls, problem: Problem) -> Problem:
+        return problem.without_score_blocks if register_refusal(problem) else problem
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -181,7 +185,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         reason = reason or cls.mapping_refusal(problem, geometry, target)
-        return reason or register_refusal(problem)
+        return reason or register_refusal(cls.skipping(problem))
 
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q

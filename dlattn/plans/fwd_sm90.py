@@ -210,8 +210,9 @@ class FwdSm90(MappedPlan):
     @cached_property
     def _asks_for_tiles(self) -> bool:
         """What is on the device says how long tiles take."""
-        told = {"seq_len_q", "seq_len_kv", "block_mask"}
-        return self.problem.ragged or not told.isdisjoint(self.geometry.tensors)
+        lengths = {"seq_len_q", "seq_len_kv"}
+        told = not lengths.isdisjoint(self.geometry.tensors) or self.problem.has_blocks
+        return told or self.problem.ragged
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:

@@ -35,6 +35,7 @@ def kernel_source(
     argument: type[ctypes.Structure] = Params,
     constants: Mapping[str, int] | None = None,
     types: Mapping[str, str] | None = None,
+    definitions: str = "",
 ) -> KernelSource:
     """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
 
@@ -42,9 +43,10 @@ def kernel_source(
         shared_memory: bytes of dynamic shared memory that the launch will ask for; the kernel
             asserts that its layout has exactly this size.
         constants, types: more of them that this kernel takes from ``Problem``.
+        definitions: of what those types are.
     """
     edits = ", ".join(edit.cpp for edit in problem.edits)
-    masks = ", ".join(mask.cpp for mask in problem.masks)
+    masks = ", ".join(dict.fromkeys(mask.cpp for mask in problem.masks))
     entry = f"dlattn_{kernel}"
     extra = "".join(
         f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
@@ -56,6 +58,7 @@ def kernel_source(
 using namespace dlattn;
 
 {"".join(definition(edit) for edit in problem.edits if isinstance(edit, ScoreProgram))}\
+{definitions}\
 struct Problem {{
   using Element = {to_cpp(problem.dtype)};
   static constexpr int head_dim_qk = {problem.head_dim_qk}, head_dim_v = {problem.head_dim_v};

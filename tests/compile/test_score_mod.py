@@ -25,6 +25,7 @@ from dlattn.problem import (
     Read,
     Scale,
     ScoreProgram,
+    skipped_blocks,
 )
 from dlattn.problem.expressions import Builder, Kind
 from dlattn.problem.score_program import score_program, slope_of
@@ -52,18 +53,20 @@ def programmed(family: type[CudaPlan]) -> list[Problem]:
     direction, masks = direction_of(family), tuple(MASKS.values())[:4]
     found = []
     for i, (dims, name) in enumerate(product(EDITED_HEAD_DIMS, MODS)):
+        made = program(name, direction)
+        blocks = skipped_blocks(made)
         problem = Problem(
             direction,
             (data_type.BFLOAT16, data_type.HALF)[i % 2],
             *dims,
-            (Scale(positive=i % 3 != 0), program(name, direction)),
-            masks[i % len(masks)],
+            (Scale(positive=i % 3 != 0), made),
+            (*masks[i % len(masks)], *([] if blocks is None else [blocks])),
             data_type.FLOAT,
         )
         found += [problem, replace(problem, **_TOGETHER[(i + i // 4) % len(_TOGETHER)])]
     if family is Decode:
         return [p for p in found if is_decoded(p)]
-    return [p for p in found if not (family is BwdSm90 and register_refusal(p))]
+    return [p for p in found if not (family is BwdSm90 and register_refusal(family.skipping(p)))]
 
 
 @pytest.mark.parametrize(
