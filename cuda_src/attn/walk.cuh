@@ -45,6 +45,11 @@ struct Walk {
     return uniform(p.block_mask.keeps(batch, head, queries * tile_q / block_size,
                                       keys * tile_k / block_size)) != 0;
   }
+  // Whether a user's function masks nothing of a tile, where that has been found out.
+  static DLATTN_DEVICE bool is_whole(const Params& p, int batch, int head, int queries, int keys) {
+    return p.block_mask.bit(p.whole_blocks, batch, head, queries * tile_q / block_size,
+                            keys * tile_k / block_size);
+  }
 
  private:
   static DLATTN_DEVICE auto keys_of(const Params& p, WorkItem queries) {

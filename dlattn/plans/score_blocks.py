@@ -25,7 +25,8 @@ from dlattn.problem import (
 )
 from dlattn.problem.expressions import Kind, Line, needed
 from dlattn.problem.ranges import RANGES
-from dlattn.problem.score_blocks import is_summed_up, masked_last
+from dlattn.problem.score_blocks import is_summed_up
+from dlattn.problem.score_program import masked_last
 from dlattn.runtime.jit import KernelSource
 
 #: Blocks of scores, along queries and along keys, of a thread block.

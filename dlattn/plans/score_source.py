@@ -42,13 +42,21 @@ def _said(value: bool) -> str:
     return str(value).lower()
 
 
+def _used(program: ScoreProgram) -> list[Line]:
+    slope = [] if program.slope is None else [program.slope]
+    return [program.lines[number] for number in needed(program.lines, program.result, *slope)]
+
+
 def _is_guarded(program: ScoreProgram) -> bool:
     """Whether it may not be computed of elements that do not exist."""
-    return program.slope is not None or program.gathers
+    if program.lines[program.result].operation == "score":
+        return False  # what is left of a mask
+    reads = [program.reads[int(x.number or 0)] for x in _used(program) if x.operation == "read"]
+    return program.slope is not None or any(read.by_query or read.by_key for read in reads)
 
 
 def _reads_positions(program: ScoreProgram) -> bool:
-    moved = any(line.operation in ("position", "read") for line in program.lines)
+    moved = any(line.operation in ("position", "read") for line in _used(program))
     return moved or _is_guarded(program)
 
 

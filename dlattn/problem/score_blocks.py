@@ -7,8 +7,7 @@ documents are masks of blocks, but for some elements.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from dlattn.problem.expressions import Line
 from dlattn.problem.mask import BLOCK, BlockMask
 from dlattn.problem.ranges import Known, Truth, known_lines, number_range, ranges, unknown
 from dlattn.problem.score import Array, Values, Where
-from dlattn.problem.score_program import ScoreProgram
+from dlattn.problem.score_program import ScoreProgram, masked_last
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,11 @@ class ScoreBlocks(BlockMask):
 
     program: ScoreProgram
     double: bool = False
+
+    @property
+    def rest(self) -> ScoreProgram:
+        """The program in blocks that it masks nothing of."""
+        return replace(self.program, result=masked_last(self.program)[0], is_whole=True)
 
     def keep(self, where: Where, values: Values) -> Array:
         kept = self.truth(int(where.batch.item()), values).maybe
@@ -82,22 +86,6 @@ class ScoreBlocks(BlockMask):
         shape = (1, 1, len(blocks[0]), len(blocks[1]))
         whole = np.broadcast_shapes(shape, np.shape(kept.maybe))
         return Truth(*(np.broadcast_to(x, whole) for x in kept))
-
-
-def masked_last(program: ScoreProgram) -> tuple[int, list[tuple[int, bool]]]:
-    """What the last selections of a program select from, and where: in which all of these lines
-    have these values; elsewhere the score is -inf."""
-    lines, result, conditions = program.lines, program.result, []
-    while lines[result].operation == "binary_select":
-        x, y, mask = lines[result].operands
-        if lines[y].number == -math.inf:
-            result, wanted = x, True
-        elif lines[x].number == -math.inf:
-            result, wanted = y, False
-        else:
-            break
-        conditions.append((mask, wanted))
-    return result, conditions
 
 
 def is_summed_up(program: ScoreProgram, line: Line) -> bool:

@@ -13,8 +13,7 @@ from dlattn.dtypes import data_type
 from dlattn.problem import BLOCK, Read, ScoreBlocks, ScoreProgram, Values, Where, skipped_blocks
 from dlattn.problem.expressions import Builder, Kind, Line
 from dlattn.problem.score import read_at
-from dlattn.problem.score_blocks import masked_last
-from dlattn.problem.score_program import evaluate, score_program
+from dlattn.problem.score_program import evaluate, masked_last, score_program
 
 Tree = Any
 
