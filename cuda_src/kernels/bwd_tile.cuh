@@ -114,6 +114,11 @@ struct BwdShapes {
   }
 };
 
+// Where a block mask drops key tiles, how many the others are is counted before; but in a fixed order,
+// all of them take turns.
+template <class Problem>
+inline constexpr bool counts_additions = Problem::Mask::by_blocks && !Problem::deterministic;
+
 // The same, and how the portable backward's warps divide dQ and lay out its sums.
 template <class Problem, class Tiling>
 struct PortableBwdShapes : BwdShapes<Problem, Tiling> {

@@ -203,6 +203,7 @@ class Params(ctypes.Structure):
         *((role, BiasRef) for role in SCORE_MOD_ROLES),
         ("given_block_mask", BlockMaskRef),
         ("whole_blocks", ctypes.c_uint64),
+        ("dq_additions", ctypes.c_uint64),
     ]
 
 

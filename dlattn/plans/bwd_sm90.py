@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -82,10 +82,10 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread."""
     dim_qk, dim_v = (round_up(dim, 64) for dim in (problem.head_dim_qk, problem.head_dim_v))
     if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
-        return Sm90BwdTiling(stages_bias=True)
+        return _walking(problem, Sm90BwdTiling(stages_bias=True))
     reads_to_drop = isinstance(problem.dropout, GivenMask)
     looks = problem.dropout and (reads_to_drop or problem.adds_to_scores)
-    walks = problem.has_blocks and not problem.adds_to_scores
+    walks = problem.has_blocks and problem.deterministic and not problem.adds_to_scores
     if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or walks or looks):
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
@@ -99,10 +99,17 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
-        return Sm90BwdTiling(tile_k=64, by_product=True)
+        return _walking(problem, Sm90BwdTiling(tile_k=64, by_product=True))
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2)
+    return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
+
+
+def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+    """The same with smaller pieces where a row of dQ would be one, and loaders pass over blocks:
+    ptxas then has registers for both."""
+    one_piece = problem.has_blocks and problem.head_dim_qk <= 64
+    return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
 
 
 def register_refusal(problem: Problem) -> str | None:
