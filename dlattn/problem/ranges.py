@@ -100,6 +100,8 @@ def number_range(low: Array, high: Array, kind: Kind, floats: Any) -> Known:
 
 def _constant(line: Line, floats: Any) -> Known:
     value = np.asarray(line.number)
+    if line.kind is Kind.INT32:
+        value = value.astype(np.int32)  # as elements have it
     return number_range(value, value, line.kind, floats)
 
 
