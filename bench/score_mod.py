@@ -39,13 +39,20 @@ def functions(slopes: Any) -> dict[str, tuple[Callable[..., Any], Callable[..., 
     }
 
 
-def ours(function: Callable[..., Any], slopes: Any, tensors: list[Any]) -> tuple[Pass, Pass]:
-    """The forward and the backward of (q, k, v, dO); their results are o, then dQ, dK and dV."""
+def ours(
+    function: Callable[..., Any], read: list[Any], tensors: list[Any], **arguments: Any
+) -> tuple[Pass, Pass]:
+    """The forward and the backward of (q, k, v, dO); their results are o, then dQ, dK and dV.
+
+    Args:
+        function: of a graph, the score, and the tensors that it reads.
+        read: these.
+        arguments: others of the attention.
+    """
     import torch
 
     q, k, v, d_o = tensors
     o, stats = torch.empty_like(q), torch.empty(*q.shape[:3], 1, device=q.device)
-    of_heads = slopes.view(1, HEADS, 1, 1)
     passes = []
     for inputs, made, operation in (
         ([q, k, v], [o, stats], "sdpa"),
@@ -57,13 +64,13 @@ def ours(function: Callable[..., Any], slopes: Any, tensors: list[Any]) -> tuple
             compute_data_type=dlattn.data_type.FLOAT,
         )
         given = [graph.tensor_like(x) for x in inputs]
-        extra = graph.tensor_like(of_heads)
+        extra = [graph.tensor_like(x) for x in read]
         more = {"generate_stats": True} if operation == "sdpa" else {}
         outputs = getattr(graph, operation)(
             *given,
-            attn_scale=HEAD_DIM**-0.5,
-            use_causal_mask=True,
-            score_mod=lambda sub, score, extra=extra: function(sub, score, extra),
+            attn_scale=q.shape[3] ** -0.5,
+            score_mod=lambda sub, score, extra=extra: function(sub, score, *extra),
+            **arguments,
             **more,
         )
         for t, x in zip(outputs, made, strict=True):
@@ -71,7 +78,7 @@ def ours(function: Callable[..., Any], slopes: Any, tensors: list[Any]) -> tuple
             if x is stats:
                 t.set_data_type(dlattn.data_type.FLOAT)
         graph.build()
-        pack = dict(zip((*given, *outputs), (*inputs, *made), strict=True)) | {extra: of_heads}
+        pack = dict(zip((*given, *extra, *outputs), (*inputs, *read, *made), strict=True))
         workspace = torch.empty(graph.get_workspace_size(), device=q.device, dtype=torch.uint8)
 
         def run(
@@ -111,7 +118,9 @@ def main() -> None:
     ]
     slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1, device="cuda") / HEADS)
     for name, (theirs, own) in functions(slopes).items():
-        contenders = zip(ours(own, slopes, tensors), flex(theirs, tensors), strict=True)
+        of_heads = slopes.view(1, HEADS, 1, 1)
+        passes = ours(own, [of_heads], tensors, use_causal_mask=True)
+        contenders = zip(passes, flex(theirs, tensors), strict=True)
         for direction, (mine, other) in zip(("forward", "backward"), contenders, strict=True):
             for x, y in zip(mine(), other(), strict=True):
                 assert (x - y).abs().max() <= TOLERANCE * y.abs().max(), f"{name}: results differ"

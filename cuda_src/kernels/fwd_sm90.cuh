@@ -385,7 +385,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         begin_output(state);
         end_output(state);
       }
-      store(Work(p, item(finished)), softmax, state.output);
+      const WorkItem stored = item(finished);
+      store(stored, Lengths(p, stored.batch).q, softmax, state.output);
       release(shared.item_ring.empty[finished]);
       if (!more) break;
       softmax = next_softmax;
@@ -408,10 +409,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // A slab at a time, through this consumer's buffers.
-  DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
-    const WorkItem at = work.item;
+  DLATTN_DEVICE void store(WorkItem at, int length_q, Softmax& softmax, Output& output) {
     const int first_query = at.tile * tile_q;
-    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), work.length.q, softmax,
+    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), length_q, softmax,
                          output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
     const int row = first_row() % 64 + lane % 16;
