@@ -167,7 +167,7 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   // Whether a user's function masks nothing of a tile.
   DLATTN_DEVICE bool is_whole(int tile) const {
     if constexpr (!knows_wholes<Problem>) return false;
-    return uniform(Tiles::is_whole(p, batch, head, tile, keys.first / tile_k));
+    return Tiles::is_whole(p, batch, head, tile, keys.first / tile_k);
   }
 
   // One query tile of one head. Prefetches the next one.

@@ -138,7 +138,7 @@ struct FwdSm80 {
   // Whether a user's function masks nothing of a tile.
   DLATTN_DEVICE bool is_whole(int tile) const {
     if constexpr (!knows_wholes<Problem>) return false;
-    return uniform(Tiles::is_whole(p, item.batch, item.head, item.tile, tile));
+    return Tiles::is_whole(p, item.batch, item.head, item.tile, tile);
   }
 
   // One key tile: scores, probabilities, output. Prefetches the next one, before it.

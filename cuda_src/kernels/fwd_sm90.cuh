@@ -211,11 +211,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
-  // Whether a user's function masks nothing of a tile. Asked for before its scores are there.
+  // Whether a user's function masks nothing of a tile. Asked for before its scores are there, and not
+  // made uniform, which would wait for the answer.
   DLATTN_DEVICE bool is_whole(const State& state, int tile) const {
     if constexpr (!knows_wholes<Problem>) return false;
     const WorkItem at = item(state.item.stage);
-    return uniform(Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile));
+    return Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
   }
 
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have

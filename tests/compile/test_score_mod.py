@@ -15,11 +15,13 @@ from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
 from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.score_blocks import ScoreBlocksScratch
 from dlattn.plans.score_source import definition
 from dlattn.problem import (
     POINTWISE,
     Arithmetic,
     Direction,
+    Geometry,
     Philox,
     Problem,
     Read,
@@ -41,6 +43,7 @@ from tests.compile.problems import (
     plan_for,
 )
 from tests.compile.programs import MODS, program
+from tests.unit.test_score_blocks import program as condition
 
 #: What a function meets, in turn.
 _TOGETHER: tuple[dict[str, Any], ...] = (
@@ -160,6 +163,24 @@ def test_every_operation_compiles(family: type[CudaPlan]) -> None:
     )  # fmt: skip
     for source in every_source(plan_for(family, problem, "sm_80")):
         assert not jit.compile_kernel(source, "sm_80").warnings
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_every_condition_compiles(arch: str) -> None:
+    """What is known of every operation, of all kinds of numbers and reads, is C++."""
+    number: Any = "row"
+    for name in ("add", "sub", "mul", "div", "mod", "max", "min"):
+        number = (name, number, ("floor", ("neg", ("abs", "rows"))))
+    for name in ("add_whole", "sub_whole", "mul_whole", "mod_whole"):
+        number = ("ceil", (name, number, ("abs_whole", ("max", "documents_q", "documents_k"))))
+    number = ("binary_select", number, ("sub", "head", "slopes"), "flags")
+    tree: Any = ("binary_select", "flags", ("logical_not", "flags"), ("cmp_neq", number, "columns"))
+    for name in ("cmp_eq", "cmp_gt", "cmp_ge", "cmp_lt", "cmp_le"):
+        tree = ("logical_or", tree, ("logical_and", "flags", (name, number, 0.5)))
+    blocks = skipped_blocks(condition(tree)[0])
+    assert blocks is not None
+    kernel = jit.compile_kernel(ScoreBlocksScratch(blocks, Geometry()).source(), arch)
+    assert not kernel.spill_stores and not kernel.warnings
 
 
 def test_a_function_as_it_is_written() -> None:
