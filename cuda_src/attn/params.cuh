@@ -61,7 +61,7 @@ struct Params {
   // the user gave, or null; and bits like those of block_mask, of blocks that it masks nothing of.
   BlockMaskRef given_block_mask;
   unsigned char* whole_blocks;
-  int* dq_additions;  // like row_stats: with a block mask, how many key tiles add to a query tile's dQ
+  int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>
