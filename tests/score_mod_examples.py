@@ -27,6 +27,10 @@ MODS: dict[str, tuple[Any, Any]] = {
         ("binary_select", "s", ("mul", "s", -0.5), ("cmp_lt", ("abs", _DISTANCE), 17)),
         None,
     ),
+    "windows of heads": (
+        "s",
+        ("cmp_lt", ("sub", "row", "col"), ("mul", "slopes", 400.0)),
+    ),
     "activations": (("add", ("softplus", "s"), ("mul", ("sin", "rows"), ("sigmoid", "s"))), _SAME),
 }
 
@@ -53,6 +57,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "decode": {"seq_q": 3, "seq_kv": 700, "len_q": (3, 1), "len_kv": (700, 33)},
     "elements": {"layouts": (("q", "odd"), ("k", "odd"))},
     "deterministic": {"deterministic": True, "right": 0},
+    "long": {"batch": 1, "seq_q": 650, "seq_kv": 900, "head_dim_qk": 128, "head_dim_v": 128},
+    "long and causal": {"seq_q": 520, "seq_kv": 520, "right": 0, "softcap": 9.0},
 }
 
 

@@ -57,6 +57,11 @@ struct Params {
   // (batch, heads_q, seq_q and seq_kv rounded up to 128), like q: signed probabilities.
   TensorRef debug_softmax;
   BiasRef score_mod[8];  // what a user's function of scores reads; numbers in place of addresses
+  // Where the function masks blocks, block_mask is the first kernel's (kernels/score_blocks.cuh): what
+  // the user gave, or null; and bits like those of block_mask, of blocks that it masks nothing of.
+  BlockMaskRef given_block_mask;
+  unsigned char* whole_blocks;
+  int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

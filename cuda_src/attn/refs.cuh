@@ -5,7 +5,6 @@
 
 namespace dlattn {
 
-
 // One of some element offsets, int32 or int64.
 DLATTN_DEVICE int64 load_offset(const void* offsets, int are_int64, int b) {
   return are_int64 ? __ldg(static_cast<const int64*>(offsets) + b)
@@ -170,8 +169,12 @@ struct BlockMaskRef {
   int64 batch, head, row, column;
 
   DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    return bit(data, b, h, queries, keys);
+  }
+  // Of bits that lie like those of the mask.
+  DLATTN_DEVICE bool bit(const unsigned char* bits, int b, int h, int queries, int keys) const {
     const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
-    return __ldg(data + offset) >> keys % 8 & 1;
+    return __ldg(bits + offset) >> keys % 8 & 1;
   }
 };
 

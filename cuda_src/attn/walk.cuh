@@ -39,11 +39,51 @@ struct Walk {
     });
     return found > last ? end : most(tile, found * tiles);
   }
+  // Of some query tiles of a key tile and some heads from one on, from the first to the last block that
+  // is visited.
+  static DLATTN_DEVICE Interval span_of_queries(const Params& p, WorkItem keys, int heads,
+                                                Interval all) {
+    constexpr int tiles = block_size / tile_q;
+    const int block = keys.tile * tile_k / block_size, last = (all.last - 1) / tiles;
+    Interval span{0x7fffffff, 0};
+#pragma unroll 1
+    for (int head = keys.head; head < keys.head + heads; ++head) {
+#pragma unroll 1
+      for (int from = all.first / tiles; from <= last; from += 32) {
+        // Beyond the last one, the last once more.
+        const int own = least(from + int(threadIdx.x % 32), last);
+        const uint32 kept =
+            __ballot_sync(0xffffffffu, p.block_mask.keeps(keys.batch, head, own, block));
+        if (kept == 0) continue;
+        span.first = least(span.first, from + __ffs(kept) - 1);
+        span.last = most(span.last, from + 32 - __clz(kept));
+      }
+    }
+    if (span.empty()) return {0, 0};
+    return all & Interval{span.first * tiles, span.last * tiles};
+  }
+  // How many key tiles visit a query tile, of some.
+  static DLATTN_DEVICE int count_keys(const Params& p, WorkItem queries, Interval keys) {
+    const int block = queries.tile * tile_q / block_size;
+    int count = 0;
+    for (int from = keys.first; from < keys.last; from += 32) {
+      const int own = from + int(threadIdx.x % 32);
+      const bool kept = own < keys.last && p.block_mask.keeps(queries.batch, queries.head, block,
+                                                              own * tile_k / block_size);
+      count += __popc(__ballot_sync(0xffffffffu, kept));
+    }
+    return count;
+  }
   // Whether a tile is visited, for those who walk over all.
   static DLATTN_DEVICE bool visits(const Params& p, int batch, int head, int queries, int keys) {
     if constexpr (!skips) return true;
     return uniform(p.block_mask.keeps(batch, head, queries * tile_q / block_size,
                                       keys * tile_k / block_size)) != 0;
+  }
+  // Whether a user's function masks nothing of a tile, where that has been found out.
+  static DLATTN_DEVICE bool is_whole(const Params& p, int batch, int head, int queries, int keys) {
+    return p.block_mask.bit(p.whole_blocks, batch, head, queries * tile_q / block_size,
+                            keys * tile_k / block_size);
   }
 
  private:

@@ -5,6 +5,7 @@
 
 #include "attn/params.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/walk.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/convert.cuh"
@@ -30,6 +31,19 @@ DLATTN_DEVICE float dot_unit(const T* a, const T* b) {
     for (int i = 0; i < 8; ++i) sum += to_float(a[i]) * to_float(b[i]);
   }
   return sum;
+}
+
+// How many key tiles visit a query tile. A warp's.
+template <class Problem, class Tiling>
+DLATTN_DEVICE int key_tiles_of(const Params& p, int batch, int head, int tile,
+                               const Lengths& length) {
+  constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
+  const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
+  if (queries.empty()) return 0;
+  const Interval keys = Problem::Mask::keys(queries, length, p);
+  if (keys.empty()) return 0;
+  return Walk<typename Problem::Mask, tile_q, tile_k>::count_keys(
+      p, {tile, head, batch}, {keys.first / tile_k, ceil_div(keys.last, tile_k)});
 }
 
 template <class Problem, class Tiling>
@@ -97,6 +111,13 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     const float part = block_sum<Shapes::threads>(sink_part);
     const int64 entry = int64(head) * p.batch + batch;
     if (threadIdx.x == 0) p.sink_parts[entry * gridDim.x + tile] = part;
+  }
+
+  if constexpr (counts_additions<Problem>) {
+    if (has_room && threadIdx.x < 32 && p.dq_additions != nullptr) {
+      const int count = key_tiles_of<Problem, Tiling>(p, batch, head, tile, length);
+      if (threadIdx.x == 0) p.dq_additions[row_tile] = count;
+    }
   }
 
   if (!Problem::ragged && p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {

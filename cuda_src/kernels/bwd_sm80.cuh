@@ -132,15 +132,17 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
             Scores::column_step(n, i)};
   }
 
-  // Turns raw products into probabilities.
+  // Turns raw products into probabilities, where all keys are attended.
+  template <class Edit = typename Problem::Score>
   DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int tile,
-                                  const float* s_stats, bool full) {
-    const float log2_factor = Problem::Score::factor(values) * log2_e;
+                                  const float* s_stats) {
+    const float log2_factor = Edit::factor(values) * log2_e;
     probability.for_each([&](float& value, int m, int n, int i) {
-      const float score = Problem::Score::apply(raw.at[m][n][i], position(tile, m, n, i), values);
+      const float score = Edit::apply(raw.at[m][n][i], position(tile, m, n, i), values);
       value = exp2_approx(score * log2_factor - s_stats[SGrid::first_row() + Scores::row(m, i)]);
     });
-    if (full) return;
+  }
+  DLATTN_DEVICE void mask(Scores& probability, int tile) {
     const int first_query = opaque(tile * tile_q + SGrid::first_row());
     const int first_key = opaque(keys.first + SGrid::first_column());
     probability.for_each([&](float& value, int m, int n, int i) {
@@ -162,9 +164,15 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     return Tiles::first_queries(p, {keys.first / tile_k, head, batch}, tile, last_tile);
   }
 
+  // Whether a user's function masks nothing of a tile.
+  DLATTN_DEVICE bool is_whole(int tile) const {
+    if constexpr (!knows_wholes<Problem>) return false;
+    return Tiles::is_whole(p, batch, head, tile, keys.first / tile_k);
+  }
+
   // One query tile of one head. Prefetches the next one.
   DLATTN_DEVICE void step(int tile, int next, int last_tile, int iteration, DK& dK, DV& dV) {
-    const bool more = next < last_tile;
+    const bool more = next < last_tile, whole = is_whole(tile);
     cp_async_wait_all();
     __syncthreads();
     if (more) {
@@ -186,7 +194,12 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
     const bool full =
         Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
-    exponentiate(probability, raw, tile, s_stats, full);
+    if (whole) {
+      exponentiate<WholeScore<Problem>>(probability, raw, tile, s_stats);
+    } else {
+      exponentiate(probability, raw, tile, s_stats);
+    }
+    if (!full) mask(probability, tile);
     if constexpr (drops) {
       const typename Problem::Dropout dropout(p, batch, head, length);
       mark_dropped(probability, dropout, queries.first + SGrid::first_row(),

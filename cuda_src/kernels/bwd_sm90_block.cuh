@@ -63,17 +63,20 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   static_assert(dq_pieces % dq_slots == 0);
 
+  struct Nothing {};
+
   // A query tile of a head, as the walk over heads that share keys and values meets it.
+  using Whole = Either<knows_wholes<Problem>, bool, Nothing>;
   struct alignas(16) Step {
     int head, tile;
     bool last, masked;  // of the walk; some of its scores do not exist
+    Whole whole;        // a user's function masks none of them
   };
 
   // What the worker on values sends to the worker on keys: 16 words a thread, at its own place.
   struct Weights {
     uint4 at[tile_k / 64][tile_q / 16][128];
   };
-  struct Nothing {};
 
   // A warp's 16 rows of a piece of dQ, as its accumulators are; four of them are a piece, and a sum is
   // made of pieces.

@@ -1,7 +1,6 @@
 // An item of a Hopper backward block: a tile of keys, and the queries of some heads that attend to them.
 #pragma once
 
-#include "attn/walk.cuh"
 #include "kernels/bwd_sm90_shares.cuh"
 
 namespace dlattn {
@@ -14,6 +13,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   using Base::tile_k;
   using Base::tile_q;
   using typename Base::SharedMemory;
+  using typename Base::Tiles;
 
   const WorkItem work;
   const Lengths length;
@@ -30,7 +30,10 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE Interval query_tiles() const {
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
-    return {queries.first / tile_q, ceil_div(queries.last, tile_q)};
+    const Interval all{queries.first / tile_q, ceil_div(queries.last, tile_q)};
+    if constexpr (!Base::adds_steps_alone) return all;
+    const WorkItem of_heads{work.tile, first_head(), work.batch};
+    return Tiles::span_of_queries(p, of_heads, p.heads_per_block, all);
   }
 
   DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {
@@ -45,8 +48,8 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
 
-  // Whether head i and a query tile are a step. If not, every role passes it over: the writer counts it.
-  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
+  // Whether head i and a query tile are a step. If not, every role passes it over; in a fixed order, the
+  // writer counts it.
   DLATTN_DEVICE bool is_step(int i, int tile) const {
     return Tiles::visits(p, work.batch, first_head() + i, tile, work.tile);
   }

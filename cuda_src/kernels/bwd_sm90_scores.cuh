@@ -71,7 +71,16 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     if constexpr (Score::is_quick) {
       exponentiate_quickly(probability, weights, raw, step, stage, piece, log_sum_exp, values);
     } else {
-      exponentiate_edited(probability, weights, raw, step, piece, log_sum_exp, values);
+      if constexpr (knows_wholes<Problem>) {
+        if (step.whole) {
+          exponentiate_edited<WholeScore<Problem>>(probability, weights, raw, step, piece,
+                                                   log_sum_exp, values);
+        } else {
+          exponentiate_edited<Score>(probability, weights, raw, step, piece, log_sum_exp, values);
+        }
+      } else {
+        exponentiate_edited<Score>(probability, weights, raw, step, piece, log_sum_exp, values);
+      }
     }
     // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
     constexpr bool reread = !constant_derivative && !Score::reads_positions;
@@ -155,29 +164,33 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     return bias;
   }
 
+  template <class Edit>
   DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,
                                          const Step& step, Piece piece,
                                          const LogSumExp& log_sum_exp, const ScoreValues& values) {
-    const float log2_factor = Score::factor(values) * log2_e;
+    const float log2_factor = Edit::factor(values) * log2_e;
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
       const float2 subtrahends = log_sum_exp.columns(n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float score = Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
+        const float score = Edit::apply(raw.at[0][n][i], position(step, piece, n, i), values);
         probability.at[0][n][i] =
             exp2_approx(score * log2_factor - (i % 2 == 0 ? subtrahends.x : subtrahends.y));
       }
-      if constexpr (!constant_derivative) weigh(weights, probability, raw, n, step, piece, values);
+      if constexpr (!constant_derivative) {
+        weigh<Edit>(weights, probability, raw, n, step, piece, values);
+      }
     }
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
+  template <class Edit>
   DLATTN_DEVICE void weigh(Rounded& weights, const Scores& probability, const Scores& raw, int n,
                            const Step& step, Piece piece, const ScoreValues& values) {
     const auto weight = [&](int i) {
-      return Score::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
-                             values);
+      return Edit::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
+                            values);
     };
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {

@@ -4,6 +4,7 @@
 // a step. All workers store what goes with no item, when none is left.
 #pragma once
 
+#include "attn/walk.cuh"
 #include "kernels/bwd_sm90_block.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/tma.cuh"
@@ -38,6 +39,14 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const Interval attended = Problem::Mask::keys(queries, lengths, p);
     if (attended.empty()) return {0, 0};
     return {attended.first / tile_k, ceil_div(attended.last, tile_k)};
+  }
+
+  // How many of them do, for a query tile of those of a pair, its heads one after the other.
+  using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
+  static constexpr bool adds_steps_alone = counts_additions<Problem>;
+  DLATTN_DEVICE int additions(int batch, int first_head, int tile_of_pair, Interval all) const {
+    if constexpr (!adds_steps_alone) return all.last - all.first;
+    return p.dq_additions[Base::row_tile(p, batch, first_head, tile_of_pair)];
   }
 
   // ---- Where the sums are ----
@@ -139,7 +148,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 #pragma unroll 1
     for (int tile = tiles.first + opaque(threadIdx.x) % 32; tile < tiles.last; tile += 32) {
       const Interval all = visitors(tile % ceil_div(p.seq_q, tile_q), lengths);
-      while (load_acquire(p.dq_arrivals + first + tile) != all.last - all.first) __nanosleep(100);
+      const int count = additions(item.batch, item.head * p.heads_per_block, tile, all);
+      while (load_acquire(p.dq_arrivals + first + tile) != count) __nanosleep(100);
     }
     __syncwarp();
   }
@@ -211,7 +221,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
       const int tile = (described.tile + i) % Base::query_tiles(p, described.batch);
       const Interval all = visitors(tile, lengths);
-      while (load_acquire(arrivals + i) != all.last - all.first) __nanosleep(100);
+      const int count = additions(described.batch, described.first_head, described.tile + i, all);
+      while (load_acquire(arrivals + i) != count) __nanosleep(100);
     }
     __syncwarp();
   }

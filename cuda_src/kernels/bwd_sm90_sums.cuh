@@ -60,6 +60,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         }
       }
       if (!this->is_step(i, tile)) {
+        if constexpr (Base::adds_steps_alone) return;
         if (last != end_of_item) {
           await_additions<0>();
           tell(last);

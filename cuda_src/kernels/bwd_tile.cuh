@@ -30,10 +30,13 @@ struct BwdTiling {
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int query_registers_>
 struct Sm90BwdTiling {
-  static constexpr int tile_q = tile_q_, tile_k = tile_k_, columns = piece_columns_;
+  static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr bool by_product = by_product_;
   static constexpr int stages = stages_, ds_stages = ds_stages_;
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
+  // Of which dQ has a multiple, so that the pieces of a step fill all slots equally often.
+  static constexpr int columns =
+      piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots);
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
   static constexpr int warps = 8;  // of the kernel before
@@ -113,6 +116,11 @@ struct BwdShapes {
     return p.dq_accum + int64(sum_tile) * (tile_q * dim_qk);
   }
 };
+
+// Where a block mask drops key tiles, how many the others are is counted before; but in a fixed order,
+// all of them take turns.
+template <class Problem>
+inline constexpr bool counts_additions = Problem::Mask::by_blocks && !Problem::deterministic;
 
 // The same, and how the portable backward's warps divide dQ and lay out its sums.
 template <class Problem, class Tiling>

@@ -105,8 +105,9 @@ struct FwdSm80 {
         length.kv - tile * tile_k);
   }
 
+  template <class Edit = typename Problem::Score>
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
-    Problem::Score::prepare(scores, values);
+    Edit::prepare(scores, values);
     const int first_query = queries.first + first_row + Scores::row(0, 0);
     const int first_key = tile * tile_k + Scores::column(0, 0);
     scores.for_each([&](float& score, int m, int n, int i) {
@@ -118,7 +119,7 @@ struct FwdSm80 {
                         first_key,
                         Scores::row_step(m, i),
                         Scores::column_step(n, i)};
-      score = Problem::Score::apply(score, at, values);
+      score = Edit::apply(score, at, values);
     });
   }
   DLATTN_DEVICE void mask(Scores& scores, int tile) {
@@ -134,10 +135,16 @@ struct FwdSm80 {
     return Tiles::last_keys(p, item, tile - 1, first_tile);
   }
 
+  // Whether a user's function masks nothing of a tile.
+  DLATTN_DEVICE bool is_whole(int tile) const {
+    if constexpr (!knows_wholes<Problem>) return false;
+    return Tiles::is_whole(p, item.batch, item.head, item.tile, tile);
+  }
+
   // One key tile: scores, probabilities, output. Prefetches the next one, before it.
   DLATTN_DEVICE void step(int tile, int next, int first_tile, Interval full, int stage,
                           Softmax& softmax, Output& output) {
-    const bool more = tile > first_tile;
+    const bool more = tile > first_tile, whole = is_whole(tile);
     cp_async_wait_all();
     __syncthreads();
     if constexpr (Tiling::stages == 1) {
@@ -151,7 +158,11 @@ struct FwdSm80 {
     scores.clear();
     gemm<T, dim_qk / 16>(scores, SharedLeft<QTile, false>(shared.q, first_row),
                          SharedRight<KTile, false>(shared.k[stage], 0));
-    edit(scores, tile);
+    if (whole) {
+      edit<WholeScore<Problem>>(scores, tile);
+    } else {
+      edit(scores, tile);
+    }
     if (!full.contains({tile * tile_k, (tile + 1) * tile_k})) mask(scores, tile);
 
     if constexpr (Tiling::stages == 1) {

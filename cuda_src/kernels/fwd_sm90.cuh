@@ -80,13 +80,14 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
             anew<Score>(tile) * tile_k + Scores::column(0, 0)};
   }
 
+  template <class Edit = Score>
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    Score::template prepare<quick>(scores, values);
+    Edit::template prepare<quick>(scores, values);
     const Position first = position(work, tile);
 #pragma unroll
     for (int begin = 0; begin < tile_k / 8; begin += 2) {
       for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
-        score = Score::apply(score, at, values);
+        score = Edit::apply(score, at, values);
       });
     }
   }
@@ -211,10 +212,18 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
+  // Whether a user's function masks nothing of a tile. Asked for before its scores are there, and not
+  // made uniform, which would wait for the answer.
+  DLATTN_DEVICE bool is_whole(const State& state, int tile) const {
+    if constexpr (!knows_wholes<Problem>) return false;
+    const WorkItem at = item(state.item.stage);
+    return Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
+  }
+
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
-                                 const ScoreValues& values, Softmax& softmax) {
+                                 bool whole, const ScoreValues& values, Softmax& softmax) {
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
@@ -225,7 +234,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         return false;
       }
     }
-    edit(state.scores, work, values, tile);
+    if (whole) {
+      edit<WholeScore<Problem>>(state.scores, work, values, tile);
+    } else {
+      edit(state.scores, work, values, tile);
+    }
     if (work.is_full(tile)) {
       const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
       sums = softmax.exponentiate(state.scores);
@@ -302,11 +315,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE bool step(State& state, const Work& work, int tile, const ScoreValues& values,
                           Softmax& softmax) {
     Sums sums;
+    const bool whole = is_whole(state, tile);
     begin_scores(state, work, tile);
     begin_output(state);
     pass_turn();
     wgmma_wait<1>();
-    bool grew = take_scores(state, sums, work, tile, first, values, softmax);
+    bool grew = take_scores(state, sums, work, tile, first, whole, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
     // ptxas moves arithmetic below waits for wgmma, but keeps memory accesses in order with them. This
     // one depends on all exponentials: they stand before the wait if it does.
@@ -336,11 +350,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     Work work(p, first);
     Softmax softmax(factor);
     mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
+    const bool whole = is_whole(state, work.last_tile);
     begin_scores(state, work, work.last_tile);
     pass_turn();
     wgmma_wait<0>();
     Sums sums;
-    take_scores(state, sums, work, work.last_tile, true, values, softmax);
+    take_scores(state, sums, work, work.last_tile, true, whole, values, softmax);
     softmax.add(sums);
     end_scores(state, work, work.last_tile);
     state.k.advance();
@@ -372,7 +387,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         begin_output(state);
         end_output(state);
       }
-      store(Work(p, item(finished)), softmax, state.output);
+      const WorkItem stored = item(finished);
+      store(stored, Lengths(p, stored.batch).q, softmax, state.output);
       release(shared.item_ring.empty[finished]);
       if (!more) break;
       softmax = next_softmax;
@@ -395,10 +411,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // A slab at a time, through this consumer's buffers.
-  DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
-    const WorkItem at = work.item;
+  DLATTN_DEVICE void store(WorkItem at, int length_q, Softmax& softmax, Output& output) {
     const int first_query = at.tile * tile_q;
-    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), work.length.q, softmax,
+    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), length_q, softmax,
                          output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
     const int row = first_row() % 64 + lane % 16;

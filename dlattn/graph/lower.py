@@ -31,6 +31,7 @@ from dlattn.problem import (
     Scale,
     SoftCap,
     TensorSpec,
+    skipped_blocks,
 )
 from dlattn.problem.layout import (
     FARTHEST,
@@ -134,7 +135,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         head_dim_qk=q.dim[3],
         head_dim_v=v.dim[3],
         edits=_edits(node, tensors),
-        masks=_masks(node, tensors),
+        masks=_masks(node, tensors, _compute_type(node, graph_compute_type)),
         stats=None if stats is None else stats.get_data_type(),
         score_max="score_max" in tensors,
         score_sum_exp="score_sum_exp" in tensors,
@@ -202,13 +203,19 @@ def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ..
     return tuple(edits)
 
 
-def _masks(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Mask, ...]:
+def _masks(
+    node: AttentionNode, tensors: Mapping[str, tensor], compute: data_type
+) -> tuple[Mask, ...]:
     masks: list[Mask] = [Padding()]
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
     if left or right:
         masks.append(Band(left, right))
     if "block_mask" in tensors:
         masks.append(BlockMask())
+    if node.program is not None:
+        double = data_type.DOUBLE in (compute, tensors["q"].get_data_type())
+        blocks = skipped_blocks(node.program, double)
+        masks.extend([] if blocks is None else [blocks])
     return tuple(masks)
 
 

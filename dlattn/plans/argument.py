@@ -201,6 +201,9 @@ class Params(ctypes.Structure):
         ("softcap_series", SoftCapSeries),
         ("debug_softmax", TensorRef),
         *((role, BiasRef) for role in SCORE_MOD_ROLES),
+        ("given_block_mask", BlockMaskRef),
+        ("whole_blocks", ctypes.c_uint64),
+        ("dq_additions", ctypes.c_uint64),
     ]
 
 

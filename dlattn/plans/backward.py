@@ -21,7 +21,7 @@ from dlattn.plans.cuda import (
 )
 from dlattn.plans.ragged import RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Direction, Geometry, Padding, Philox, Problem
+from dlattn.problem import BlockMask, Direction, Geometry, Mask, Padding, Philox, Problem
 from dlattn.runtime.target import Target
 
 
@@ -155,7 +155,17 @@ class BackwardPlan(CudaPlan):
     def scratch_bytes(self) -> int:
         counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
         arrays = self._dq_accum_bytes + self._row_stats_bytes + self._sink_parts_bytes
-        return round_up(arrays + counts, 256)
+        return round_up(arrays + counts + self._additions_bytes, 256)
+
+    @property
+    def _counts_additions(self) -> bool:
+        """Whether blocks know from the kernel before how many key tiles add to each sum: a block
+        mask drops others (``counts_additions`` in ``bwd_tile.cuh``)."""
+        return self.stores_dq and self.problem.has_blocks and not self.problem.deterministic
+
+    @property
+    def _additions_bytes(self) -> int:
+        return 4 * self._row_tiles if self._counts_additions else 0
 
     def place_workspace(self, workspace: int) -> None:
         params = self._params
@@ -167,6 +177,8 @@ class BackwardPlan(CudaPlan):
             params.dq_stored = params.dq_arrivals + 4 * self._sums
             params.items_taken = params.dq_stored + 4 * self._dq_places
             params.shares_taken = params.items_taken + 4
+        if self._counts_additions:
+            params.dq_additions = params.shares_taken + 4
 
     def kernels(self) -> list[KernelLaunch]:
         items = self._pairs * self._key_tiles
@@ -184,12 +196,16 @@ class BackwardPlan(CudaPlan):
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0
     ) -> KernelLaunch:
-        """A kernel before or after the main one. Of edits, masks and dropout it reads scales alone,
-        of keys and values nothing, so problems share it."""
+        """A kernel before or after the main one. Of edits and dropout it reads scales alone, of
+        masks at most the tiles that they keep, of keys and values nothing, so problems share it."""
+        masks: tuple[Mask, ...] = (Padding(),)
+        if kernel == "bwd_delta" and self._counts_additions:
+            given = self.problem.without_score_blocks.masks
+            masks = tuple(dict.fromkeys((*given, BlockMask())))
         plain = replace(
             self.problem,
             edits=self.problem.edits[:1],
-            masks=(Padding(),),
+            masks=masks,
             dropout=self.problem.dropout and Philox(),
             paged_k=False,
             paged_v=False,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import ClassVar
 
 from dlattn.plans.argument import MappedBwdParams
@@ -51,8 +52,8 @@ class Sm90BwdTiling:
 
     @property
     def columns(self) -> int:
-        """dQ has whole pieces."""
-        return self.piece_columns
+        """dQ has a multiple of them, so that a step's pieces fill all slots equally often."""
+        return self.piece_columns * self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
 
     @property
     def cpp(self) -> str:
@@ -93,18 +94,17 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     dims = problem.head_dim_qk, problem.head_dim_v
     dim_qk, dim_v = (round_up(dim, 64) for dim in dims)
     if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
-        return Sm90BwdTiling(stages_bias=True)
+        return _walking(problem, Sm90BwdTiling(stages_bias=True))
     reads_to_drop = isinstance(problem.dropout, GivenMask)
     looks = problem.dropout and (reads_to_drop or problem.adds_to_scores)
-    walks = problem.has_blocks and not problem.adds_to_scores
+    walks = problem.has_blocks and problem.deterministic and not problem.adds_to_scores
     if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or walks or looks):
         if problem.head_dim_qk <= 32:
             return Sm90BwdTiling(tile_q=128, piece_columns=32, dq_slots=2, share_slots=2)
         return Sm90BwdTiling(tile_q=128)
     if dim_qk + dim_v > 384:
-        slots = 2 - round_up(problem.head_dim_qk, 32) // 32 % 2
         return Sm90BwdTiling(
-            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=slots, share_slots=0
+            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
         )
     # What else takes as many registers as 64 columns of a head do.
     adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
@@ -115,10 +115,17 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(ds_stages=1, share_slots=0)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
-        return Sm90BwdTiling(tile_k=64, by_product=True)
+        return _walking(problem, Sm90BwdTiling(tile_k=64, by_product=True))
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
-    return Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2)
+    return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
+
+
+def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+    """The same with smaller pieces where a row of dQ would be one, and loaders pass over blocks:
+    ptxas then has registers for both."""
+    one_piece = problem.has_blocks and problem.head_dim_qk <= 64
+    return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
 
 
 def register_refusal(problem: Problem) -> str | None:
@@ -188,8 +195,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem)
+        self.tiling = tiling or choose_tiling(self.problem)
         self.set_waves()
+
+    @classmethod
+    def skipping(cls, problem: Problem) -> Problem:
+        return problem.without_score_blocks if register_refusal(problem) else problem
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -197,7 +208,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if problem.ragged and not all(map(geometry.is_ragged, ("dQ", "dK", "dV"))):
             reason = reason or "beside ragged tensors, it takes ragged dQ, dK and dV only."
         reason = reason or cls.mapping_refusal(problem, geometry, target)
-        return reason or register_refusal(problem)
+        return reason or register_refusal(cls.skipping(problem))
 
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q

@@ -18,6 +18,7 @@ from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Plan
 from dlattn.plans.params import address_slot, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
+from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
@@ -80,9 +81,12 @@ class CudaPlan(Plan):
     """A plan that launches kernels of ``cuda_src/kernels``, in order, with one ``Params``."""
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
+        problem = self.skipping(problem)
         super().__init__(problem, geometry, target)
         self._argument = self.make_argument()
         self._params = self.params_in(self._argument)
+        if self.score_blocks is not None:
+            self.score_blocks.describe(self._params)
         if problem.dropout is not None:
             self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
         self._lock = Lock()
@@ -90,14 +94,15 @@ class CudaPlan(Plan):
         self._operations: list[Operation] | None = None
         self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
-        self._ragged_at: int | None = None
+        self._scratch_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
         self._host_numbers = [
             (role, to_numpy(spec.dtype), number_slot(self._params, geometry, role))
             for role, spec in by_value.items()
         ]
+        given = "block_mask" if self.score_blocks is None else "given_block_mask"
         self._slots = [
-            (role, address_slot(self._params, geometry, role))
+            (role, address_slot(self._params, geometry, given if role == "block_mask" else role))
             for role in geometry.tensors
             if role not in by_value
         ]
@@ -111,12 +116,28 @@ class CudaPlan(Plan):
         """What a ragged problem's kernels are told of its entries."""
         return RaggedScratch(self.geometry) if self.problem.ragged else None
 
+    @classmethod
+    def skipping(cls, problem: Problem) -> Problem:
+        """The problem, with blocks that a user's function masks skipped only where that does not
+        ask for another kernel."""
+        return problem
+
+    @cached_property
+    def score_blocks(self) -> ScoreBlocksScratch | None:
+        """The block mask that a user's function of scores is."""
+        blocks = self.problem.score_blocks
+        return None if blocks is None else ScoreBlocksScratch(blocks, self.geometry)
+
     def first_kernels(self) -> list[KernelLaunch]:
         """What runs before :meth:`kernels`."""
-        if self.ragged is None:
-            return []
-        source = ragged_source()
-        return [KernelLaunch(source, (self.geometry.batch, 1, 1), RAGGED_THREADS, 0, plain=True)]
+        kernels = []
+        if self.ragged is not None:
+            grid = (self.geometry.batch, 1, 1)
+            kernels.append(KernelLaunch(ragged_source(), grid, RAGGED_THREADS, 0, plain=True))
+        if self.score_blocks is not None:
+            source, threads = self.score_blocks.source(), ScoreBlocksTiling().threads
+            kernels.append(KernelLaunch(source, self.score_blocks.grid, threads, 0, plain=True))
+        return kernels
 
     def make_argument(self) -> ctypes.Structure:
         """The argument of every kernel, with every address null; they are set at each execute."""
@@ -130,7 +151,12 @@ class CudaPlan(Plan):
 
     @cached_property
     def workspace_size(self) -> int:
-        return self.scratch_bytes + (self.ragged.nbytes if self.ragged else 0)
+        return self.scratch_bytes + sum(scratch.nbytes for scratch in self._first_scratch)
+
+    @property
+    def _first_scratch(self) -> list[RaggedScratch | ScoreBlocksScratch]:
+        """What the first kernels write, after what is for the others."""
+        return [scratch for scratch in (self.ragged, self.score_blocks) if scratch is not None]
 
     @cached_property
     def scratch_bytes(self) -> int:
@@ -219,9 +245,12 @@ class CudaPlan(Plan):
             value = ctypes.string_at(pointers[role], dtype.itemsize)
             slot.value = np.frombuffer(value, dtype)[0].item()
         self.place_workspace(workspace)
-        if self.ragged is not None and workspace != self._ragged_at:
-            self.ragged.place(self._params, workspace + self.scratch_bytes)
-            self._ragged_at = workspace
+        if workspace != self._scratch_at:
+            address = workspace + self.scratch_bytes
+            for scratch in self._first_scratch:
+                scratch.place(self._params, address)
+                address += scratch.nbytes
+            self._scratch_at = workspace
         if self._clear is not None:
             self._clear.address = workspace
         return self._operations

@@ -137,6 +137,10 @@ class Decode(CudaPlan):
         self._params.parts.mark = secrets.randbits(64) | 1
 
     @classmethod
+    def skipping(cls, problem: Problem) -> Problem:
+        return problem.without_score_blocks
+
+    @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         reason = refusal(problem, geometry, target, Direction.FORWARD, cls.name)
         if reason is not None:
@@ -160,7 +164,7 @@ class Decode(CudaPlan):
             return "it needs 16-byte aligned tensors and strides."
         if problem.dropout is not None:
             return "it has no dropout, which decoding never has."
-        if problem.has_blocks:
+        if cls.skipping(problem).has_blocks:
             return "its few queries are in one block of a block mask, which skips nothing else."
         if geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 64) >= 2**31:
             return "batch x heads x (keys / 64) must be below 2**31."

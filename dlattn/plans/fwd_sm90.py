@@ -109,6 +109,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
             tiling = replace(tiling, stages=3, q_stages=2)
         return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
     crowded = problem.keeps_scores and problem.has_bias and largest > 64
+    crowded |= problem.has_program and largest > 128
     if crowded and problem.has_program and problem.ragged and largest > 128:
         return (Sm90FwdTiling(2, 32, stages=4),)
     if problem.gathers and problem.dropout and largest <= 64:
@@ -210,8 +211,9 @@ class FwdSm90(MappedPlan):
     @cached_property
     def _asks_for_tiles(self) -> bool:
         """What is on the device says how long tiles take."""
-        told = {"seq_len_q", "seq_len_kv", "block_mask"}
-        return self.problem.ragged or not told.isdisjoint(self.geometry.tensors)
+        lengths = {"seq_len_q", "seq_len_kv"}
+        told = not lengths.isdisjoint(self.geometry.tensors) or self.problem.has_blocks
+        return told or self.problem.ragged
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:

@@ -42,13 +42,21 @@ def _said(value: bool) -> str:
     return str(value).lower()
 
 
+def _used(program: ScoreProgram) -> list[Line]:
+    slope = [] if program.slope is None else [program.slope]
+    return [program.lines[number] for number in needed(program.lines, program.result, *slope)]
+
+
 def _is_guarded(program: ScoreProgram) -> bool:
     """Whether it may not be computed of elements that do not exist."""
-    return program.slope is not None or program.gathers
+    if program.lines[program.result].operation == "score":
+        return False  # what is left of a mask
+    reads = [program.reads[int(x.number or 0)] for x in _used(program) if x.operation == "read"]
+    return program.slope is not None or any(read.by_query or read.by_key for read in reads)
 
 
 def _reads_positions(program: ScoreProgram) -> bool:
-    moved = any(line.operation in ("position", "read") for line in program.lines)
+    moved = any(line.operation in ("position", "read") for line in _used(program))
     return moved or _is_guarded(program)
 
 
@@ -76,10 +84,11 @@ def _operand(lines: Sequence[Line], number: int) -> str:
     line = lines[number]
     if line.operation == "score":
         return "score"
-    return _literal(line) if line.operation == "constant" else f"x{number}"
+    return literal(line) if line.operation == "constant" else f"x{number}"
 
 
-def _literal(line: Line) -> str:
+def literal(line: Line) -> str:
+    """A constant."""
     value = line.number
     assert value is not None
     if line.kind is Kind.BOOLEAN:
@@ -121,12 +130,11 @@ def _cast(lines: Sequence[Line], line: Line) -> str:
 def _read(number: int, read: Read) -> str:
     tensor = f"values.p.score_mod[{number}]"
     if read.by_value:
-        kind = "float" if read.kind is Kind.FLOAT else _type_of(read)
-        return f"number<{kind}>({tensor})"
-    element = _INTEGERS.get(read.dtype) or to_cpp(read.dtype)
+        return f"number<{read.kind.value}>({tensor})"
     flags = ", ".join(map(_said, (read.by_query, read.by_key, read.contiguous)))
-    return f"read<{element}, {flags}>({tensor}, at)"
+    return f"read<{element_type(read)}, {flags}>({tensor}, at)"
 
 
-def _type_of(read: Read) -> str:
-    return read.kind.value
+def element_type(read: Read) -> str:
+    """Of the elements in memory."""
+    return _INTEGERS.get(read.dtype) or to_cpp(read.dtype)

@@ -35,6 +35,7 @@ def kernel_source(
     argument: type[ctypes.Structure] = Params,
     constants: Mapping[str, int] | None = None,
     types: Mapping[str, str] | None = None,
+    definitions: str = "",
 ) -> KernelSource:
     """The source that instantiates ``kernels/<kernel>.cuh`` for one problem and tiling.
 
@@ -42,9 +43,10 @@ def kernel_source(
         shared_memory: bytes of dynamic shared memory that the launch will ask for; the kernel
             asserts that its layout has exactly this size.
         constants, types: more of them that this kernel takes from ``Problem``.
+        definitions: of what those types are.
     """
     edits = ", ".join(edit.cpp for edit in problem.edits)
-    masks = ", ".join(mask.cpp for mask in problem.masks)
+    masks = ", ".join(dict.fromkeys(mask.cpp for mask in problem.masks))
     entry = f"dlattn_{kernel}"
     extra = "".join(
         f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
@@ -55,11 +57,12 @@ def kernel_source(
 
 using namespace dlattn;
 
-{"".join(definition(edit) for edit in problem.edits if isinstance(edit, ScoreProgram))}\
+{"".join(map(definition, _programs(problem)))}\
+{definitions}\
 struct Problem {{
   using Element = {to_cpp(problem.dtype)};
   static constexpr int head_dim_qk = {problem.head_dim_qk}, head_dim_v = {problem.head_dim_v};
-  using Score = Edits<{edits}>;
+  using Score = Edits<{edits}>;{_whole_score(problem)}
   using Mask = Masks<{masks}>;
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
@@ -79,6 +82,20 @@ extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_block
 }}
 """
     return KernelSource(entry, text)
+
+
+def _programs(problem: Problem) -> list[ScoreProgram]:
+    """The user's function, and what it is in blocks that it masks nothing of."""
+    programs = [edit for edit in problem.edits if isinstance(edit, ScoreProgram)]
+    return programs if problem.score_blocks is None else [*programs, problem.score_blocks.rest]
+
+
+def _whole_score(problem: Problem) -> str:
+    blocks = problem.score_blocks
+    if blocks is None:
+        return ""
+    edits = (blocks.rest if edit == blocks.program else edit for edit in problem.edits)
+    return f"\n  using WholeScore = Edits<{', '.join(edit.cpp for edit in edits)}>;"
 
 
 def _flags(problem: Problem, *names: str) -> str:

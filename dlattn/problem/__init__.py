@@ -34,6 +34,7 @@ from dlattn.problem.score import (
     Where,
     alibi_slopes,
 )
+from dlattn.problem.score_blocks import ScoreBlocks, skipped_blocks
 from dlattn.problem.score_program import SCORE_MOD_ROLES, Read, ScoreProgram
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Program",
     "Read",
     "Scale",
+    "ScoreBlocks",
     "ScoreProgram",
     "SoftCap",
     "Step",
@@ -76,4 +78,5 @@ __all__ = [
     "evaluate",
     "offset_role",
     "philox_dropout_mask",
+    "skipped_blocks",
 ]

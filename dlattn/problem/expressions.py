@@ -151,7 +151,7 @@ class Builder:
         lines = [self.lines[x] for x in operands]
         if not all(x.kind.is_whole for x in lines):
             return Kind.FLOAT
-        wide = [x for x in lines if x.kind is Kind.INT64 and not _fits_32_bits(x.number)]
+        wide = [x for x in lines if x.kind is Kind.INT64 and not _fits_32_bits(x)]
         return Kind.INT64 if wide else Kind.INT32
 
     def _select(self, x: int, y: int, mask: int) -> int:
@@ -202,7 +202,8 @@ def _of_kind(value: Number, kind: Kind) -> Number:
     return int(value) if math.isfinite(value) else 0
 
 
-def _fits_32_bits(value: Number | None) -> bool:
+def _fits_32_bits(line: Line) -> bool:
+    value = line.number if line.operation == "constant" else None
     return value is not None and -(2**31) <= value < 2**31
 
 

@@ -7,13 +7,14 @@ size, head count, length, stride and scale. A :class:`Geometry` holds the run-ti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
 from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
+from dlattn.problem.score_blocks import ScoreBlocks
 from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreProgram
 
 #: Roles of one number each, on the device or the host.
@@ -133,6 +134,17 @@ class Problem:
     def has_blocks(self) -> bool:
         """Whether a mask drops whole blocks, which tiles must divide."""
         return any(isinstance(mask, BlockMask) for mask in self.masks)
+
+    @property
+    def score_blocks(self) -> ScoreBlocks | None:
+        """What drops blocks that a user's function masks."""
+        return next((mask for mask in self.masks if isinstance(mask, ScoreBlocks)), None)
+
+    @property
+    def without_score_blocks(self) -> Problem:
+        """The same attention with no block dropped for a user's function."""
+        masks = tuple(mask for mask in self.masks if not isinstance(mask, ScoreBlocks))
+        return self if masks == self.masks else replace(self, masks=masks)
 
     @property
     def keeps_scores(self) -> bool:

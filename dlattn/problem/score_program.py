@@ -65,21 +65,25 @@ class ScoreProgram(Edit):
         result: the number of the line that is the new score.
         slope: that of its derivative; ``None`` in a forward.
         reads: the tensors that the lines read, of the roles :data:`SCORE_MOD_ROLES`.
+        is_whole: it is what is left of another one, of which the rest is known.
     """
 
     lines: tuple[Line, ...]
     result: int
     slope: int | None = None
     reads: tuple[Read, ...] = ()
+    is_whole: bool = False
 
     @property
     def cpp(self) -> str:
         """The name of the struct that ``dlattn/plans/score_source.py`` writes."""
-        return "ScoreProgram"
+        return "WholeScoreProgram" if self.is_whole else "ScoreProgram"
 
     @property
     def constant_derivative(self) -> bool:
-        return self.slope is not None and self.lines[self.slope].number == 1.0
+        if self.slope is None:
+            return self.lines[masked_last(self)[0]].operation == "score"
+        return self.lines[self.slope].number == 1.0
 
     @property
     def gathers(self) -> bool:
@@ -179,6 +183,22 @@ def _in_order(lines: Sequence[Line], roots: Sequence[int]) -> list[int]:
             pending.append((number, True))
             pending.extend((x, False) for x in reversed(lines[number].operands))
     return list(found)
+
+
+def masked_last(program: ScoreProgram) -> tuple[int, list[tuple[int, bool]]]:
+    """What the last selections of a program select from, and where: in which all of these lines
+    have these values; elsewhere the score is -inf."""
+    lines, result, conditions = program.lines, program.result, []
+    while lines[result].operation == "binary_select":
+        x, y, mask = lines[result].operands
+        if lines[y].number == -np.inf:
+            result, wanted = x, True
+        elif lines[x].number == -np.inf:
+            result, wanted = y, False
+        else:
+            break
+        conditions.append((mask, wanted))
+    return result, conditions
 
 
 def masked_by_infinity(builder: Builder, result: int) -> int:

@@ -17,6 +17,7 @@ from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     PAGE_TABLES,
     RAGGED_ROLES,
+    SCORE_MOD_ROLES,
     Alibi,
     Band,
     Bias,
@@ -112,7 +113,7 @@ def is_left_to_portable(problem: Problem) -> bool:
 def is_decoded(problem: Problem) -> bool:
     """Whether the decode takes a problem, if queries are few."""
     narrow = problem.head_dim_qk <= MOST_HEAD_DIM_QK and problem.head_dim_v <= MOST_HEAD_DIM_V
-    plain = problem.dropout is None and not problem.has_blocks
+    plain = problem.dropout is None and not problem.without_score_blocks.has_blocks
     return narrow and plain and problem.access_bytes == 16
 
 
@@ -157,6 +158,11 @@ def plan_for(
     for role, table in PAGE_TABLES.items():
         if paged[role]:
             tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)
+    for edit in problem.edits:
+        for role, read in zip(SCORE_MOD_ROLES, getattr(edit, "reads", ()), strict=False):
+            sizes = (1, 1, seq if read.by_query else 1, seq if read.by_key else 1)
+            stride = tuple(math.prod(sizes[axis + 1 :]) for axis in range(4))
+            tensors[role] = TensorSpec(role, sizes, stride, read.dtype, by_value=read.by_value)
     longest = seq if any(paged.values()) else None
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None

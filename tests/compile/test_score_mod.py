@@ -15,16 +15,19 @@ from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
 from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.score_blocks import ScoreBlocksScratch
 from dlattn.plans.score_source import definition
 from dlattn.problem import (
     POINTWISE,
     Arithmetic,
     Direction,
+    Geometry,
     Philox,
     Problem,
     Read,
     Scale,
     ScoreProgram,
+    skipped_blocks,
 )
 from dlattn.problem.expressions import Builder, Kind
 from dlattn.problem.score_program import score_program, slope_of
@@ -40,6 +43,7 @@ from tests.compile.problems import (
     plan_for,
 )
 from tests.compile.programs import MODS, program
+from tests.unit.test_score_blocks import program as condition
 
 #: What a function meets, in turn.
 _TOGETHER: tuple[dict[str, Any], ...] = (
@@ -52,18 +56,20 @@ def programmed(family: type[CudaPlan]) -> list[Problem]:
     direction, masks = direction_of(family), tuple(MASKS.values())[:4]
     found = []
     for i, (dims, name) in enumerate(product(EDITED_HEAD_DIMS, MODS)):
+        made = program(name, direction)
+        blocks = skipped_blocks(made)
         problem = Problem(
             direction,
             (data_type.BFLOAT16, data_type.HALF)[i % 2],
             *dims,
-            (Scale(positive=i % 3 != 0), program(name, direction)),
-            masks[i % len(masks)],
+            (Scale(positive=i % 3 != 0), made),
+            (*masks[i % len(masks)], *([] if blocks is None else [blocks])),
             data_type.FLOAT,
         )
         found += [problem, replace(problem, **_TOGETHER[(i + i // 4) % len(_TOGETHER)])]
     if family is Decode:
         return [p for p in found if is_decoded(p)]
-    return [p for p in found if not (family is BwdSm90 and register_refusal(p))]
+    return [p for p in found if not (family is BwdSm90 and register_refusal(family.skipping(p)))]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,24 @@ def test_every_operation_compiles(family: type[CudaPlan]) -> None:
     )  # fmt: skip
     for source in every_source(plan_for(family, problem, "sm_80")):
         assert not jit.compile_kernel(source, "sm_80").warnings
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_every_condition_compiles(arch: str) -> None:
+    """What is known of every operation, of all kinds of numbers and reads, is C++."""
+    number: Any = "row"
+    for name in ("add", "sub", "mul", "div", "mod", "max", "min"):
+        number = (name, number, ("floor", ("neg", ("abs", "rows"))))
+    for name in ("add_whole", "sub_whole", "mul_whole", "mod_whole"):
+        number = ("ceil", (name, number, ("abs_whole", ("max", "documents_q", "documents_k"))))
+    number = ("binary_select", number, ("sub", "head", "slopes"), "flags")
+    tree: Any = ("binary_select", "flags", ("logical_not", "flags"), ("cmp_neq", number, "columns"))
+    for name in ("cmp_eq", "cmp_gt", "cmp_ge", "cmp_lt", "cmp_le"):
+        tree = ("logical_or", tree, ("logical_and", "flags", (name, number, 0.5)))
+    blocks = skipped_blocks(condition(tree)[0])
+    assert blocks is not None
+    kernel = jit.compile_kernel(ScoreBlocksScratch(blocks, Geometry()).source(), arch)
+    assert not kernel.spill_stores and not kernel.warnings
 
 
 def test_a_function_as_it_is_written() -> None:

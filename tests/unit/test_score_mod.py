@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dlattn as cudnn
-from dlattn.problem import Alibi, Band, Padding, Scale, ScoreProgram, SoftCap
+from dlattn.problem import Alibi, Band, Padding, Scale, ScoreBlocks, ScoreProgram, SoftCap
 from tests.score_mods import callback
 from tests.unit.valid_graphs import FLOAT, Backward, Forward, lengths
 
@@ -114,7 +114,7 @@ def test_diagonals(mask: Any, left: Any, right: Any, bottom_right: bool) -> None
     """Comparisons of positions are a diagonal band; rows that all are kept may be masked, too."""
     lowered = modified("s", mask)
     geometry, masks = lowered.geometry, lowered.problem.masks
-    assert masks == (Padding(), Band(left is not None, right is not None))
+    assert masks[:2] == (Padding(), Band(left is not None, right is not None))
     assert (geometry.band_left, geometry.band_right) == (left, right)
     assert geometry.bottom_right is bottom_right
 
@@ -139,7 +139,7 @@ def test_what_stays_of_a_mask() -> None:
     lowered = modified(CAP, mask)
     _, cap, edit = lowered.problem.edits
     assert cap == SoftCap() and isinstance(edit, ScoreProgram)
-    assert lowered.problem.masks == (Padding(), Band(False, True))
+    assert lowered.problem.masks == (Padding(), Band(False, True), ScoreBlocks(edit))
     assert [line.operation for line in edit.lines].count("position") == 0
 
 

@@ -1,0 +1,112 @@
+"""Plans of functions that mask blocks: what they launch first, and the memory of the mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dlattn.dtypes import data_type
+from dlattn.plans.bwd_sm80 import BwdSm80
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.decode import Decode
+from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.problem import (
+    BlockMask,
+    Geometry,
+    Padding,
+    Philox,
+    Problem,
+    Scale,
+    TensorSpec,
+    skipped_blocks,
+)
+from tests.compile.problems import direction_of, plan_for
+from tests.compile.programs import program
+
+FAMILIES = {FwdSm80: "sm_80", FwdSm90: "sm_90a", BwdSm80: "sm_80", BwdSm90: "sm_90a"}
+
+
+def documents(family: type[CudaPlan], **fields: Any) -> Problem:
+    """Attention inside documents."""
+    made = program("documents", direction_of(family))
+    blocks = skipped_blocks(made)
+    assert blocks is not None
+    problem = Problem(
+        direction_of(family), data_type.HALF, 128, 128, (Scale(), made), (Padding(), blocks),
+        data_type.FLOAT,
+    )  # fmt: skip
+    return replace(problem, **fields)
+
+
+def with_reads(plan: CudaPlan, dims: dict[str, tuple[int, ...]]) -> CudaPlan:
+    """The same plan where tensors have other shapes."""
+    specs = dict(plan.geometry.tensors)
+    for role, dim in dims.items():
+        dtype = specs[role].dtype if role in specs else data_type.UINT8
+        specs[role] = TensorSpec(role, dim, (1, 1, 1, 1), dtype)
+    geometry = Geometry(specs, 0.125)
+    return type(plan)(plan.problem, geometry, plan.target)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_more(family: type[CudaPlan]) -> None:
+    """The first kernel tells of blocks; the others are those of a problem with a block mask, in as
+    much workspace and what the mask takes."""
+    problem, arch = documents(family), FAMILIES[family]
+    plan = plan_for(family, problem, arch)
+    first, *others = (kernel.source for kernel in (*plan.first_kernels(), *plan.kernels()))
+    assert first.name == "dlattn_score_blocks"
+    given = replace(problem.without_score_blocks, masks=(Padding(), BlockMask()))
+    like = plan_for(family, given, arch)
+    assert [source.name for source in others] == [kernel.source.name for kernel in like.kernels()]
+    # 3 x 3 blocks: two bits for each, in rows of a word.
+    assert plan.workspace_size == like.workspace_size + 256
+    assert plan.score_blocks is not None and plan.score_blocks.grid == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "dims, entries",
+    [
+        ({}, (1, 1)),
+        ({"score_mod_0": (2, 1, 1, 300)}, (2, 1)),
+        ({"score_mod_1": (1, 4, 300, 1)}, (1, 4)),
+        ({"score_mod_0": (2, 1, 1, 300), "score_mod_1": (1, 4, 300, 1)}, (2, 4)),
+        ({"block_mask": (2, 4, 3, 1)}, (2, 4)),
+    ],
+)
+def test_entries_share_a_mask(dims: Any, entries: tuple[int, int]) -> None:
+    """Batch entries, and heads, have masks of their own only where what is read differs, or where
+    the mask that the user gives does; strides say so."""
+    plan = with_reads(plan_for(FwdSm80, documents(FwdSm80), "sm_80"), dims)
+    batch, heads = entries
+    assert plan.score_blocks is not None and plan.score_blocks.grid == (1, heads, batch)
+    mask = plan._params.block_mask
+    steps = (mask.batch, mask.head, mask.row, mask.column)
+    assert steps == (12 * heads * (batch > 1), 12 * (heads > 1), 4, 1)
+    given = plan._params.given_block_mask
+    assert (given.row != 0) == ("block_mask" in dims)
+    bytes_of_masks = 2 * 12 * batch * heads
+    assert plan.score_blocks.nbytes == -(-bytes_of_masks // 256) * 256
+
+
+def test_long_sequences() -> None:
+    """A thread block has 32 x 32 blocks, of which rows of bits are whole words."""
+    plan = plan_for(FwdSm80, documents(FwdSm80), "sm_80", seq=16_385)
+    assert plan.score_blocks is not None
+    assert plan.score_blocks.grid == (5 * 5, 1, 1)
+    assert plan.score_blocks.nbytes == -(-2 * 129 * 20 // 256) * 256
+
+
+def test_what_has_no_registers() -> None:
+    """Where a kernel has no registers for a block mask beside others, it visits every block, and
+    is not left to a slower one; a decode, whose queries are in one block, does, too."""
+    dropped = plan_for(BwdSm90, documents(BwdSm90, dropout=Philox()), "sm_90a")
+    few = plan_for(Decode, documents(Decode), "sm_80")
+    for plan in (dropped, few):
+        assert plan.score_blocks is None and not plan.problem.has_blocks
+        assert not plan.first_kernels()
+    assert plan_for(BwdSm80, documents(BwdSm80, dropout=Philox()), "sm_80").score_blocks
