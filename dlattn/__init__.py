@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dlattn.one_call import Gradients as Gradients
     from dlattn.one_call import attention as attention
     from dlattn.one_call import attention_backward as attention_backward
-    from dlattn.problem import philox_dropout_mask as philox_dropout_mask
+    from dlattn.problem.dropout import philox_dropout_mask as philox_dropout_mask
     from dlattn.states import merge_states as merge_states
 
     # cuDNN has a function of the subpackage's name, and so the subpackage can be called.
@@ -81,7 +81,7 @@ __getattr__, __dir__, __all__ = exports(
         """,
         "dlattn.graph.wrapper": "Graph",
         "dlattn.one_call": "Gradients attention attention_backward",
-        "dlattn.problem": "philox_dropout_mask",
+        "dlattn.problem.dropout": "philox_dropout_mask",
         "dlattn.states": "merge_states",
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
@@ -27,7 +28,6 @@ from dlattn.problem import (
     Mask,
     Padding,
     Problem,
-    Program,
     Scale,
     SoftCap,
     TensorSpec,
@@ -42,6 +42,9 @@ from dlattn.problem.layout import (
 )
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.runtime.target import Target
+
+if TYPE_CHECKING:
+    from dlattn.problem import Program
 
 #: Roles whose element type is fp32, whatever the problem's is.
 _FP32_ROLES = (

@@ -90,9 +90,12 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
 
     def build_operation_graph(self) -> None:
         """Assign the missing uids, and freeze the graph. Raises as :meth:`validate` does."""
-        if self._lowered is not None:
-            return
-        lowered, self._makers = self._lower()
+        if self._lowered is None:
+            self._engines = self._freeze()
+
+    def _freeze(self, engine: str | None = None) -> list[Engine]:
+        """Build the operation graph; what makes its plans, or the plan of one name."""
+        lowered, makers = self._lower(engine)
         taken = {t.attributes.uid for t in self._tensors}
         free = (uid for uid in range(1, len(taken) + len(self._tensors) + 1) if uid not in taken)
         for t in self._tensors:
@@ -101,6 +104,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             t.freeze()
         self._lowered = lowered
         self._is_built = True
+        return makers
 
     @property
     def lowered(self) -> Lowered:
@@ -277,7 +281,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             )
         return execution
 
-    def _lower(self) -> tuple[Lowered, list[Engine]]:
+    def _lower(self, engine: str | None = None) -> tuple[Lowered, list[Engine]]:
         from dlattn.graph.planning import supported_plans
 
         for node in self._nodes:
@@ -286,7 +290,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         place = self._place
         lowered = translate(self._name, self._nodes, self._types, place)
         place.check(self._name, lowered.target)
-        return lowered, supported_plans(lowered)
+        return lowered, supported_plans(lowered, engine)
 
     def _check_uids(self) -> None:
         named: dict[int, str] = {}

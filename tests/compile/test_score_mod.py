@@ -26,7 +26,8 @@ from dlattn.problem import (
     Scale,
     ScoreProgram,
 )
-from dlattn.problem.expressions import Builder, Kind
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind
 from dlattn.problem.score_program import score_program, slope_of
 from dlattn.runtime import jit
 from tests.compile.problems import (

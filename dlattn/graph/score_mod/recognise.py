@@ -17,7 +17,8 @@ from dlattn.graph.nodes import SOFTCAPS, AttentionNode, Diagonal
 from dlattn.graph.pages import max_seq_kv
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate, band, comparison
 from dlattn.graph.tensor import tensor
-from dlattn.problem.expressions import Builder, Kind
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind
 
 _COMPARISONS = ("cmp_ge", "cmp_gt", "cmp_le", "cmp_lt")
 _LENGTHS = {"q": "seq_len_q", "kv": "seq_len_kv"}
