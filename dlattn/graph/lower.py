@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlattn import dtypes
@@ -41,6 +41,7 @@ from dlattn.problem.layout import (
     is_wide,
 )
 from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 if TYPE_CHECKING:

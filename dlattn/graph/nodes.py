@@ -10,7 +10,6 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
 from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
+from dlattn.records import dataclass
 
 if TYPE_CHECKING:
     from dlattn.graph.score_mod.callback import ScoreMod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from dlattn.config import settings
@@ -15,6 +14,7 @@ from dlattn.graph.vocabulary import build_plan_policy
 from dlattn.plans.base import Choice, Runnable
 from dlattn.plans.select import interpreter, select
 from dlattn.problem import Problem
+from dlattn.records import dataclass
 from dlattn.runtime.log import log
 
 

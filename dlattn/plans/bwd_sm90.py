@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, GivenMask, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 

@@ -6,8 +6,9 @@ A line is an operation on earlier lines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from dlattn.records import dataclass
 
 Number = float | int | bool
 

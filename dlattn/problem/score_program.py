@@ -8,7 +8,7 @@ or evaluating a program takes is imported then: every problem may hold one, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from dlattn.dtypes import data_type
 from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.score import Array, Edit, Values, Where, read_at
+from dlattn.records import dataclass
 
 if TYPE_CHECKING:
     from dlattn.problem.expressions import Builder

@@ -12,13 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dlattn.config import settings
 from dlattn.errors import CompileError
+from dlattn.records import dataclass
 from dlattn.runtime import cache as disk
 from dlattn.runtime import nvrtc
 from dlattn.runtime.log import log

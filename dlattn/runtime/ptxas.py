@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from dlattn.records import dataclass
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FUNCTION = re.compile(r"Function properties for (\w+)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dlattn.dtypes import data_type
 from dlattn.graph.nodes import SOFTCAPS, AttentionNode, Diagonal
@@ -19,6 +19,7 @@ from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate,
 from dlattn.graph.tensor import tensor
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind
+from dlattn.records import dataclass
 
 _COMPARISONS = ("cmp_ge", "cmp_gt", "cmp_le", "cmp_lt")
 _LENGTHS = {"q": "seq_len_q", "kv": "seq_len_kv"}
