@@ -13,7 +13,6 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.overrides import Overrides
 from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
-from dlattn.runtime import cuda_graph as cuda_graphs
 
 if TYPE_CHECKING:
     from dlattn.graph.execution import Execution
@@ -246,9 +245,11 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             InvalidVariantPackError: memory is missing, or is not what the graph declared.
             cudnnGraphNotSupportedError: the graph runs on the CPU.
         """
+        from dlattn.runtime.cuda_graph import populate
+
         explicit_stream(handle)
         with self._built("populate").operations(variant_pack, workspace) as operations:
-            cuda_graphs.populate(_address_of(cuda_graph), operations)
+            populate(_address_of(cuda_graph), operations)
 
     def update_cuda_graph(
         self,
@@ -267,9 +268,11 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         Raises:
             InvalidArgumentError: the CUDA graph has other nodes; none is changed.
         """
+        from dlattn.runtime.cuda_graph import update
+
         explicit_stream(handle)
         with self._built("update").operations(variant_pack, workspace) as operations:
-            cuda_graphs.update(_address_of(cuda_graph), operations)
+            update(_address_of(cuda_graph), operations)
 
     # Details ----------------------------------------------------------------------------------
 
