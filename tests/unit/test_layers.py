@@ -103,6 +103,14 @@ def test_frameworks_stay_in_adapters(path: Path) -> None:
     assert not extra, f"{relative(path)} may not import {sorted(extra)}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_dataclasses_that_every_start_makes_are_records(path: Path) -> None:
+    """What graphs load takes ``dataclass`` from ``dlattn.records``, which compiles nothing."""
+    if path.relative_to(PACKAGE).parts[0] in {"graph", "plans", "problem", "runtime"}:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^from dataclasses import .*\bdataclass\b", text, re.M)
+
+
 @pytest.mark.parametrize("path", HEADERS, ids=relative)
 def test_cuda_includes_go_down(path: Path) -> None:
     """A kernel source includes files of its own layer or below, and no system header."""
