@@ -74,6 +74,9 @@ def kernels_alone(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r.timing == ("graph" if (r.case, r.direction) in graph else "eager")]
 
 
+#: Heads times head dimension of the charts by length.
+WIDTH = 2048
+
 Drawn = tuple[Any, str, list[Row]]  # the figure, its title, and the rows in it
 
 
@@ -85,9 +88,14 @@ def by_length(rows: Sequence[Row], direction: str) -> Drawn | None:
         if words is None or row.direction != direction or words.rest or row.impl == "dlattn:sm80":
             continue
         queries, keys = words.heads.split("/")
-        if words.mask in MASKS[:2] and queries == keys and words.batch * words.seq == TOKENS:
+        if words.mask not in MASKS[:2] or queries != keys or "/" in words.head_dim:
+            continue
+        if words.batch * words.seq == TOKENS and int(queries) * int(words.head_dim) == WIDTH:
             chosen.setdefault((words.mask, words.head_dim), []).append((words, row))
-    dims = sorted({dim for _, dim in chosen if len(chosen.get(("full", dim), ())) > 2}, key=_number)
+    dims = sorted(
+        {dim for (_, dim), points in chosen.items() if len({words.seq for words, _ in points}) > 2},
+        key=int,
+    )
     masks = [mask for mask in MASKS[:2] if any(mask == m for m, _ in chosen)]
     if not dims:
         return None
@@ -108,7 +116,7 @@ def by_length(rows: Sequence[Row], direction: str) -> Drawn | None:
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
     axes[0][0].set_ylim(0, 1.05 * max(row.tflops for row in used))
-    return figure, f"{direction.title()}, bf16, {TOKENS} tokens of width 2048", used
+    return figure, f"{direction.title()}, bf16, {TOKENS} tokens of width {WIDTH}", used
 
 
 def by_head_dim(rows: Sequence[Row]) -> Drawn | None:
@@ -180,6 +188,8 @@ def of_features(rows: Sequence[Row]) -> Drawn | None:
         words = words_of(row.case)
         if words is None or (words.heads, words.seq) != ("16/16", 4096):
             continue
+        if words.batch != (16 if words.rest == "ragged" else 4):
+            continue
         if (words.head_dim, words.mask) != ("128", "causal") or "score_mod" in words.rest:
             continue
         if words.rest:
@@ -193,7 +203,7 @@ def of_features(rows: Sequence[Row]) -> Drawn | None:
     if not passes:
         return None
     most = max(len(chosen[d]) for d in passes)
-    figure, axes = style.panels(1, len(passes), (4.8, 0.8 + 0.5 * most))
+    figure, axes = style.panels(1, len(passes), (4.8, 0.8 + 0.75 * most))
     used = [row for d in passes for of in chosen[d].values() for row in of]
     for direction, axis in zip(passes, axes[0], strict=True):
         base = plain[direction].tflops
@@ -247,10 +257,6 @@ def of_functions(rows: Sequence[Row]) -> Drawn | None:
     style.bars(axes[0][0], groups, impls, ".0f")
     axes[0][0].set_xlabel("TFLOP/s")
     return figure, "score_mod, causal, 4 x 16 heads of 128, 4096 tokens, bf16", used
-
-
-def _number(text: str) -> float:
-    return float(text.split("/")[0])
 
 
 def _short(number: int) -> str:

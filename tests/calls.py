@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import dlattn
 from dlattn.errors import cudnnGraphNotSupportedError
 from tests import oracle
@@ -12,6 +14,7 @@ from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
 from tests.drivers import Tensors
 from tests.libraries import Library
+from tests.states import to_numpy
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,62 @@ def permuted(it: Guarded, layout: str) -> Any:
 
 def axes_of(layout: str) -> tuple[int, ...]:
     return tuple(_AXES[letter] for letter in layout)
+
+
+#: The pages of three sequences, of which the last entries of two are no pages of theirs.
+TABLE = ((3, 0, 7), (5, -1, 2**31 - 1), (1, 4, 9))
+
+
+def check_pages(layout: str, library: Library, dtype: str, page: int = 16) -> None:
+    """Fails unless keys in pages give what they give in one piece, in a layout."""
+    lengths = (2 * page + 3, 0, 3 * page)
+    ends = (0, 5, 5, 7) if layout == "thd" else None
+    q = library.cast(library.normal((7, 4, 64) if ends else (3, 5, 4, 64), 0), dtype)
+    pages = [
+        library.cast(library.normal((10, page, 2, d), i + 1), dtype) for i, d in enumerate((64, 32))
+    ]
+    counts, table = library.values(lengths, "int32"), library.values(TABLE, "int32")
+    options = {"causal": True, "softcap": 20.0, "return_lse": True}
+    axes = "bshd" if ends else layout
+    order = ["bshd".index(letter) for letter in axes]
+    given = [_turned(x, order, library) for x in ([*pages] if ends else [q, *pages])]
+    where = {"cu_seqlens": (library.values(ends, "int32"), None)} if ends else {}
+    found = dlattn.attention(
+        *([q, *given] if ends else given),
+        layout=layout, block_table=table, lengths=(None, counts), **where, **options,
+    )  # fmt: skip
+    for b, count in enumerate(lengths):
+        rows = [max(0, number) % 10 for number in TABLE[b]]
+        whole = [x[rows].reshape(1, 3 * page, *x.shape[2:])[:, :count] for x in pages]
+        own = q[None, ends[b] : ends[b + 1]] if ends else q[b : b + 1]
+        if 0 in own.shape:
+            continue
+        out, lse = dlattn.attention(own, *whole, **options)
+        if ends:
+            mine = found[0][None, ends[b] : ends[b + 1]], found[1][None, :, ends[b] : ends[b + 1]]
+        else:
+            back = [order.index(axis) for axis in range(4)]
+            mine = _turned(found[0], back, library)[b : b + 1], found[1][b : b + 1]
+        for one, other in zip(mine, (out, lse), strict=True):
+            tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+            np.testing.assert_allclose(
+                to_numpy(one), to_numpy(other), rtol=tolerance, atol=tolerance
+            )
+
+
+def check_full_pages(library: Library, dtype: str, page: int = 16) -> None:
+    """Fails unless, without lengths, pages are full."""
+    q = library.cast(library.normal((2, 5, 4, 64), 0), dtype)
+    k = library.cast(library.normal((6, page, 2, 64), 1), dtype)
+    rows = [[3, 0, 5], [1, 4, 2]]
+    found = dlattn.attention(q, k, k, block_table=library.values(rows, "int32"), causal=True)
+    for b, own in enumerate(rows):
+        whole = k[own].reshape(1, 3 * page, 2, 64)
+        alone = dlattn.attention(q[b : b + 1], whole, whole, causal=True)
+        np.testing.assert_allclose(
+            to_numpy(found[b : b + 1]), to_numpy(alone), rtol=2e-2, atol=2e-2
+        )
+
+
+def _turned(x: Any, order: list[int], library: Library) -> Any:
+    return x.permute(order) if library.is_torch else x.transpose(order)

@@ -24,8 +24,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Score = typename Problem::Score;
   using Base::by_product;
   using Base::compute_probabilities;
-  using Base::dim_qk;
-  using Base::dim_v;
   using Base::drops;
   using Base::ds_stages;
   using Base::few_registers;
@@ -60,9 +58,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using typename Base::Step;
   using typename Base::Weights;
 
-  static constexpr int blocks = tile_k / 64;  // of keys
-  using DK = Accumulator<1, dim_qk / 8>;      // of one block
-  using DV = Accumulator<1, dim_v / 8>;
+  static constexpr int blocks = tile_k / 64;      // of keys
+  using DK = Accumulator<1, Base::width_qk / 8>;  // of one block
+  using DV = Accumulator<1, Base::width_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
   // Starts dP - delta, once dO is there; or dP, of which some is dropped.

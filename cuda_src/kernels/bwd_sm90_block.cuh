@@ -39,16 +39,22 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
   static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
-  using QTile = SlabTile<T, tile_q, dim_qk>;
-  using DOTile = SlabTile<T, tile_q, dim_v>;
-  using KTile = SlabTile<T, tile_k, dim_qk>;
-  using VTile = SlabTile<T, tile_k, dim_v>;
+  // Of head dimensions, what products are summed over, and how wide their results are: as wgmma has
+  // them. dQ has whole pieces, and the copy engine moves whole slabs.
+  static constexpr int steps_qk = round_up(Problem::head_dim_qk, 16);
+  static constexpr int steps_v = round_up(Problem::head_dim_v, 16);
+  static constexpr int width(int dim) { return dim > 192 ? 256 : round_up(dim, 32); }
+  static constexpr int width_qk = width(Problem::head_dim_qk), width_v = width(Problem::head_dim_v);
+
+  using QTile = SlabTile<T, tile_q, steps_qk>;
+  using DOTile = SlabTile<T, tile_q, steps_v>;
+  using KTile = SlabTile<T, tile_k, steps_qk>;
+  using VTile = SlabTile<T, tile_k, steps_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
   using BiasTile =
       SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
                tile_k>;
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
-  using DQ = Accumulator<1, 64 / 8>;
   static constexpr int piece_columns = Tiling::piece_columns;
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   static_assert(dq_pieces % dq_slots == 0);

@@ -19,25 +19,28 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base::shared;
   using Base::tile_q;
   using Base::tiles;
-  using typename Base::DQ;
   using typename Base::ShareWalk;
   using typename Base::T;
 
-  // Starts 64 rows of dQ = dS K, and 64 columns.
-  DLATTN_DEVICE void start_dq(DQ& dQ, int first_row, int first_column, int stage) {
-    auto& d = reinterpret_cast<float (&)[32]>(dQ.at);
+  // Starts 64 rows of dQ = dS K, and some columns of a slab.
+  template <int n_tiles>
+  DLATTN_DEVICE void start_dq(Accumulator<1, n_tiles>& dQ, int first_row, int first_column,
+                              int stage) {
+    auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(dQ.at);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Base::tile_k / 16; ++k) {
-      WgmmaShape<64>::template shared_shared<T, 1>(d, shared.dS[stage].along_columns(first_row, k),
-                                                   shared.k[0].along_rows(k, first_column / 64),
-                                                   k > 0);
+      WgmmaShape<8 * n_tiles>::template shared_shared<T, 1>(
+          d, shared.dS[stage].along_columns(first_row, k),
+          shared.k[0].along_rows(k, first_column / 64), k > 0);
     }
     wgmma_commit();
   }
 
   // Gives a piece to the writer, that begins with this column of the product.
-  DLATTN_DEVICE void send(const DQ& dQ, int first_column, const Place<dq_slots>& place) {
+  template <int n_tiles>
+  DLATTN_DEVICE void send(const Accumulator<1, n_tiles>& dQ, int first_column,
+                          const Place<dq_slots>& place) {
     mbarrier_wait(shared.dq_ring.empty[place.stage], place.parity ^ 1);
     auto& staged = shared.dQ[place.stage].warp[Base::warp_of_group()];
 #pragma unroll
@@ -50,20 +53,30 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     release(shared.dq_ring.full[place.stage]);
   }
 
-  // The dQ of a step, piece by piece.
-  DLATTN_DEVICE void step_of_dq(uint32 step) {
+  // Some columns of the dQ of a step and 64 queries, piece by piece.
+  template <int columns>
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first_column) {
     const int stage = step % ds_stages;
+    Accumulator<1, columns / 8> dQ;
+    start_dq(dQ, first_row, first_column, stage);
+    wgmma_wait<0>();
+    tie(dQ);
+    const bool is_last = first_row + 64 == tile_q && first_column + columns == dim_qk;
+    if (is_last) release(shared.ds_ring.empty[stage]);
+    const int before = first_row / 64 * dim_qk + first_column;
 #pragma unroll
-    for (int i = 0; i < tile_q * dim_qk; i += 64 * 64) {
-      DQ dQ;
-      start_dq(dQ, i / 64 / dim_qk * 64, i / 64 % dim_qk, stage);
-      wgmma_wait<0>();
-      tie(dQ);
-      if (i + 64 * 64 == tile_q * dim_qk) release(shared.ds_ring.empty[stage]);
+    for (int column = 0; column < columns; column += piece_columns) {
+      send(dQ, column, place_of<dq_slots>(step * dq_pieces + (before + column) / piece_columns));
+    }
+  }
+
+  // The dQ of a step.
+  DLATTN_DEVICE void step_of_dq(uint32 step) {
 #pragma unroll
-      for (int column = 0; column < 64; column += piece_columns) {
-        send(dQ, column, place_of<dq_slots>(step * dq_pieces + (i / 64 + column) / piece_columns));
-      }
+    for (int row = 0; row < tile_q; row += 64) {
+#pragma unroll
+      for (int column = 0; column + 64 <= dim_qk; column += 64) part_of_dq<64>(step, row, column);
+      if constexpr (dim_qk % 64 > 0) part_of_dq<dim_qk % 64>(step, row, dim_qk / 64 * 64);
     }
   }
 

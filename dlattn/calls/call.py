@@ -104,8 +104,9 @@ class Call:
         offsets = byte_offsets or {}
         self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
         self._outputs = [_output(like, output) for output in outputs]
+        given = {at for _, at, make, _ in self._outputs if make is None}
         self._unordered = [
-            at for at in sorted(set(inputs.values())) if type(values[at]) not in ORDERED_TYPES
+            at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
         self._current_stream = None if on_cpu else current_stream_of(like, index)
         self._hands_over = hands_over(like)

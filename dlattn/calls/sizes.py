@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, integer, packed_spec, plain_spec
+from dlattn.calls.arguments import (
+    Argument,
+    Laid,
+    check_page_size,
+    integer,
+    packed_spec,
+    page_tables,
+    plain_spec,
+)
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import QUERY_ROLES, TensorSpec
+from dlattn.problem.layout import FARTHEST
 
 #: Arguments with cumulative lengths -> roles.
 CU_SEQLENS = {"cu_seqlens of q": "cu_seqlens_q", "cu_seqlens of k and v": "cu_seqlens_kv"}
@@ -24,7 +33,8 @@ class Sizes:
 
     Attributes:
         seq_q, seq_kv: of packed sequences, bounds of their lengths.
-        tokens_q, tokens_kv: of packed sequences, rows in all.
+        tokens_q, tokens_kv: of packed sequences, rows in all, at most.
+        paged: k and v lie in pages.
     """
 
     batch: int
@@ -34,6 +44,7 @@ class Sizes:
     columns_v: int
     tokens_q: int | None = None
     tokens_kv: int | None = None
+    paged: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -54,6 +65,8 @@ class Sizes:
 
     def spec(self, role: str, it: Laid, layout: str) -> TensorSpec:
         """A tensor as the problem sees it."""
+        if self.paged and role in ("k", "v"):
+            return plain_spec(it, _paged(layout))
         if layout == "thd":
             longest = self.seq_q if role in QUERY_ROLES else self.seq_kv
             return packed_spec(it, "hs" if role in _LSE else "shd", self.batch, longest)
@@ -70,46 +83,82 @@ def plain_sizes(there: Mapping[str, Argument], layout: str, most: tuple[Any, Any
     said = f"({', '.join(layout)})"
     q.expect_shape((None,) * 4, said)
     batch, heads, seq_q, columns = (q.shape[layout.index(letter)] for letter in "bhsd")
-    fixed = {"b": batch, "d": columns}
+    paged = "block_table" in there
+    fixed = {"d": columns} if paged else {"b": batch, "d": columns}
     k.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of q")
-    seq_kv = k.shape[layout.index("s")]
-    fixed = {"b": batch, "s": seq_kv}
+    fixed = {letter: k.shape[layout.index(letter)] for letter in "bs"}
     v.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of k")
     _check_heads(there, layout)
-    return Sizes(batch, heads, seq_q, seq_kv, v.shape[-1])
+    seq_kv = _in_pages(there, batch, fixed["s"]) if paged else fixed["s"]
+    return Sizes(batch, heads, seq_q, seq_kv, v.shape[-1], paged=paged)
 
 
 def packed_sizes(there: Mapping[str, Argument], most: tuple[Any, Any]) -> Sizes:
     q, k, v = (there[name] for name in "qkv")
     q.expect_shape((None,) * 3, "(tokens, heads, D)")
-    k.expect_shape((None, None, q.shape[2]), "(tokens, heads, D of q)")
-    v.expect_shape((k.shape[0], None, None), "(tokens of k, heads, D)")
+    paged = "block_table" in there
+    if paged:
+        k.expect_shape((None, None, None, q.shape[2]), "(pages, rows of a page, heads, D of q)")
+        v.expect_shape((*k.shape[:2], None, None), "(pages of k, rows of a page, heads, D)")
+    else:
+        k.expect_shape((None, None, q.shape[2]), "(tokens, heads, D of q)")
+        v.expect_shape((k.shape[0], None, None), "(tokens of k, heads, D)")
     _check_heads(there, "thd")
-    if not all(name in there for name in CU_SEQLENS):
+    needed = list(CU_SEQLENS)
+    if paged and "lengths of k and v" in there:
+        needed.remove("cu_seqlens of k and v")
+    if not all(name in there for name in needed):
         raise InvalidArgumentError(
             "layout 'thd' packs sequences; give cu_seqlens, which says where they begin."
         )
     (count, *_) = there["cu_seqlens of q"].shape or (1,)
     batch = max(0, count - 1)
-    for name in CU_SEQLENS:
+    for name in needed:
         there[name].expect_type(data_type.INT32)
         there[name].expect_shape((batch + 1,), "the number of sequences and one more")
         there[name].expect_contiguous()
+    most_kv = _in_pages(there, batch, k.shape[1]) if paged else k.shape[0]
     longest = [
         tokens if bound is None else integer("max_seqlens", bound)
-        for tokens, bound in zip((q.shape[0], k.shape[0]), most, strict=True)
+        for tokens, bound in zip((q.shape[0], most_kv), most, strict=True)
     ]
     if min(longest) < 0:
         raise InvalidArgumentError(f"max_seqlens: expected 0 or more, got {most}.")
     seq_q, seq_kv = longest
-    return Sizes(batch, q.shape[1], seq_q, seq_kv, v.shape[2], q.shape[0], k.shape[0])
+    if paged and seq_kv > most_kv:
+        raise InvalidArgumentError(
+            f"max_seqlens: expected at most the {most_kv} keys that the pages of a sequence hold, "
+            f"got {seq_kv}; pass a wider block_table, or a smaller maximum."
+        )
+    tokens_kv = 2**31 - 1 if paged else k.shape[0]
+    return Sizes(batch, q.shape[1], seq_q, seq_kv, v.shape[-1], q.shape[0], tokens_kv, paged)
+
+
+def _in_pages(there: Mapping[str, Argument], batch: int, page: int) -> int:
+    """How many keys of a sequence its pages hold."""
+    table = there["block_table"]
+    page_tables(table, batch)
+    check_page_size(there["k"], page)
+    held = table.shape[1] * page
+    if held > FARTHEST:
+        raise InvalidArgumentError(
+            f"block_table: expected pages for at most {FARTHEST} keys, got {table.shape[1]} pages "
+            f"of {page} rows; pass a narrower table."
+        )
+    return held
+
+
+def _paged(layout: str) -> str:
+    """The dimensions of pages: b counts them, s their rows."""
+    return "bshd" if layout == "thd" else layout
 
 
 def check_shared(shared: tuple[bool, bool], sizes: Sizes) -> None:
     """Refuse one tensor for queries and keys of which there are not as many."""
     alike = (
         ("lengths", sizes.seq_q, sizes.seq_kv),
-        ("cu_seqlens", sizes.tokens_q, sizes.tokens_kv),
+        # Of keys in pages, cumulative lengths are lengths.
+        ("cu_seqlens", sizes.tokens_q, sizes.tokens_q if sizes.paged else sizes.tokens_kv),
     )
     for is_shared, (name, of_q, of_kv) in zip(shared, alike, strict=True):
         if is_shared and of_q != of_kv:
@@ -120,9 +169,10 @@ def check_shared(shared: tuple[bool, bool], sizes: Sizes) -> None:
 
 
 def _check_heads(there: Mapping[str, Argument], layout: str) -> None:
-    heads = there["q"].shape[layout.index("h")]
+    axis = layout.index("h") - len(layout)  # from behind, as pages of packed sequences have more
+    heads = there["q"].shape[axis]
     for name in ("k", "v"):
-        own = there[name].shape[layout.index("h")]
+        own = there[name].shape[axis]
         if heads and (own == 0 or heads % own):
             raise InvalidArgumentError(
                 f"{name}: expected a number of heads that divides the {heads} of q, got {own}."

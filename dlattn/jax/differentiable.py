@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
-from dlattn.one_call.arguments import Options, pair
+from dlattn.one_call.arguments import Options, pair, shared
 
 
 class _Static(NamedTuple):
@@ -40,6 +41,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Any = None,
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
     deterministic: bool = False,
@@ -58,7 +60,7 @@ def attention(
 
     Returns:
         The output, or with ``return_lse`` a pair of it and the log-sum-exp, both differentiable.
-        Of ``"thd"``, rows of no sequence are not written.
+        Of ``"thd"``, rows of no sequence are 0, and their log-sum-exp is not written.
 
     Raises:
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
@@ -66,6 +68,10 @@ def attention(
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     seed = offset = None
+    if not 0 <= dropout_rate <= 1:
+        raise InvalidArgumentError(
+            f"dropout_rate: expected at least 0 and at most 1, got {dropout_rate}."
+        )
     if dropout_rate:
         if dropout_key is None:
             raise InvalidArgumentError("dropout_key: expected a key of jax.random, got None.")
@@ -75,21 +81,38 @@ def attention(
         "q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "lengths of q": lengths_q, "lengths of k and v": lengths_kv,
         "cu_seqlens of q": cu_q, "cu_seqlens of k and v": cu_kv,
+        "block_table": block_table,
         "dropout's seed": seed, "dropout's offset": offset,
     }  # fmt: skip
     options = Options(
         layout,
         causal,
-        window,
+        tuple(window) if isinstance(window, list) else window,
         alignment,
         scale,
         softcap,
         pair(max_seqlens),
         float(dropout_rate),
-        (False, False),
+        shared(lengths, cu_seqlens),
     )
     static = _Static(options, return_lse, deterministic)
-    return _attention(static, {name: x for name, x in arrays.items() if x is not None})
+    _check(static, arrays)
+    there = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    return _attention(static, there)
+
+
+def _check(static: _Static, arrays: dict[str, Any]) -> None:
+    """Refuse what JAX would refuse in other words."""
+    for name in "qkv":
+        if arrays[name] is None:
+            raise InvalidArgumentError(f"{name}: expected an array, got None.")
+    try:
+        hash(static)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            "layout, causal, window, alignment, scale, softcap, max_seqlens: expected values that "
+            f"are known while JAX traces, as jit's static_argnames are, got {static!r:.300}."
+        ) from error
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,23 +121,42 @@ def _attention(static: _Static, arrays: dict[str, Any]) -> Any:
     return tuple(results) if static.return_lse else results[0]
 
 
-def _forward(static: _Static, arrays: dict[str, Any]) -> tuple[Any, Any]:
-    out, lse = batched("forward", arrays, static.options, (True,))
-    return (out, lse) if static.return_lse else out, (arrays, out, lse)
+def _forward(static: _Static, primals: dict[str, Any]) -> tuple[Any, Any]:
+    arrays = {name: x.value for name, x in primals.items()}
+    out, lse = _once("forward", static.options, (True,), arrays)
+    # As keys, since what is kept is made of arrays.
+    learned = dict.fromkeys(x for x in ("bias", "sinks") if x in primals and primals[x].perturbed)
+    return (out, lse) if static.return_lse else out, (arrays, out, lse, learned)
 
 
 def _backward(static: _Static, kept: Any, gradient: Any) -> tuple[dict[str, Any]]:
-    arrays, out, lse = kept
+    arrays, out, lse, learned = kept
     dout, dlse = gradient if static.return_lse else (gradient, None)
-    bias = "bias" in arrays and jnp.issubdtype(arrays["bias"].dtype, jnp.floating)
-    sinks = "sinks" in arrays
     given = {**arrays, "dout": dout, "out": out, "lse": lse}
-    if dlse is not None:
+    if isinstance(dout, SymbolicZero):
+        given["dout"] = jnp.zeros_like(out)
+    if dlse is not None and not isinstance(dlse, SymbolicZero):
         given["dlse"] = dlse
-    found = batched("backward", given, static.options, (bias, sinks, static.deterministic))
-    wanted = ["q", "k", "v", *["bias"] * bias, *["sinks"] * sinks]
+    asked = "bias" in learned, "sinks" in learned, static.deterministic
+    found = _once("backward", static.options, asked, given)
+    wanted = ["q", "k", "v", *learned]
     constant = {name: _nothing(x) for name, x in arrays.items()}
     return ({**constant, **dict(zip(wanted, found, strict=True))},)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _once(
+    direction: str, options: Options, asked: tuple[bool, ...], given: dict[str, Any]
+) -> list[Any]:
+    """What has no derivative of its own."""
+    return batched(direction, given, options, asked)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "dlattn's attention has first derivatives alone. For gradients of gradients, and for "
+        "jax.hessian, use jax.nn.dot_product_attention."
+    )
 
 
 def _nothing(x: Any) -> Any:
@@ -124,4 +166,5 @@ def _nothing(x: Any) -> Any:
     return np.zeros(x.shape, float0)
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_once.defjvp(_refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dlattn.errors import InvalidArgumentError
@@ -42,13 +43,15 @@ def dot_product_attention(
         bias: added to scores, broadcasts to (B, N, T, S); it has a gradient.
         mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias it makes
             the sum of both.
-        scale: ``1 / sqrt(H)`` unless given.
+        scale: ``1 / sqrt(H)`` unless given; an array of no dimensions, which may be traced and has
+            a gradient, is multiplied with the query.
         is_causal: query t attends to keys 0 to t.
         query_seq_lengths, key_value_seq_lengths: (B,), int32: how much of each sequence is used.
         local_window_size: how many keys before and behind its position a query attends to, or one
             number of both; with ``is_causal`` only the first counts.
         implementation: ignored; dlattn is the implementation.
-        return_residual: return the log-sum-exp, too, (B, T, N).
+        return_residual: return the log-sum-exp, too, (B, T, N); fp32, where ``jax.nn`` rounds it to
+            the query's type and stops its gradient.
         alignment: where the positions of queries and keys meet: ``"top_left"``, or
             ``"bottom_right"``.
         softcap, alibi_slopes, sinks, dropout_rate, dropout_key, deterministic: as in
@@ -73,6 +76,8 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"mask: expected booleans, got {jnp.asarray(mask).dtype}; give numbers as bias."
         )
+    if isinstance(scale, jax.Array):
+        query, scale = query * scale.astype(query.dtype), 1.0
     found = attention(
         query,
         key,

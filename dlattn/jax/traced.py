@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -132,6 +133,10 @@ def _traced(
         for name, shape, dtype in looks
     }
     found = wanted(there, (None,) * len(names), options, *asked)
+    if options.layout == "thd" and found.request is not None:
+        # Where nothing is written, there may be anything, which a pure function does not return.
+        first, *others = found.outputs
+        found = found._replace(outputs=[replace(first, fill=0.0), *others])
     return _Traced(found, names, list(there), platform == "cpu")
 
 

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlattn.calls.arguments import Argument, admit, integer, number, plain_spec, same_type
+from dlattn.calls.arguments import (
+    Argument,
+    admit,
+    integer,
+    number,
+    page_tables,
+    plain_spec,
+    same_type,
+)
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import CPU_TYPES, KERNEL_TYPES, Request
@@ -26,6 +34,7 @@ _ALIGNMENTS = ("bottom_right", "top_left")
 TENSORS = (
     *("q", "k", "v", "bias", "alibi_slopes", "sinks"),
     *("lengths of q", "lengths of k and v", "cu_seqlens of q", "cu_seqlens of k and v"),
+    "block_table",
     *("dropout's seed", "dropout's offset"),
 )
 
@@ -62,6 +71,7 @@ def sorted_out(
     lengths: Any,
     cu_seqlens: Any,
     max_seqlens: Any,
+    block_table: Any,
     dropout: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any]]:
     """The tensors and options of a call in the order of :data:`TENSORS` and :class:`Options`, and
@@ -74,10 +84,9 @@ def sorted_out(
     p, seed, offset = _dropout(dropout)
     hosts = [np.array(_wrapped(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
-    shared = tuple(x is not None and not isinstance(x, tuple) for x in (lengths, cu_seqlens))
     return (
-        (*tensors, *pair(lengths), *pair(cu_seqlens), *state),
-        (*options, pair(max_seqlens), p, shared),
+        (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
+        (*options, pair(max_seqlens), p, shared(lengths, cu_seqlens)),
         hosts,
     )
 
@@ -129,6 +138,7 @@ class Described:
             bias=self.bias,
             dropout=dropout,
             numbers=dropout.numbers(options.p) if dropout else {},
+            max_seq_kv=sizes.seq_kv if sizes.paged else None,
             most_tokens_q=sizes.tokens_q,
             most_tokens_kv=sizes.tokens_kv,
             aligned=all(it.seen.ptr % 16 == 0 for name, it in self.there.items() if name in _ROWS),
@@ -249,8 +259,14 @@ def _row_tensors(there: Mapping[str, Argument], sizes: Sizes) -> dict[str, tuple
             there[name].expect_type(data_type.INT32, data_type.INT64)
             there[name].expect_shape((sizes.batch,), "(B)")
             specs[role] = (name, there[name].vector())
+    if sizes.paged:
+        table = there["block_table"]
+        pages = page_tables(table, sizes.batch)
+        specs |= {role: ("block_table", spec) for role, spec in pages.items()}
     for name, role in CU_SEQLENS.items():
-        if name in there:
+        # Of keys in pages, they tell nothing but lengths.
+        unread = sizes.paged and role == "cu_seqlens_kv" and "seq_len_kv" in specs
+        if name in there and not unread:
             specs[role] = (name, there[name].vector())
     return specs
 
@@ -324,6 +340,14 @@ def _softcap(softcap: Any) -> float | None:
 def pair(given: Any) -> tuple[Any, Any]:
     """Of q, and of k and v."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)
+
+
+def shared(lengths: Any, cu_seqlens: Any) -> tuple[bool, bool]:
+    """Whether one tensor of each is of q, k and v alike."""
+    return (
+        lengths is not None and not isinstance(lengths, tuple),
+        cu_seqlens is not None and not isinstance(cu_seqlens, tuple),
+    )
 
 
 def _dropout(given: Any) -> tuple[float, Any, Any]:

@@ -9,7 +9,7 @@ from dlattn.calls.arguments import Argument, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
     TENSORS,
@@ -92,7 +92,7 @@ def attention_backward(
     tensors, options, hosts = sorted_out(
         (q, k, v, bias, alibi_slopes, sinks),
         (layout, causal, window, alignment, scale, softcap),
-        lengths, cu_seqlens, max_seqlens, dropout,
+        lengths, cu_seqlens, max_seqlens, None, dropout,
     )  # fmt: skip
     return run(
         (*tensors, dout, out, lse, dlse, dq, dk, dv),
@@ -130,6 +130,11 @@ def wanted(
     deterministic: bool,
 ) -> Wanted:
     """What a call of the backward comes down to; see :func:`describe`."""
+    if "block_table" in there:
+        raise cudnnGraphNotSupportedError(
+            "block_table: attention of keys and values in pages has no backward as one call; "
+            "gather them into tensors of their own to train, or use pygraph.sdpa_backward."
+        )
     it = describe(there, values, options)
     sizes, layout = it.sizes, it.options.layout
     for name in ("dout", "out"):

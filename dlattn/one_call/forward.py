@@ -38,6 +38,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Any = None,
     dropout: tuple[float, Any, Any] | None = None,
     return_lse: bool = False,
     out: Any = None,
@@ -74,6 +75,11 @@ def attention(
             alike, or a pair of such tensors.
         max_seqlens: of ``"thd"``, a bound of the lengths, or a pair of them, of queries and of
             keys: the number of tokens unless given, which costs some speed.
+        block_table: (B, pages of a sequence), int32: k and v lie in pages, in the place of a batch
+            of sequences, with the layout's order of dimensions, and of ``"thd"`` (pages, rows of a
+            page, head, D). A page has a power of two of rows; each sequence's pages, in order, are
+            a row of the table, and ``lengths`` (or, of ``"thd"``, differences of ``cu_seqlens``)
+            say how far they are filled. As one call, it has no backward.
         dropout: ``(p, seed, offset)``, the mask of :func:`dlattn.philox_dropout_mask`; seed and
             offset are integers, or int32 or int64 tensors of one element.
         return_lse: return the log-sum-exp, too.
@@ -93,7 +99,7 @@ def attention(
     tensors, options, hosts = sorted_out(
         (q, k, v, bias, alibi_slopes, sinks),
         (layout, causal, window, alignment, scale, softcap),
-        lengths, cu_seqlens, max_seqlens, dropout,
+        lengths, cu_seqlens, max_seqlens, block_table, dropout,
     )  # fmt: skip
     results = run((*tensors, out), (*options, return_lse), hosts)
     return tuple(results) if return_lse else results[0]

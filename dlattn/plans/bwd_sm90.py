@@ -44,11 +44,15 @@ class Sm90BwdTiling:
     share_slots: int = 1
     stages_bias: bool = False
 
-    columns: ClassVar[int] = 64
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
     #: Of a thread that computes dQ, as few as it can do with; key workers share what is left.
     query_registers: ClassVar[int] = 72
+
+    @property
+    def columns(self) -> int:
+        """dQ has whole pieces."""
+        return self.piece_columns
 
     @property
     def cpp(self) -> str:

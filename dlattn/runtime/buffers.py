@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
+from dlattn.runtime.protocols import TensorView
 
 Dims = tuple[int, ...]
 
@@ -44,6 +46,21 @@ def empty_cupy(index: int, shape: Dims, stride: Dims, dtype: data_type) -> Any:
         memory = cupy.cuda.alloc(_span(shape, stride) * element.itemsize)
     strides = tuple(step * element.itemsize for step in stride)
     return cupy.ndarray(shape, element, memory, strides)
+
+
+def array_of(seen: TensorView) -> Any:
+    """Somebody's memory, of one element or more, as an array of CuPy or NumPy, without a copy."""
+    element = dtypes.to_numpy(seen.dtype)
+    nbytes = _span(seen.shape, seen.stride) * element.itemsize
+    strides = tuple(step * element.itemsize for step in seen.stride)
+    kind, index = seen.device
+    if kind != "cuda":
+        memory: Any = (ctypes.c_char * nbytes).from_address(seen.ptr)
+        return np.ndarray(seen.shape, element, memory, strides=strides)
+    import cupy
+
+    unowned = cupy.cuda.UnownedMemory(seen.ptr, nbytes, None, index)
+    return cupy.ndarray(seen.shape, element, cupy.cuda.MemoryPointer(unowned, 0), strides)
 
 
 def cuda_ordinal(pointer: int) -> int:

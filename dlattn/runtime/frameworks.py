@@ -16,7 +16,7 @@ import numpy as np
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
-from dlattn.runtime.buffers import cuda_ordinal, empty_cupy, empty_numpy, wait_for
+from dlattn.runtime.buffers import array_of, cuda_ordinal, empty_cupy, empty_numpy, wait_for
 from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, new_view
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
@@ -178,6 +178,14 @@ class _Numpy(Framework):
         return np.ascontiguousarray(np.pad(obj, widths))
 
 
+class _Masked(_Numpy):
+    def view(self, obj: Any) -> TensorView:
+        raise InvalidVariantPackError(
+            "A numpy.ma.MaskedArray has a mask of its own, which dlattn does not read; pass its "
+            "data, or what filled() gives"
+        )
+
+
 class Dlpack(Framework):
     """Any type with an exchange protocol. Its buffers are CuPy's or NumPy's."""
 
@@ -193,6 +201,11 @@ class Dlpack(Framework):
         if kind == "cuda":
             return partial(empty_cupy, index, shape, stride, dtype)
         return partial(empty_numpy, shape, stride, dtype)
+
+    def assign(self, obj: Any, value: Any) -> None:
+        seen = self.view(obj)
+        if 0 not in seen.shape:
+            array_of(seen)[...] = value
 
     def order_before(self, obj: Any, stream: int) -> None:
         if self.view(obj).device[0] != "cuda":
@@ -282,6 +295,7 @@ BY_NAME: dict[str, type[Framework]] = {
     "torch.Tensor": _Torch,
     "cupy.ndarray": _Cupy,
     "numpy.ndarray": _Numpy,
+    "numpy.MaskedArray": _Masked,
     "jaxlib.ArrayImpl": _Jax,
     "jax.Buffer": _JaxBuffer,
     "jax.Tracer": _JaxTracer,

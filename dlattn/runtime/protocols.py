@@ -218,6 +218,14 @@ def _integers(address: int, count: int) -> tuple[int, ...]:
 
 
 def _view_by_interface(interface: dict[str, Any], device: tuple[str, int]) -> TensorView:
+    if interface.get("mask") is not None:
+        raise InvalidVariantPackError(
+            "It has a mask of its own, which dlattn does not read; pass its values without one"
+        )
+    if not isinstance(interface.get("data"), tuple):
+        raise InvalidVariantPackError(
+            "Its array interface has no address under 'data'; pass a tensor that has one"
+        )
     pointer, read_only = interface["data"]
     dtype = np.dtype(interface["typestr"])
     known = ELEMENT_TYPES[dtype]

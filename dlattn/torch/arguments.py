@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
+from dlattn.one_call.arguments import pair
+from dlattn.torch.rows import in_rows
 
 
 class Tensors(NamedTuple):
@@ -27,12 +33,8 @@ class Tensors(NamedTuple):
     lengths_kv: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
+    block_table: Tensor | None = None
     state: Tensor | None = None
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether there are q, k and v alone."""
-        return all(x is None for x in self[3:])
 
     @property
     def all(self) -> tuple[Any, ...]:
@@ -54,13 +56,56 @@ class Options(NamedTuple):
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     dropout_p: float
+    shared_lengths: bool
+    shared_cu_seqlens: bool
 
-    @property
-    def words(self) -> tuple[Any, ...]:
-        """As :class:`dlattn.one_call.arguments.Options`."""
-        layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p = self
-        window, most = (left, right), (most_q, most_kv)
-        return layout, causal, window, alignment, scale, softcap, most, p, (False, False)
+
+def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of options, which most programs give again and again."""
+    known = lru_cache(maxsize=1024)(function)
+
+    @wraps(function)
+    def call(*given: Any) -> Any:
+        if torch.compiler.is_compiling():  # which sees through functions, but not into caches
+            return function(*given)
+        try:
+            return known(*given)
+        except TypeError:  # they cannot be hashed: something is wrong with them
+            return function(*given)
+
+    return call
+
+
+@_remembered
+def options_of(
+    layout: str,
+    causal: bool,
+    window: Any,
+    alignment: str,
+    scale: float | None,
+    softcap: float | None,
+    max_seqlens: Any,
+    dropout_p: float,
+    shared_lengths: bool = False,
+    shared_cu_seqlens: bool = False,
+) -> Options:
+    """From the words of :func:`dlattn.attention`.
+
+    Raises:
+        InvalidArgumentError: the window is no pair.
+    """
+    return Options(
+        layout, causal, *bounds(window), alignment, scale, softcap, *pair(max_seqlens), dropout_p,
+        shared_lengths, shared_cu_seqlens,
+    )  # fmt: skip
+
+
+@_remembered
+def _words(options: Options, *more: bool) -> tuple[Any, ...]:
+    """As :class:`dlattn.one_call.arguments.Options`, and what follows them."""
+    layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = options
+    window, most = (left, right), (most_q, most_kv)
+    return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared), *more
 
 
 #: How many tensors there are.
@@ -74,8 +119,14 @@ def forward(
     if options.layout == "thd" and out is None:
         # Where nothing is written, there may be NaN, which a gradient of 0 would not take away.
         out = tensors.q.new_zeros(*tensors.q.shape[:-1], tensors.v.shape[-1])
-    given = tensors[:3] if out is None and tensors.are_plain else (*tensors.all, out)
-    return forward_pass.run(given, (*options.words, return_lse))
+    return forward_pass.run((*tensors.all, out), _words(options, return_lse))
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True
+) -> Any:
+    """The same of q, k and v alone, not packed."""
+    return forward_pass.run((q, k, v), _words(options, return_lse))
 
 
 def backward(
@@ -93,11 +144,26 @@ def backward(
     Args:
         wanted: of the bias, and of the sinks; without, theirs is ``None``.
     """
-    # Gradients of sums repeat one number, which the copy engine cannot, and neither can rows.
-    if 0 in dout.stride() or dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    # Gradients of sums repeat one number, which the copy engine cannot.
+    dout = dout.contiguous() if 0 in dout.stride() else in_rows(dout)
     given = (*tensors.all, dout, out, lse, dlse, None, None, None)
-    return backward_pass.run(given, (*options.words, *wanted, deterministic))
+    return backward_pass.run(given, _words(options, *wanted, deterministic))
+
+
+def bounds(window: Any) -> tuple[Any, Any]:
+    """How far a query sees to the left and to the right.
+
+    Raises:
+        InvalidArgumentError: it is no pair.
+    """
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidArgumentError(
+            f"window: expected a pair (left, right), or None, got {window!r:.100}."
+        )
+    left, right = window
+    return left, right
 
 
 def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:

@@ -44,5 +44,9 @@ def gradients(
 
 
 def refuse(*_: Any) -> NoReturn:
-    """In the place of a second derivative."""
-    raise NotImplementedError("Attention has first derivatives alone.")
+    """In the place of a derivative that there is not."""
+    raise NotImplementedError(
+        "dlattn's attention has first derivatives alone, in reverse mode. For gradients of "
+        "gradients, torch.func.jvp, jacfwd and hessian, use PyTorch's own under "
+        "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+    )

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.one_call.arguments import pair
+from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
     Tensors,
     backward,
     forward,
+    options_of,
+    plain_forward,
     split,
 )
 from dlattn.torch.batching import batching
@@ -38,6 +40,7 @@ def attention(
     lengths: Any = None,
     cu_seqlens: Any = None,
     max_seqlens: int | tuple[int, int] | None = None,
+    block_table: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -63,21 +66,54 @@ def attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
-    left, right = window or (None, None)
-    options = Options(
-        layout, causal, left, right, alignment, scale, softcap, *pair(max_seqlens), dropout_p
-    )
-    if torch.is_autocast_enabled(q.device.type):
+    options = options_of(
+        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_p,
+        *shared(lengths, cu_seqlens),
+    )  # fmt: skip
+    return attend(
+        q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
+        options, deterministic, return_lse,
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    lengths: Any,
+    cu_seqlens: Any,
+    block_table: Tensor | None,
+    options: Options,
+    deterministic: bool | None,
+    return_lse: bool,
+) -> Any:
+    """:func:`attention`, by the way through autograd that there is for such tensors.
+
+    The hot path of most programs: arguments are passed by position, and those that most calls lack
+    are looked at together.
+    """
+    plain = type(q) in _PLAIN
+    if not plain:
+        _check(q)
+    device = q.device.type
+    is_meta = device == "meta"
+    if not is_meta and torch.is_autocast_enabled(device):
         q, k, v, bias = _autocast(q, k, v, bias)
-    state = None if dropout_p == 0 else _drawn(q, dropout_p)
-    tensors = Tensors(q, k, v, bias, alibi_slopes, sinks, lengths_q, lengths_kv, cu_q, cu_kv, state)
+    state = None if options.dropout_p == 0 else _drawn(q, options.dropout_p)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if torch.compiler.is_compiling() or type(q) not in _PLAIN:
-        out, lse = torch.ops.dlattn.attention(*tensors, *options, deterministic)
+    others = None
+    if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
+        others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
+    if is_meta or not plain or torch.compiler.is_compiling():
+        every = _all(q, k, v, bias, sinks, others)
+        out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
-        out, lse = _Transformed.apply(*tensors, *options, deterministic)
+        every = _all(q, k, v, bias, sinks, others)
+        out, lse = _Transformed.apply(*every, *options, deterministic)
     elif torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -85,16 +121,53 @@ def attention(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     ):
-        constants = (alibi_slopes, *tensors[6:]), options, deterministic
-        out, lse = _Eager.apply(q, k, v, bias, sinks, constants)
+        constants = others, options, deterministic, return_lse
+        return _apply_eagerly(q, k, v, bias, sinks, constants)
     else:
-        out, *more = forward(tensors, options, return_lse=return_lse)
-        lse = more[0] if more else None
+        found = _forward(q, k, v, bias, sinks, others, options, return_lse)
+        return tuple(found) if return_lse else found[0]
     return (out, lse) if return_lse else out
+
+
+#: Besides the tensors that may have gradients.
+_Others = tuple[Tensor | None, ...]
+
+
+def _all(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    others: _Others | None,
+) -> Tensors:  # fmt: skip
+    if others is None:
+        return Tensors(q, k, v, bias, None, sinks)
+    slopes, *more = others
+    return Tensors(q, k, v, bias, slopes, sinks, *more)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    others: _Others | None, options: Options, return_lse: bool,
+) -> Any:  # fmt: skip
+    if bias is sinks is others is None:
+        return plain_forward(q, k, v, options, return_lse)
+    return forward(_all(q, k, v, bias, sinks, others), options, return_lse=return_lse)
 
 
 #: Of other tensors, such as fake ones, operators take care.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _check(q: Any) -> None:
+    """Refuse what operators would refuse in other words."""
+    if not isinstance(q, Tensor):
+        raise InvalidArgumentError(
+            f"q: expected a torch.Tensor, got a {type(q).__module__}.{type(q).__qualname__}; "
+            "dlattn.attention takes those of every framework."
+        )
+    if q.is_nested:
+        raise InvalidArgumentError(
+            "q: expected no nested tensor, which is scaled_dot_product_attention's; or give "
+            "values() with layout='thd' and offsets() as cu_seqlens."
+        )
 
 
 def _autocast(*tensors: Tensor | None) -> list[Any]:
@@ -127,29 +200,37 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
         v: Tensor,
         bias: Tensor | None,
         sinks: Tensor | None,
-        constants: tuple[tuple[Tensor | None, ...], Options, bool],
-    ) -> tuple[Tensor, Tensor]:
-        (slopes, *others), options, _ = constants
-        out, lse = forward(Tensors(q, k, v, bias, slopes, sinks, *others), options)
+        constants: tuple[_Others | None, Options, bool, bool],
+    ) -> Any:
+        others, options, _, return_lse = constants
+        out, lse = _forward(q, k, v, bias, sinks, others, options, True)
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
         ctx.constants = constants
+        if not return_lse:
+            return out
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 6
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
-        (slopes, *others), options, deterministic = ctx.constants
+        others, options, deterministic, _ = ctx.constants
         # Who takes gradients of gradients must not get them for constants.
         run = _Backward.apply if torch.is_grad_enabled() else _Backward.forward
         gradients = run(
             torch.zeros_like(out) if dout is None else dout, out, lse, dlse,
-            q, k, v, bias, slopes, sinks, *others,
+            *_all(q, k, v, bias, sinks, others),
             *options, deterministic, ctx.needs_input_grad[3], ctx.needs_input_grad[4],
         )  # fmt: skip
         return (*gradients, None)
+
+    jvp = staticmethod(refuse)
+
+
+#: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
+_apply_eagerly = super(torch.autograd.Function, _Eager).apply
 
 
 class _Transformed(torch.autograd.Function):  # type: ignore[misc]
@@ -161,6 +242,7 @@ class _Transformed(torch.autograd.Function):  # type: ignore[misc]
         return tuple(forward(tensors, options))
 
     setup_context = staticmethod(save)
+    jvp = staticmethod(refuse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
@@ -187,7 +269,7 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         return
 
-    backward = staticmethod(refuse)
+    backward = jvp = staticmethod(refuse)
 
     @staticmethod
     def vmap(*given: Any) -> Any:

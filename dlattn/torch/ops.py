@@ -20,11 +20,12 @@ from dlattn.torch.derivative import gradients, refuse, save
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? lengths_q, Tensor? lengths_kv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, "
-    "Tensor? state"
+    "Tensor? block_table, Tensor? state"
 )
 _OPTIONS = (
     "str layout, bool causal, int? left, int? right, str alignment, float? scale, float? softcap, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, float dropout_p"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, float dropout_p, "
+    "bool shared_lengths, bool shared_cu_seqlens"
 )
 _SCHEMAS = {
     "attention": f"({_TENSORS}, {_OPTIONS}, bool deterministic) -> (Tensor out, Tensor lse)",

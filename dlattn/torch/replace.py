@@ -24,13 +24,16 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
 
     Args:
         fall_back: what dlattn cannot run (fp32 on a GPU, say) goes to PyTorch, with the reason in
-            dlattn's log; else it raises.
+            dlattn's log; else it raises. Under ``torch.compile`` only the element type decides;
+            what else dlattn cannot run raises when the graph runs.
     """
     functional = torch.nn.functional
     own = functional.scaled_dot_product_attention
 
     @functools.wraps(own)
     def replaced(*given: Any, **named: Any) -> Any:
+        if fall_back and torch.compiler.is_compiling() and not _has_kernels(*given, **named):
+            return own(*given, **named)
         try:
             return scaled_dot_product_attention(*given, **named)
         except DlattnError as error:
@@ -44,3 +47,11 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = own
+
+
+def _has_kernels(query: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """Whether there are kernels for the element type that a call has, or that autocasting gives."""
+    device = query.device.type
+    cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if cast else query.dtype
+    return device == "cpu" or dtype in (torch.float16, torch.bfloat16)

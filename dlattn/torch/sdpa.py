@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.torch.differentiable import attention
+from dlattn.one_call.arguments import shared
+from dlattn.torch.arguments import options_of
+from dlattn.torch.differentiable import attend, attention
+from dlattn.torch.nested import nested_attention
+from dlattn.torch.rows import in_rows
 
 
 def scaled_dot_product_attention(
@@ -27,6 +31,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     lengths: Any = None,
+    block_table: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -37,7 +42,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E); fp16 or bf16, on the CPU also fp32 and fp64. With nested tensors
-            (``torch.jagged``), (B, H, jagged, E), as ``transpose(1, 2)`` gives it.
+            (``torch.jagged``), (B, H, jagged, E), as ``transpose(1, 2)`` gives it. Copied, as key
+            and value, if the stride of the last dimension is not 1.
         key: (..., Hk, S, E).
         value: (..., Hk, S, Ev).
         attn_mask: broadcasts to (..., H, L, S): of booleans, true where a query attends; of floats,
@@ -50,6 +56,8 @@ def scaled_dot_product_attention(
         alignment: where the positions of queries and keys meet, for ``is_causal``, too:
             ``"top_left"``, or ``"bottom_right"``.
         lengths: as in :func:`dlattn.attention`, of four dimensions.
+        block_table: (B, pages of a sequence), int32: key and value lie in pages, (pages, Hk, rows
+            of a page, E), as in :func:`dlattn.attention`.
         deterministic, return_lse: as in :func:`dlattn.torch.attention`; log-sum-exps are (..., H,
             L), of nested tensors (H, tokens).
 
@@ -57,7 +65,23 @@ def scaled_dot_product_attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    options: dict[str, Any] = {
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if not nested:
+        if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            query, key, value = in_rows(query), in_rows(key), in_rows(value)
+        of_q, of_k, of_v = query.shape, key.shape, value.shape
+        alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
+        if len(of_q) == len(of_k) == len(of_v) == 4 and alike:
+            _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
+            options = options_of(
+                "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
+                *shared(lengths, None),
+            )  # fmt: skip
+            return attend(
+                query, key, value, attn_mask, sinks, alibi_slopes, lengths, None, block_table,
+                options, deterministic, return_lse,
+            )  # fmt: skip
+    words: dict[str, Any] = {
         "causal": is_causal,
         "window": window,
         "alignment": alignment,
@@ -65,22 +89,19 @@ def scaled_dot_product_attention(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "block_table": block_table,
         "dropout_p": dropout_p,
         "deterministic": deterministic,
         "return_lse": return_lse,
     }
-    if query.is_nested:
-        if attn_mask is not None or lengths is not None:
-            raise InvalidArgumentError(
-                "attn_mask and lengths: expected None with nested tensors, which have lengths of "
-                "their own and no common mask."
-            )
-        return _nested(query, key, value, options)
-    of_q, of_k, of_v = query.shape, key.shape, value.shape
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or not of_q[0] == of_k[0] == of_v[0]:
-        return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, options)
-    _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
-    return attention(query, key, value, layout="bhsd", bias=attn_mask, lengths=lengths, **options)
+    if not nested:
+        return _reshaped(query, key, value, attn_mask, enable_gqa, lengths, words)
+    if not (attn_mask is lengths is block_table is None):
+        raise InvalidArgumentError(
+            "attn_mask, lengths and block_table: expected None with nested tensors, which have "
+            "lengths of their own and no common mask."
+        )
+    return nested_attention(query, key, value, words)
 
 
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
@@ -101,11 +122,22 @@ def _reshaped(
     options: dict[str, Any],
 ) -> Any:
     """Of other than four dimensions, or of dimensions in front that broadcast."""
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    if min(map(len, shapes)) < 2 or options["block_table"] is not None:
+        raise InvalidArgumentError(
+            "query, key, value: expected two dimensions (L, E) or more, and with a block_table "
+            f"four, got shapes {shapes}."
+        )
     four: list[Tensor] = [_with_heads(x) for x in (query, key, value)]
     mask = attn_mask
     if mask is not None and query.dim() == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
-    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
+    try:
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"query, key, value: expected dimensions in front that broadcast, got shapes {shapes}."
+        ) from error
     of_q, of_k, of_v = (x.shape[-3] for x in four)
     _check_heads(of_q, of_k, of_v, enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
@@ -124,25 +156,3 @@ def _with_heads(x: Tensor) -> Tensor:
     if x.dim() > 3:
         return x
     return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
-
-
-def _nested(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
-    """Sequences of different lengths, packed one behind the other."""
-    packed = [x.transpose(1, 2) for x in (query, key, value)]
-    if any(x.layout is not torch.jagged for x in packed):
-        raise InvalidArgumentError(
-            "query, key, value: expected nested tensors of layout torch.jagged, got "
-            f"{[str(x.layout) for x in packed]}."
-        )
-    q, k, v = packed
-    cu_seqlens = tuple(x.offsets().to(torch.int32) for x in (q, k))
-    found = attention(
-        *(x.values() for x in packed),
-        layout="thd",
-        cu_seqlens=cu_seqlens,
-        max_seqlens=tuple(x._get_max_seqlen() for x in (q, k)),
-        **options,
-    )
-    out, lse = found if options["return_lse"] else (found, None)
-    nested = torch.nested.nested_tensor_from_jagged(out, q.offsets()).transpose(1, 2)
-    return nested if lse is None else (nested, lse)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import dlattn
 from dlattn.one_call.forward import _CALLS
 from dlattn.runtime import jit
-from tests.calls import check_attention
+from tests.calls import check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.drivers import gpu_library
 from tests.states import to_numpy
@@ -59,6 +59,14 @@ def test_packed_sequences() -> None:
         )
         assert abs(to_numpy(o[own]) - to_numpy(alone[0])).max() < 1e-2
         assert abs(to_numpy(lse[:, own]) - to_numpy(sums[0])).max() < 1e-4
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
+def test_keys_in_pages(layout: str, page: int) -> None:
+    """Keys and values in pages give what they give in one piece."""
+    check_pages(layout, gpu_library(), "bfloat16", page)
+    check_full_pages(gpu_library(), "bfloat16", page)
 
 
 def test_a_second_call_compiles_nothing() -> None:

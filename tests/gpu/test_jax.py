@@ -11,6 +11,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 from dlattn.jax import attention, dot_product_attention  # noqa: E402
+from tests.layers import check_layer  # noqa: E402
 
 jnp = jax.numpy
 
@@ -104,3 +105,24 @@ def test_new_numbers_in_the_same_program() -> None:
         np.testing.assert_allclose(
             run(q, k, v).astype(jnp.float32), wanted.astype(jnp.float32), rtol=5e-2, atol=2e-2
         )
+
+
+@pytest.mark.parametrize("library", ["flax", "equinox"])
+def test_layers(library: str) -> None:
+    """The layers of docs/jax.md give the gradients that they give with JAX's attention."""
+    pytest.importorskip(library)
+    check_layer(library, 5e-2)
+
+
+def test_keys_in_pages() -> None:
+    """Keys and values that a table finds are as good as those in one piece."""
+    q, pages = random(2, 3, 4, 64), random(9, 16, 2, 64)
+    table, lengths = np.array([[3, 0, 8], [5, 2, 1]], np.int32), np.array([40, 5], np.int32)
+    whole = pages[table].reshape(2, 48, 2, 64)
+    found, wanted = (
+        jax.jit(lambda k, more=more: attention(q, k, k, lengths=(None, lengths), **more))(k)
+        for k, more in ((pages, {"block_table": table}), (whole, {}))
+    )
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), wanted.astype(jnp.float32), rtol=2e-2, atol=1e-2
+    )

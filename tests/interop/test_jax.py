@@ -15,6 +15,7 @@ jax = pytest.importorskip("jax")
 import dlattn  # noqa: E402
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError  # noqa: E402
 from dlattn.jax import attention, dot_product_attention  # noqa: E402
+from tests.layers import check_layer  # noqa: E402
 
 jnp = jax.numpy
 
@@ -35,7 +36,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
 def with_gradients(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
     def loss(*given: Any) -> tuple[Any, Any]:
         out = function(*given)
-        return jnp.sin(out).sum(), out
+        return jnp.sin(jax.tree.leaves(out)[0]).sum(), out
 
     everything = tuple(range(len(inputs)))
     return jax.jit(jax.grad(loss, argnums=everything, has_aux=True))(*inputs)
@@ -53,18 +54,22 @@ def test_is_jaxs(data: st.DataObject) -> None:
     q = random(*lead, rows, heads, columns)
     k, v = (random(*lead, keys, heads // divisor, columns, seed=i) for i in (1, 2))
     options: dict[str, Any] = {"scale": draw(st.sampled_from([None, 0.3, 1.5]))}
-    options["is_causal"] = causal = draw(st.booleans()) and rows <= keys
-    if not causal and draw(st.booleans()):
-        options["local_window_size"] = draw(st.sampled_from([rows, (rows, 1)]))
-    if not single and draw(st.booleans()):
-        lengths = draw(st.lists(st.integers(1, keys), min_size=batch, max_size=batch))
-        options["key_value_seq_lengths"] = np.array(lengths, np.int32)
-        options.pop("local_window_size", None)
+    options["is_causal"] = draw(st.booleans()) and rows <= keys
+    if rows <= keys and draw(st.booleans()):
+        ahead = st.integers(0, 9)
+        options["local_window_size"] = draw(ahead | st.tuples(ahead, ahead))
+    if not single and "local_window_size" not in options:
+        for name, most in (("query_seq_lengths", rows), ("key_value_seq_lengths", keys)):
+            if draw(st.booleans()):
+                lengths = draw(st.lists(st.integers(1, most), min_size=batch, max_size=batch))
+                options[name] = np.array(lengths, np.int32)
+    # It has no gradient in JAX; of rows past the lengths, JAX has numbers of its own.
+    options["return_residual"] = "query_seq_lengths" not in options and draw(st.booleans())
     some = [draw(st.sampled_from([1, n])) for n in (*lead, heads, rows, keys)]
     inputs: tuple[Any, ...] = (q, k, v)
     if draw(st.booleans()):
         inputs += (random(*some, seed=3),)
-    if draw(st.booleans()):
+    if "local_window_size" not in options and draw(st.booleans()):
         mask = random(*some, seed=4) > -0.5
         mask[..., 0] = True  # JAX averages v where nothing is attended
         options["mask"] = mask
@@ -115,23 +120,41 @@ def test_every_option(name: str, layout: str) -> None:
 
 
 def test_packed_sequences() -> None:
-    """Packed, outputs and gradients are those of each sequence."""
+    """Packed, outputs and gradients are those of each sequence; rows of none are 0."""
     cu = np.array([0, 3, 3, 8], np.int32)
-    q, k, v = (random(8, 2, 8, seed=i) for i in range(3))
+    q, k, v = (random(10, 2, 8, seed=i) for i in range(3))
 
     def alone(q: Any, k: Any, v: Any) -> Any:
         parts = [
             attention(*(x[None, a:b] for x in (q, k, v)), causal=True)[0]
             for a, b in ((0, 3), (3, 8))
         ]
-        return jnp.concatenate(parts)
+        return jnp.concatenate([*parts, jnp.zeros((2, 2, 8))])
 
     def packed(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, layout="thd", cu_seqlens=cu, causal=True)
 
     assert_same(with_gradients(packed, (q, k, v)), with_gradients(alone, (q, k, v)))
     with pytest.raises(Exception, match="expected numbers that never fall"):
-        jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 1))
+        jax.block_until_ready(attention(q, k, v, layout="thd", cu_seqlens=cu + 3))
+
+
+def test_keys_in_pages() -> None:
+    """Keys and values that a table finds are as good as those in one piece; of an array of
+    lengths, too, there must be one for each."""
+    q, pages = random(2, 3, 4, 8), random(9, 4, 2, 8)
+    table, lengths = np.array([[3, 0, 8], [5, 2, 1]], np.int32), np.array([10, 5], np.int32)
+    whole = pages[table].reshape(2, 12, 2, 8)
+
+    @jax.jit
+    def run(k: Any, table: Any) -> Any:
+        options = {"lengths": (None, lengths), "block_table": table}
+        return attention(q, k, k, causal=True, **options)
+
+    wanted = dlattn.attention(q, whole, whole, lengths=(None, lengths), causal=True)
+    assert_same(run(pages, table), wanted)
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        attention(q, whole, whole, lengths=lengths)
 
 
 BATCHED: dict[str, dict[str, Any]] = {
@@ -170,6 +193,24 @@ def test_batched(name: str, in_axes: tuple[int | None, ...]) -> None:
         assert_same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
+def test_what_entries_share_is_not_taken_apart() -> None:
+    """A bias, slopes and sinks of all entries are of one batch; with gradients they are not."""
+    q, bias = random(3, 2, 5, 4, 8), random(4, 5, 5)
+    shared = {
+        name: OPTIONS[of][name] for name, of in (("alibi_slopes", "slopes"), ("sinks", "sinks"))
+    }
+
+    def value(q: Any, bias: Any) -> Any:
+        return jnp.sin(attention(q, q, q, bias=bias, **shared)).sum()
+
+    for argnums, is_loop in ((0, False), ((0, 1), True)):
+        gradient = jax.grad(value, argnums=argnums)
+        many = jax.vmap(gradient, in_axes=(0, None))
+        each = [gradient(x, bias) for x in q]
+        assert_same(many(q, bias), jax.tree.map(lambda *x: jnp.stack(x), *each))
+        assert ("scan[" in str(jax.make_jaxpr(many)(q, bias))) == is_loop
+
+
 def test_inside_scan_and_checkpoint() -> None:
     """A loop of layers, its activations computed twice, has the gradient that JAX's has."""
     q, w = random(2, 5, 4, 8), random(8, 8) / 4
@@ -185,6 +226,48 @@ def test_inside_scan_and_checkpoint() -> None:
         for function in (dot_product_attention, jax.nn.dot_product_attention)
     )
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_in_scan_and_vmap(dtype: str) -> None:
+    """Gradients of a loop of layers, for each of some inputs, are those of JAX in fp32, up to a few
+    roundings."""
+    x = jnp.asarray(random(3, 2, 5, 4, 8))
+
+    def gradient(function: Callable[..., Any], x: Any) -> Any:
+        def layer(x: Any, _: Any) -> tuple[Any, None]:
+            return x + function(x, x, x, is_causal=True), None
+
+        def loss(x: Any) -> Any:
+            return jax.lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
+
+        return jax.jit(jax.vmap(jax.grad(loss)))(x)
+
+    half = x.astype(dtype)
+    found = gradient(dot_product_attention, half)
+    exact = gradient(jax.nn.dot_product_attention, half.astype(jnp.float32))
+    assert found.dtype == dtype
+    error = abs(found.astype(jnp.float32) - exact).max()
+    assert error <= 4 * jnp.finfo(dtype).eps * abs(exact).max()
+
+
+def test_a_traced_scale() -> None:
+    """A scale that JAX traces, or learns, is as good as a number."""
+    q = random(2, 5, 4, 8)
+
+    def gradient(function: Callable[..., Any]) -> Any:
+        return jax.jit(jax.grad(lambda scale: jnp.sin(function(q, q, q, scale=scale)).sum()))(0.3)
+
+    assert_same(gradient(dot_product_attention), gradient(jax.nn.dot_product_attention))
+
+
+def test_no_second_derivative() -> None:
+    """It is refused in a sentence."""
+    q = random(1, 5, 2, 8)
+    twice = jax.grad(lambda q: jax.grad(lambda q: attention(q, q, q).sum())(q).sum())
+    for function in (twice, jax.jit(twice)):
+        with pytest.raises(NotImplementedError, match="first derivatives alone"):
+            function(q)
 
 
 def test_dropout_is_the_same_in_both_passes() -> None:
@@ -213,6 +296,7 @@ def test_nothing_to_attend_to() -> None:
     _, lse = attention(q, k, k, sinks=sinks, return_lse=True)
     assert (lse == sinks[:, None]).all()
     assert (jax.grad(lambda q: attention(q, k, k).sum())(q) == 0).all()
+    assert jax.vmap(attention)(*(random(0, 2, 5, 4, 8),) * 3).shape == (0, 2, 5, 4, 8)
 
 
 def test_refusals() -> None:
@@ -224,5 +308,20 @@ def test_refusals() -> None:
         dot_product_attention(q, q, q, mask=random(5, 5))
     with pytest.raises(InvalidArgumentError, match="local_window_size: expected a number"):
         dot_product_attention(q, q, q, local_window_size=(1, 2, 3))
+    for options in ({"causal": jnp.array(True)}, {"softcap": jnp.float32(3)}):
+        with pytest.raises(InvalidArgumentError, match="known while JAX traces"):
+            attention(q, q, q, **options)
+    with pytest.raises(InvalidArgumentError, match="k: expected an array, got None"):
+        attention(q, None, q)
+    with pytest.raises(InvalidArgumentError, match="dropout_rate: expected at least 0 and at"):
+        attention(q, q, q, dropout_rate=1.5, dropout_key=jax.random.key(0))
+    assert_same(attention(q, q, q, window=[1, 2]), attention(q, q, q, window=(1, 2)))
     with pytest.raises((InvalidArgumentError, cudnnGraphNotSupportedError)):
         attention(*(x.astype(np.int32) for x in (q, q, q)))
+
+
+@pytest.mark.parametrize("library", ["flax", "equinox"])
+def test_layers(library: str) -> None:
+    """The layers of docs/jax.md give the gradients that they give with JAX's attention."""
+    pytest.importorskip(library)
+    check_layer(library, 1e-5)

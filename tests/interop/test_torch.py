@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,32 +14,13 @@ torch = pytest.importorskip("torch")
 import dlattn  # noqa: E402
 from dlattn.errors import InvalidArgumentError  # noqa: E402
 from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
-
-sdpa = torch.nn.functional.scaled_dot_product_attention
-
-
-def by_definition(*given: Any, **options: Any) -> Any:
-    """PyTorch's attention as a few operations; its kernel for CPUs has NaN for negative scales."""
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return sdpa(*given, **options)
-
-
-def random(*shape: int, seed: int = 0, grad: bool = True) -> Any:
-    generator = torch.Generator().manual_seed(sum(shape) + seed)
-    made = torch.randn(*shape, dtype=torch.float64, generator=generator)
-    return made.requires_grad_(grad)
-
-
-def gradients(function: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Any]:
-    """The output, and the gradients of what has any, of a random direction."""
-    out = function(*inputs)
-    wanted = [x for x in inputs if x.requires_grad]
-    return [out, *torch.autograd.grad(out, wanted, random(*out.shape, grad=False))]
-
-
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+from tests.torch_checks import (  # noqa: E402
+    assert_same,
+    by_definition,
+    gradients,
+    random,
+    sdpa,
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,6 +58,7 @@ def test_is_pytorchs(data: st.DataObject) -> None:
 
 
 BIAS = torch.linspace(-1, 1, 5 * 7, dtype=torch.float64).reshape(5, 7)
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -161,91 +142,96 @@ def test_nested() -> None:
         own = attention(alone, alone, alone, causal=True)
         own.square().sum().backward()
         assert_same([out[None], grad[None]], [own, alone.grad])
-    with pytest.raises(InvalidArgumentError, match="attn_mask and lengths: expected None"):
+    with pytest.raises(
+        InvalidArgumentError, match="attn_mask, lengths and block_table: expected None"
+    ):
         scaled_dot_product_attention(*(x.transpose(1, 2),) * 3, attn_mask=torch.ones(1))
 
 
-def loss(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return attention(q, k, v, **options).sin().sum()
+def test_one_tensor_of_lengths_is_of_queries_and_keys() -> None:
+    """Of as many of both; else it is refused, as by ``dlattn.attention``."""
+    q, k = random(2, 5, 4, 8), random(2, 7, 4, 8)
+    lengths, cu = torch.tensor([5, 2]), torch.tensor([0, 5], dtype=torch.int32)
+    assert attention(q, q, q, lengths=lengths)[1, 2:].eq(0).all()
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        attention(q, k, k, lengths=lengths)
+    with pytest.raises(InvalidArgumentError, match="lengths: one tensor is of q, k and v alike"):
+        torch.compile(attention, backend="aot_eager")(q, k, k, lengths=lengths)
+    with pytest.raises(InvalidArgumentError, match="cu_seqlens: one tensor is of q, k and v alike"):
+        attention(q[0], k[0], k[0], layout="thd", cu_seqlens=cu)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
-def test_compiled(layout: str, dynamic: bool) -> None:
-    """Under ``torch.compile`` there is one graph, with the same gradients."""
-    torch._dynamo.reset()
-    options: dict[str, Any] = {"layout": layout, "causal": True}
-    shape: tuple[int, ...] = (2, 5, 4, 8)
-    if layout == "thd":
-        shape = (9, 4, 8)
-        options["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
-    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for more in (0, 1) if dynamic and layout != "thd" else (0,):
-        sizes = (shape[0] + more, shape[1] + more, *shape[2:])
-        q, k, v = (random(*sizes, seed=i) for i in range(3))
-        found = torch.autograd.grad(compiled(q, k, v, **options), (q, k, v))
-        assert_same(list(found), list(torch.autograd.grad(loss(q, k, v, **options), (q, k, v))))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_in_pages(compiled: bool) -> None:
+    """Keys and values that a table finds are as good as those in one piece."""
+    q, k, v = (random(*shape, grad=False) for shape in ((2, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 6)))
+    table = torch.tensor([[3, 0, 8], [5, 2, -1]], dtype=torch.int32)
+    lengths = torch.tensor([10, 5], dtype=torch.int32)
+
+    def paged(q: Any, k: Any, v: Any) -> Any:
+        return scaled_dot_product_attention(
+            q, k, v, block_table=table, lengths=(None, lengths), is_causal=True,
+            alignment="bottom_right", enable_gqa=True,
+        )  # fmt: skip
+
+    run = torch.compile(paged, fullgraph=True, backend="aot_eager") if compiled else paged
+    found = run(q, k, v)
+    for b, n in enumerate(lengths):
+        whole = (x[table[b].clamp(0)].transpose(0, 1).flatten(1, 2)[None, :, :n] for x in (k, v))
+        keep = torch.ones(3, int(n), dtype=torch.bool).tril(int(n) - 3)
+        wanted = sdpa(q[b : b + 1], *whole, attn_mask=keep, enable_gqa=True)
+        assert_same([found[b : b + 1]], [wanted])
 
 
-def test_operators_are_well_made() -> None:
-    """What ``torch.library.opcheck`` asks of operators."""
-    q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
-    bias = torch.zeros(4, 5, 5, requires_grad=True)
-    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False)
-    for more in ((None,) * 8, (bias, None, torch.ones(4), *(None,) * 5)):
-        torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
-    given = [x.detach() for x in (q, k, v)]
-    out, lse = torch.ops.dlattn.attention(*given, *(None,) * 8, *options)
-    for dlse in (None, lse):
-        torch.library.opcheck(
-            torch.ops.dlattn.attention_backward.default,
-            (out, out, lse, dlse, *given, *(None,) * 8, *options, False, False),
-        )
-    into = torch.empty_like(out)
-    torch.library.opcheck(
-        torch.ops.dlattn.attention.out, (*given, *(None,) * 8, *options), {"out": into}
+def test_nested_with_gaps() -> None:
+    """Rows between the sequences of a nested tensor belong to none."""
+    buffer = random(2, 8, 4, 8)
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 5])
+    x = torch.nested.narrow(buffer, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    out = scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+    dout = random(16, 4, 8, grad=False)
+    (found,) = torch.autograd.grad(out.values(), buffer, dout)
+    wanted = torch.zeros_like(buffer)
+    for i, (a, b) in enumerate(((0, 3), (1, 6))):
+        part = buffer[i : i + 1, a:b].detach().requires_grad_()
+        alone = attention(part, part, part, causal=True)
+        at = int(out.offsets()[i])
+        (wanted[i, a:b],) = torch.autograd.grad(alone, part, dout[None, at : at + b - a])
+        assert_same([out.values()[at : at + b - a]], [alone[0]])
+    assert_same([found], [wanted])
+
+
+def test_nested_refusals() -> None:
+    """Nested tensors that are not what the function takes are refused by name."""
+    parts = [random(n, 2, 8, grad=False) for n in (3, 6)]
+    x, other = (
+        torch.nested.nested_tensor(some, layout=torch.jagged).transpose(1, 2)
+        for some in (parts, parts[::-1])
     )
-    assert torch.equal(torch.ops.dlattn.attention(*given, *(None,) * 8, *options, out=into), lse)
-    assert torch.equal(into, out)
+    dense = random(2, 2, 6, 8)
+    with pytest.raises(
+        InvalidArgumentError, match="expected nested tensors of layout torch.jagged"
+    ):
+        scaled_dot_product_attention(dense, x, x)
+    with pytest.raises(InvalidArgumentError, match=r"expected \(B, H, jagged, E\), as transpose"):
+        scaled_dot_product_attention(*(x.transpose(1, 2),) * 3)
+    with pytest.raises(InvalidArgumentError, match="value: expected the lengths of key"):
+        scaled_dot_product_attention(x, x, other)
+    with pytest.raises(InvalidArgumentError, match="q: expected no nested tensor"):
+        attention(x, x, x)
 
 
-BATCHED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "another layout": {"layout": "sbhd"},
-    "a bias": {"bias": torch.linspace(0, 1, 25, dtype=torch.float64).reshape(5, 5)},
-    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
-    "lengths": {"lengths": torch.tensor([5, 2])},
-}
+def test_any_strides() -> None:
+    """Tensors whose last dimension has gaps, or repeats a number, are as good as any other."""
+    q, k = random(2, 4, 8, 5), random(2, 4, 7, 1)
+    v = random(2, 7, 4, 8)
 
+    def run(function: Callable[..., Any]) -> list[Any]:
+        return gradients(
+            lambda q, k, v: function(q.mT, k.expand(2, 4, 7, 8), v.transpose(1, 2)), (q, k, v)
+        )
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 4, 2)])
-@pytest.mark.parametrize("name", BATCHED)
-def test_batched(name: str, in_dims: tuple[int | None, ...]) -> None:
-    """``vmap`` of a function, and of its gradient, is the function of each entry."""
-    options = BATCHED[name]
-    shape = (5, 2, 4, 8) if options.get("layout") == "sbhd" else (2, 5, 4, 8)
-    tensors = []
-    for i, dim in enumerate(in_dims):
-        x = random(3, *shape, seed=i, grad=False)
-        tensors.append(x[0] if dim is None else x.movedim(0, dim))
-
-    def value(q: Any, k: Any, v: Any) -> Any:
-        return loss(q, k, v, **options)
-
-    for function in (value, torch.func.grad(value, argnums=(0, 1, 2))):
-        found = torch.vmap(function, in_dims=in_dims)(*tensors)
-        each = [
-            function(
-                *(
-                    x if dim is None else x.select(dim, i)
-                    for x, dim in zip(tensors, in_dims, strict=True)
-                )
-            )
-            for i in range(3)
-        ]
-        if function is value:
-            found, each = (found,), [(x,) for x in each]
-        assert_same(list(found), [torch.stack(x) for x in zip(*each, strict=True)])
+    assert_same(run(scaled_dot_product_attention), run(by_definition))
 
 
 def test_gradients_of_sums() -> None:
@@ -283,14 +269,6 @@ def test_autocast() -> None:
     assert x.grad.dtype == torch.float32
 
 
-def test_no_second_derivative() -> None:
-    """It is refused, and not taken for 0."""
-    q = random(1, 5, 2, 8)
-    (first,) = torch.autograd.grad(loss(q, q, q), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="first derivatives alone"):
-        first.sum().backward()
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_log_sum_exp_is_differentiable(name: str) -> None:
     """Alone, and beside the output."""
@@ -317,6 +295,36 @@ def test_without_gradients() -> None:
         assert torch.equal(attention(q, k, v), dlattn.attention(q, k, v))
 
 
+def test_refusals() -> None:
+    """What is no tensor of torch's, or no window, is refused by name."""
+    q = random(1, 5, 2, 8)
+    with pytest.raises(InvalidArgumentError, match="q: expected a torch.Tensor, got a numpy.nd"):
+        attention(*(q.detach().numpy(),) * 3)
+    for window in (3, (1, 2, 3)):
+        with pytest.raises(InvalidArgumentError, match="window: expected a pair"):
+            attention(q, q, q, window=window)
+
+
+BAD_SHAPES = {
+    "one dimension": ((8,), (8,), {}, "expected two dimensions"),
+    "another batch": ((2, 4, 5, 8), (3, 4, 5, 8), {}, "dimensions in front that broadcast"),
+    "a table and three dimensions": (
+        (4, 5, 8),
+        (4, 4, 8),
+        {"block_table": torch.zeros(4, 1, dtype=torch.int32)},
+        "with a block_table four",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SHAPES)
+def test_shapes_are_refused(name: str) -> None:
+    """Shapes that do not go together are named."""
+    of_q, of_k, options, message = BAD_SHAPES[name]
+    with pytest.raises(InvalidArgumentError, match=message):
+        scaled_dot_product_attention(random(*of_q), random(*of_k), random(*of_k), **options)
+
+
 def test_heads_are_shared_only_if_that_is_said() -> None:
     """As in PyTorch."""
     q, k = random(1, 4, 5, 8), random(1, 2, 5, 8)
@@ -339,23 +347,3 @@ def test_in_the_place_of_pytorchs() -> None:
     assert_same([found], [own])
     with replace_sdpa(fall_back=False), pytest.raises(InvalidArgumentError):
         torch.nn.functional.scaled_dot_product_attention(x, x, x[..., :0])
-
-
-def test_transformers() -> None:
-    """A model of ``transformers``, of random weights, gives the same loss and gradients."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double()
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 12)))
-    found = []
-    for scope in (replace_sdpa(fall_back=False), torch.enable_grad()):
-        with scope:
-            model.zero_grad()
-            result = model(tokens, labels=tokens).loss
-            result.backward()
-        found.append([result, *(p.grad.clone() for p in model.parameters())])
-    assert_same(*found)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn
-from dlattn.errors import InvalidArgumentError
-from tests.calls import check_attention
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from tests.calls import check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.libraries import Library
 from tests.strategies import call_cases
@@ -60,6 +60,24 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(o[of_q], alone[0], rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(lse[:, of_q], sums[0], rtol=1e-12)
     assert (o[cu_q[-1] :] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
+def test_keys_in_pages(layout: str) -> None:
+    """Keys and values in pages give what they give in one piece."""
+    check_pages(layout, Library(), "float32", page=4)
+    check_full_pages(Library(), "float32", page=4)
+
+
+def test_pages_have_no_gradients() -> None:
+    """Which the backward says, and torch's, too."""
+    torch = pytest.importorskip("torch")
+    from dlattn.torch import attention
+
+    q, pages = torch.zeros(1, 2, 2, 8, requires_grad=True), torch.zeros(3, 4, 2, 8)
+    out = attention(q, pages, pages, block_table=torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(cudnnGraphNotSupportedError, match="block_table: attention of keys"):
+        out.sum().backward()
 
 
 def test_split_keys_merge() -> None:
@@ -217,6 +235,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beyond the tokens": (
         {"layout": "thd", "q": Q[0], "k": Q[0], "v": Q[0], "cu_seqlens": CU + 1},
         "cu_seqlens of q: expected numbers that never fall",
+    ),
+    "table": (
+        {"k": K[:, :4], "v": K[:, :4], "block_table": np.zeros((1, 2), np.int32)},
+        "block_table: expected shape",
+    ),
+    "table of int64": (
+        {"k": K[:, :4], "v": K[:, :4], "block_table": np.zeros((2, 2), int)},
+        "block_table: expected elements of",
+    ),
+    "more keys than pages": (
+        {
+            "layout": "thd", "q": Q[0], "k": K[:, :4], "v": K[:, :4], "cu_seqlens": CU,
+            "block_table": np.zeros((1, 2), np.int32), "max_seqlens": 9,
+        },
+        "max_seqlens: expected at most the 8 keys that the pages",
     ),
     "dropout": ({"dropout": 0.5}, r"dropout: expected \(p, seed, offset\)"),
     "p": ({"dropout": (1.5, 0, 0)}, "dropout: expected p of at least 0 and at most 1"),

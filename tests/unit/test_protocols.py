@@ -110,6 +110,19 @@ def test_array_interface() -> None:
     assert view(Old()) == view(array)
 
 
+def test_array_interfaces_that_say_less_or_more() -> None:
+    """A mask would be left out, and memory without an address cannot be read."""
+    interface = np.zeros((3, 4), np.float32).__array_interface__
+    without = {name: value for name, value in interface.items() if name != "data"}
+    cases = (({**interface, "mask": np.ones((3, 4), bool)}, "mask"), (without, "no address"))
+    for said, message in cases:
+        kind = type("Stranger", (), {"__array_interface__": said})
+        with pytest.raises(InvalidVariantPackError, match=message):
+            view(kind())
+    with pytest.raises(InvalidVariantPackError, match="MaskedArray has a mask"):
+        view(np.ma.masked_array(np.zeros(3), [True, False, True]))
+
+
 def test_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its device is asked of the driver, because the interface does not tell."""
     monkeypatch.setattr(frameworks, "cuda_ordinal", lambda pointer: {4096: 5}[pointer])

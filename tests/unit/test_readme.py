@@ -153,9 +153,9 @@ def test_flash_example() -> None:
 
 
 def example_of(page: str) -> dict[str, Any]:
-    """The names that the only example of a page leaves."""
+    """The names that the first example of a page leaves."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     names: dict[str, Any] = {}
     exec(compile(code, f"docs/{page}", "exec"), names)
     return names
@@ -166,6 +166,19 @@ def test_docs_torch_example() -> None:
     pytest.importorskip("torch")
     names = example_of("torch.md")
     assert names["out"].shape == names["q"].grad.shape == (2, 8, 512, 64)
+
+
+def test_docs_torch_models() -> None:
+    """The examples of models in docs/torch.md, one after the other, give gradients."""
+    pytest.importorskip("torch")
+    text = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    _, *examples = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    for code, model in zip(examples, ("layer", "model"), strict=True):
+        if model == "model":
+            pytest.importorskip("transformers")
+        exec(compile(code, f"docs/torch.md, the example of a {model}", "exec"), names)
+        assert all(p.grad is not None for p in names[model].parameters())
 
 
 def test_docs_jax_example() -> None:

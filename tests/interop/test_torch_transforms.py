@@ -1,0 +1,218 @@
+"""``dlattn.torch`` under what transforms it: compilation, ``torch.func``, no memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
+from tests.models import Block  # noqa: E402
+from tests.torch_checks import assert_same, by_definition, loss, random  # noqa: E402
+
+
+def test_meta_and_fake_tensors() -> None:
+    """Tensors without memory tell the shapes of results."""
+    from torch._subclasses import FakeTensorMode
+
+    def shapes(device: str) -> Any:
+        q, k = (torch.empty(2, 4, rows, 8, device=device, requires_grad=True) for rows in (5, 7))
+        out, lse = scaled_dot_product_attention(q, k, k[..., :6], return_lse=True)
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+        return out.shape, lse.shape, lse.dtype
+
+    wanted = ((2, 4, 5, 6), (2, 4, 5), torch.float32)
+    assert shapes("meta") == wanted
+    with FakeTensorMode():
+        assert shapes("cpu") == wanted
+
+
+def test_one_dropout_under_checkpointing_and_compilation() -> None:
+    """What is computed again drops what was dropped, and so does a compiled graph."""
+    from torch.utils.checkpoint import checkpoint
+
+    x, dout = random(2, 4, 5, 8), random(2, 4, 5, 8, seed=1, grad=False)
+
+    def dropped(x: Any) -> Any:
+        return scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    def of(function: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(2)
+        out = function(x)
+        return [out, *torch.autograd.grad(out, x, dout)]
+
+    torch._dynamo.reset()
+    wanted = of(dropped)
+    assert_same(of(lambda x: checkpoint(dropped, x, use_reentrant=False)), wanted)
+    assert_same(of(torch.compile(dropped, fullgraph=True, backend="aot_eager")), wanted)
+
+
+def test_what_entries_share_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, slopes and sinks of all entries are of one batch; with gradients they are not."""
+    from dlattn.torch import batching
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    q = random(3, 2, 5, 4, 8, grad=False)
+    bias = random(4, 5, 5, grad=False)
+    shared = {"alibi_slopes": torch.linspace(0.1, 0.7, 4), "sinks": torch.linspace(-1, 1, 4)}
+
+    def value(q: Any, bias: Any) -> Any:
+        return loss(q, q, q, bias=bias, **shared)
+
+    both = torch.vmap(torch.func.grad(value, argnums=(0, 1)), in_dims=(0, None))
+    of_q, of_bias = both(q, bias)
+    each = [torch.func.grad(value, argnums=(0, 1))(x, bias) for x in q]
+    assert_same([of_q, of_bias], [torch.stack(x) for x in zip(*each, strict=True)])
+    monkeypatch.setattr(batching, "_one_by_one", refuse)
+    assert_same([torch.vmap(torch.func.grad(value), in_dims=(0, None))(q, bias)], [of_q])
+    with pytest.raises(AssertionError):
+        both(q, bias)
+
+
+def test_replaced_under_compilation() -> None:
+    """A model that is compiled has dlattn's operator in its one graph."""
+    torch._dynamo.reset()
+    block, x = Block(16, 2, 1).double(), random(2, 5, 16)
+    seen = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with replace_sdpa():
+        found = torch.compile(block, fullgraph=True, backend=backend)(x)
+    assert_same([found], [block(x)])
+    assert seen.count("dlattn.attention") == 1
+
+
+def test_jacobian() -> None:
+    """``torch.func.jacrev`` is that of the computation written out."""
+    q = random(1, 2, 3, 4, grad=False)
+    found, wanted = (
+        torch.func.jacrev(lambda q, by=by: by(q, q, q))(q)
+        for by in (scaled_dot_product_attention, by_definition)
+    )
+    assert_same([found], [wanted])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
+def test_compiled(layout: str, dynamic: bool) -> None:
+    """Under ``torch.compile`` there is one graph, with the same gradients."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"layout": layout, "causal": True}
+    shape: tuple[int, ...] = (2, 5, 4, 8)
+    if layout == "thd":
+        shape = (9, 4, 8)
+        options["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for more in (0, 1) if dynamic and layout != "thd" else (0,):
+        sizes = (shape[0] + more, shape[1] + more, *shape[2:])
+        q, k, v = (random(*sizes, seed=i) for i in range(3))
+        found = torch.autograd.grad(compiled(q, k, v, **options), (q, k, v))
+        assert_same(list(found), list(torch.autograd.grad(loss(q, k, v, **options), (q, k, v))))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own imports
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler for C++")
+def test_compiled_by_inductor() -> None:
+    """With what is before and behind fused, and under autocasting, gradients are the same."""
+    torch._dynamo.reset()
+
+    def around(x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = scaled_dot_product_attention(x.sin(), x.cos(), 2 * x, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        return out.float().tanh().sum()
+
+    x = random(2, 4, 5, 8, grad=False).float().requires_grad_()
+    found, wanted = (
+        torch.autograd.grad(function(x), x)[0]
+        for function in (torch.compile(around, fullgraph=True), around)
+    )
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_operators_are_well_made() -> None:
+    """What ``torch.library.opcheck`` asks of operators."""
+    q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
+    bias = torch.zeros(4, 5, 5, requires_grad=True)
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, *(False,) * 3)
+    for more in ((None,) * 9, (bias, None, torch.ones(4), *(None,) * 6)):
+        torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
+    given = [x.detach() for x in (q, k, v)]
+    out, lse = torch.ops.dlattn.attention(*given, *(None,) * 9, *options)
+    for dlse in (None, lse):
+        torch.library.opcheck(
+            torch.ops.dlattn.attention_backward.default,
+            (out, out, lse, dlse, *given, *(None,) * 9, *options, False, False),
+        )
+    into = torch.empty_like(out)
+    torch.library.opcheck(
+        torch.ops.dlattn.attention.out, (*given, *(None,) * 9, *options), {"out": into}
+    )
+    assert torch.equal(torch.ops.dlattn.attention(*given, *(None,) * 9, *options, out=into), lse)
+    assert torch.equal(into, out)
+
+
+BATCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "another layout": {"layout": "sbhd"},
+    "a bias": {"bias": torch.linspace(0, 1, 25, dtype=torch.float64).reshape(5, 5)},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
+    "lengths": {"lengths": torch.tensor([5, 2])},
+}
+
+
+@pytest.mark.parametrize("in_memory", ["as rows", "entries last"])
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 4, 2)])
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched(name: str, in_dims: tuple[int | None, ...], in_memory: str) -> None:
+    """``vmap`` of a function, and of its gradient, is the function of each entry."""
+    options = BATCHED[name]
+    shape = (5, 2, 4, 8) if options.get("layout") == "sbhd" else (2, 5, 4, 8)
+    tensors = []
+    for i, dim in enumerate(in_dims):
+        x = random(3, *shape, seed=i, grad=False)
+        if in_memory == "entries last":
+            x = x.movedim(0, -1).contiguous().movedim(-1, 0)
+        tensors.append(x[0].contiguous() if dim is None else x.movedim(0, dim))
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        return loss(q, k, v, **options)
+
+    for function in (value, torch.func.grad(value, argnums=(0, 1, 2))):
+        found = torch.vmap(function, in_dims=in_dims)(*tensors)
+        each = [
+            function(
+                *(
+                    x if dim is None else x.select(dim, i).contiguous()
+                    for x, dim in zip(tensors, in_dims, strict=True)
+                )
+            )
+            for i in range(3)
+        ]
+        if function is value:
+            found, each = (found,), [(x,) for x in each]
+        assert_same(list(found), [torch.stack(x) for x in zip(*each, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func.jvp itself
+def test_no_second_derivative() -> None:
+    """It is refused, and not taken for 0."""
+    q = random(1, 5, 2, 8)
+    (first,) = torch.autograd.grad(loss(q, q, q), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        first.sum().backward()
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        torch.autograd.gradgradcheck(lambda q: attention(q, q, q), (q,))
+    for derivative in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(NotImplementedError, match="first derivatives alone"):
+            derivative(lambda q: attention(q, q, q).sum())(q.detach())
