@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from dlattn.errors import DlattnError
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVariantPackError
 from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
 from dlattn.graph.operations import Operations
-from dlattn.graph.primitives.nodes import OPERANDS, OPTIONAL, PrimitiveNode, primitive_node
-from dlattn.graph.score_mod.callback import score_mod
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.runtime.tensors import view
 
+if TYPE_CHECKING:
+    from dlattn.graph.primitives.nodes import PrimitiveNode
+
+Node: TypeAlias = "AttentionNode | PrimitiveNode"
+
 _BUILDERS = {"sdpa": sdpa_node, "sdpa_backward": sdpa_backward_node}
 
 
 def tensor_arguments(operation: str) -> tuple[str, ...]:
-    """An operation's arguments that are tensors of the graph."""
-    return TENSOR_ARGUMENTS.get(operation) or (
-        *OPERANDS[operation],
-        *OPTIONAL.get(operation, ()),
-    )
+    """An operation's arguments that are tensors of the graph.
+
+    Raises:
+        KeyError: there is no such operation.
+    """
+    if operation in TENSOR_ARGUMENTS:
+        return TENSOR_ARGUMENTS[operation]
+    from dlattn.graph.primitives.nodes import OPERANDS, OPTIONAL
+
+    return (*OPERANDS[operation], *OPTIONAL.get(operation, ()))
 
 
 class Declarations(Operations):
@@ -34,7 +42,7 @@ class Declarations(Operations):
     def __init__(self, name: str) -> None:
         self._name = name
         self._tensors: list[Tensor] = []
-        self._nodes: list[AttentionNode | PrimitiveNode] = []
+        self._nodes: list[Node] = []
         #: Of each node, what its operation was given.
         self._calls: list[dict[str, Any]] = []
         self._is_built = False
@@ -169,14 +177,20 @@ class Declarations(Operations):
         self._keep_tensors_of(node)
         return list(node.returned)
 
-    def _node(self, operation: str, given: dict[str, Any]) -> AttentionNode | PrimitiveNode:
+    def _node(self, operation: str, given: dict[str, Any]) -> Node:
+        """The node of a call; what few graphs hold is imported for those."""
         if operation in _BUILDERS:
-            called = {**given, "score_mod": score_mod(self, operation, given)}
-            return _BUILDERS[operation](given["name"] or operation, called)
+            if given["score_mod"] is not None or given.get("score_mod_bprop") is not None:
+                from dlattn.graph.score_mod.callback import score_mod
+
+                given = {**given, "score_mod": score_mod(self, operation, given)}
+            return _BUILDERS[operation](given["name"] or operation, given)
+        from dlattn.graph.primitives.nodes import primitive_node
+
         earlier = sum(node.operation == operation for node in self._nodes)
         return primitive_node(operation, given["name"] or f"{operation}.{earlier}", given)
 
-    def _keep_tensors_of(self, node: AttentionNode | PrimitiveNode) -> None:
+    def _keep_tensors_of(self, node: Node) -> None:
         for t in node.tensors.values():
             if not any(t is known for known in self._tensors):
                 t.attributes.inferred = frozenset()  # what another graph inferred is given here

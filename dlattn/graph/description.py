@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type
 from dlattn.graph.dropout import DropoutArgument
 from dlattn.graph.nodes import AttentionNode
-from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.tensor import Tensor, described
 
-Node = AttentionNode | PrimitiveNode
+if TYPE_CHECKING:
+    from dlattn.graph.declarations import Node
 
 
 def describe(node: Node) -> dict[str, Any]:
     """A node, its arguments and its tensors."""
-    if isinstance(node, PrimitiveNode):
+    if not isinstance(node, AttentionNode):
         return {
             "operation": node.operation,
             "name": node.name,

@@ -6,12 +6,13 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
 from dlattn.problem.dropout import ALGORITHMS, RandomDropout
+from dlattn.records import dataclass
 
 #: Names of the entries of the tuple, by operation: with a probability, or with a mask.
 _WITH_PROBABILITY = ("p", "dropout_seed", "dropout_offset")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 from dlattn.errors import InvalidArgumentError
+from dlattn.records import dataclass
 from dlattn.runtime.streams import stream_handle
 from dlattn.runtime.target import CPU, Target, cuda_target
 
 
 @dataclass
 class _State:
+    """What a handle was told."""
+
     target: Target | None
     stream: int | None = None
 

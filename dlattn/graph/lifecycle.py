@@ -35,7 +35,7 @@ class Lifecycle(Declarations):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._lowered: Lowered | None = None
-        self._makers: list[Engine] = []
+        self._engines: list[Engine] | None = None
         self._filters: list[Callable[[Runnable], bool]] = []
         self._planning: Planning | None = None
 
@@ -206,6 +206,17 @@ class Lifecycle(Declarations):
         self._filter(lambda plan: plan.workspace_size <= nbytes)
 
     # Details ----------------------------------------------------------------------------------
+
+    @property
+    def _makers(self) -> list[Engine]:
+        """What makes the plans that can run the graph, best first; of a graph that was
+        deserialised, whose plan is known, found when others are asked for."""
+        if self._engines is None:
+            from dlattn.graph.planning import supported_plans
+
+            assert self._lowered is not None
+            self._engines = supported_plans(self._lowered)
+        return self._engines
 
     def _planned(self) -> Planning:
         if self._planning is None:

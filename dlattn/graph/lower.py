@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
@@ -27,7 +28,6 @@ from dlattn.problem import (
     Mask,
     Padding,
     Problem,
-    Program,
     Scale,
     SoftCap,
     TensorSpec,
@@ -42,7 +42,11 @@ from dlattn.problem.layout import (
     is_wide,
 )
 from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
+
+if TYPE_CHECKING:
+    from dlattn.problem import Program
 
 #: Roles whose element type is fp32, whatever the problem's is.
 _FP32_ROLES = (

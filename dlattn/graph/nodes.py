@@ -10,18 +10,21 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
-from dlattn.graph.score_mod.callback import ScoreMod
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
-from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, ScoreProgram, offset_role
+from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
+from dlattn.records import dataclass
+
+if TYPE_CHECKING:
+    from dlattn.graph.score_mod.callback import ScoreMod
+    from dlattn.problem import ScoreProgram
 
 #: Arguments that are graph tensors, by operation; the rest are numbers, flags and callables.
 TENSOR_ARGUMENTS = {

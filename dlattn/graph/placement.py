@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.handle import pinned_target
 from dlattn.graph.tensor import Device, tensor
+from dlattn.records import dataclass
 from dlattn.runtime.target import CPU, Target, cuda_target, default_target
 
 

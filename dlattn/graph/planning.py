@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from dlattn.config import settings
@@ -14,7 +13,8 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.vocabulary import build_plan_policy
 from dlattn.plans.base import Choice, Runnable
 from dlattn.plans.select import interpreter, select
-from dlattn.problem import Program
+from dlattn.problem import Problem
+from dlattn.records import dataclass
 from dlattn.runtime.log import log
 
 
@@ -56,7 +56,7 @@ def supported_plans(lowered: Lowered, engine: str | None = None) -> list[Engine]
     """
     problem, geometry, target = lowered.problem, lowered.geometry, lowered.target
     engine = engine or settings().engine
-    if isinstance(problem, Program):
+    if not isinstance(problem, Problem):
         runs = interpreter(engine)
         return [Engine(runs.name, partial(runs, problem, geometry, target))]
     what = (problem, geometry, target)

@@ -37,7 +37,10 @@ class Portable(Lifecycle):
         """What plans see of the graph."""
 
     @abstractmethod
-    def _lower(self) -> tuple[Lowered, list[Engine]]: ...
+    def _lower(self, engine: str | None = None) -> tuple[Lowered, list[Engine]]: ...
+
+    @abstractmethod
+    def _freeze(self, engine: str | None = None) -> list[Engine]: ...
 
     def key(self) -> int:
         """A hash of everything that execution depends on, the same in every process.

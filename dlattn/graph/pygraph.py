@@ -13,7 +13,6 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.overrides import Overrides
 from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
-from dlattn.runtime import cuda_graph as cuda_graphs
 
 if TYPE_CHECKING:
     from dlattn.graph.execution import Execution
@@ -90,9 +89,12 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
 
     def build_operation_graph(self) -> None:
         """Assign the missing uids, and freeze the graph. Raises as :meth:`validate` does."""
-        if self._lowered is not None:
-            return
-        lowered, self._makers = self._lower()
+        if self._lowered is None:
+            self._engines = self._freeze()
+
+    def _freeze(self, engine: str | None = None) -> list[Engine]:
+        """Build the operation graph; what makes its plans, or the plan of one name."""
+        lowered, makers = self._lower(engine)
         taken = {t.attributes.uid for t in self._tensors}
         free = (uid for uid in range(1, len(taken) + len(self._tensors) + 1) if uid not in taken)
         for t in self._tensors:
@@ -101,6 +103,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             t.freeze()
         self._lowered = lowered
         self._is_built = True
+        return makers
 
     @property
     def lowered(self) -> Lowered:
@@ -242,9 +245,11 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             InvalidVariantPackError: memory is missing, or is not what the graph declared.
             cudnnGraphNotSupportedError: the graph runs on the CPU.
         """
+        from dlattn.runtime.cuda_graph import populate
+
         explicit_stream(handle)
         with self._built("populate").operations(variant_pack, workspace) as operations:
-            cuda_graphs.populate(_address_of(cuda_graph), operations)
+            populate(_address_of(cuda_graph), operations)
 
     def update_cuda_graph(
         self,
@@ -263,9 +268,11 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         Raises:
             InvalidArgumentError: the CUDA graph has other nodes; none is changed.
         """
+        from dlattn.runtime.cuda_graph import update
+
         explicit_stream(handle)
         with self._built("update").operations(variant_pack, workspace) as operations:
-            cuda_graphs.update(_address_of(cuda_graph), operations)
+            update(_address_of(cuda_graph), operations)
 
     # Details ----------------------------------------------------------------------------------
 
@@ -277,7 +284,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
             )
         return execution
 
-    def _lower(self) -> tuple[Lowered, list[Engine]]:
+    def _lower(self, engine: str | None = None) -> tuple[Lowered, list[Engine]]:
         from dlattn.graph.planning import supported_plans
 
         for node in self._nodes:
@@ -286,7 +293,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         place = self._place
         lowered = translate(self._name, self._nodes, self._types, place)
         place.check(self._name, lowered.target)
-        return lowered, supported_plans(lowered)
+        return lowered, supported_plans(lowered, engine)
 
     def _check_uids(self) -> None:
         named: dict[int, str] = {}

@@ -19,9 +19,7 @@ from dlattn.dtypes import data_type, from_any
 from dlattn.enums import VocabularyEnum
 from dlattn.errors import DlattnError, InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph import vocabulary
-from dlattn.graph.declarations import Declarations
-from dlattn.graph.nodes import TENSOR_ARGUMENTS
-from dlattn.graph.primitives.nodes import OPERANDS
+from dlattn.graph.declarations import Declarations, tensor_arguments
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
 
@@ -36,7 +34,6 @@ _ENUMERATIONS: dict[str, type[VocabularyEnum]] = {
     for name, kind in (*vars(vocabulary).items(), ("data_type", data_type))
     if isinstance(kind, type) and issubclass(kind, VocabularyEnum)
 }
-_OPERATIONS = {*TENSOR_ARGUMENTS, *OPERANDS}
 
 
 def recipe(graph: Portable) -> dict[str, Any]:
@@ -206,8 +203,7 @@ class _Reader:
 
     def _call(self, graph: Any, call: Mapping[str, Any]) -> None:
         operation = call["operation"]
-        if operation not in _OPERATIONS:
-            raise KeyError(operation)
+        tensor_arguments(operation)  # so that nothing else of the graph is called
         for name, number in call["outputs"].items():
             if {"tensor": number} == call["arguments"].get(name):
                 graph._tensors.append(self._tensors[number])

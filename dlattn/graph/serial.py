@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.handle import pinned_target
 from dlattn.graph.overrides import Overrides
-from dlattn.graph.planning import supported_plans
 from dlattn.graph.recipe import declare, recipe
 from dlattn.plans.base import Runnable
 from dlattn.runtime import jit
@@ -113,8 +112,7 @@ def _target(graph: Portable, arch: Any) -> Target:
 def _build(graph: Portable, facts: Mapping[str, Any], carried: set[jit.KernelSource]) -> None:
     if facts["overrides"]:
         graph._overrides = Overrides(graph)
-    lowered = graph.lowered
-    makers = supported_plans(lowered, facts["plan"])
+    makers = graph._freeze(facts["plan"])
     plan = _with_tiling(makers[0](), facts["tiling"])
     if type(facts["configuration"]) is not int:
         raise InvalidArgumentError(
@@ -125,7 +123,7 @@ def _build(graph: Portable, facts: Mapping[str, Any], carried: set[jit.KernelSou
     if absent:
         raise cudnnGraphNotSupportedError(
             f"The data lacks the kernel {absent[0]} as this device needs it; serialise the graph "
-            f"on a device like {lowered.target}."
+            f"on a device like {plan.target}."
         )
     graph._adopt(plan)
 

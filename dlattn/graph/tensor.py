@@ -7,13 +7,13 @@ import json
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.records import dataclass
 
 Device = tuple[str, int]
 

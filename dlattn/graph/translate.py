@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dlattn.dtypes import data_type
 from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.graph import infer, lower
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.placement import Place, choose_target
-from dlattn.graph.primitives.nodes import PrimitiveNode
 
-Node = AttentionNode | PrimitiveNode
+if TYPE_CHECKING:
+    from dlattn.graph.declarations import Node
 
 
 def translate(
@@ -27,7 +28,7 @@ def translate(
         InvalidGraphError: the graph is wrong.
         cudnnGraphNotSupportedError: it is right, but no plan runs what it holds.
     """
-    primitive = [node for node in nodes if isinstance(node, PrimitiveNode)]
+    primitive = [node for node in nodes if not isinstance(node, AttentionNode)]
     if nodes and len(primitive) == len(nodes):
         # What most graphs do without is imported when one needs it.
         from dlattn.graph.primitives.translate import translate_primitives

@@ -3,9 +3,8 @@
 # ruff: noqa: N801 - cuDNN's public spellings
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dlattn.enums import VocabularyEnum
+from dlattn.records import dataclass
 
 
 class heur_mode(VocabularyEnum):

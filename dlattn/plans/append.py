@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from dlattn.plans.cuda import MOST_BLOCKS_YZ, KernelLaunch
 from dlattn.plans.direct import DirectPlan, direct_source, has_wide_rows, lanes_of, unit_size
 from dlattn.problem import TensorSpec
 from dlattn.problem.score import Array
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 THREADS = 256

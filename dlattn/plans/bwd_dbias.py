@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dlattn.dtypes import to_cpp
 from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 #: What head dimensions are rounded up to.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import KernelLaunch, round_up, tile_bytes
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Geometry, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import gcd
 from typing import ClassVar
@@ -15,6 +15,7 @@ from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, GivenMask, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.reference import Reference
 from dlattn.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.records import dataclass
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
 

@@ -6,7 +6,7 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -22,6 +22,7 @@ from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.problem import BROADCAST_ROLES
+from dlattn.records import dataclass
 from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Clear, Launch, Operation, device_guard

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
@@ -19,6 +18,7 @@ from dlattn.plans.cuda import (
 from dlattn.plans.mapped import slab_bytes
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 

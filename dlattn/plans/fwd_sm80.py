@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
@@ -17,6 +16,7 @@ from dlattn.plans.cuda import (
 )
 from dlattn.plans.source import kernel_source
 from dlattn.problem import BLOCK, Direction, Geometry, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, GivenMask, Problem
+from dlattn.records import dataclass
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target

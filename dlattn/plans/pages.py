@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dlattn.errors import InvalidVariantPackError
 from dlattn.problem import PAGE_TABLES, Geometry, offset_role
 from dlattn.problem.score import Array
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

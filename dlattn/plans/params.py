@@ -32,7 +32,7 @@ from dlattn.problem import (
     TensorSpec,
     offset_role,
 )
-from dlattn.problem.expressions import Kind
+from dlattn.problem.lines import Kind
 from dlattn.problem.problem import SCALAR_ROLES
 
 #: ``tanh(x) / x`` as a polynomial of ``x**2``, by Remez exchange: up to ``abs(x) = _TANH_REACH``

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import LengthRef, Params
 from dlattn.plans.source import kernel_source
 from dlattn.problem import RAGGED_ROLES, Direction, Geometry, Padding, Problem, Scale
+from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 
 RAGGED_THREADS = 256

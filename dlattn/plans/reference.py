@@ -9,7 +9,7 @@ keys that spans every key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from dlattn.problem import (
 )
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.problem.score import Array
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 _DTYPES = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)

@@ -4,7 +4,6 @@ kernels, and the block mask that it writes for them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from dlattn.dtypes import data_type
@@ -23,10 +22,11 @@ from dlattn.problem import (
     ScoreBlocks,
     ScoreProgram,
 )
-from dlattn.problem.expressions import Kind, Line, needed
+from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.ranges import RANGES
 from dlattn.problem.score_blocks import is_summed_up
 from dlattn.problem.score_program import masked_last
+from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 
 #: Blocks of scores, along queries and along keys, of a thread block.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.problem import Read, ScoreProgram
-from dlattn.problem.expressions import Kind, Line, needed
+from dlattn.problem.lines import Kind, Line, needed
 
 _POSITIONS = ("at.batch", "at.head", "query(at)", "key(at)")
 _INTEGERS = {

@@ -1,22 +1,37 @@
-"""Choosing a plan: the first that supports the problem wins; every refusal is kept as a reason."""
+"""Choosing a plan: the first that supports the problem wins; every refusal is a reason.
+
+A graph that was built before names its plan, and then no other is imported.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.plans.base import Plan
-from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import BwdSm90
-from dlattn.plans.chain import Chain
-from dlattn.plans.decode import Decode
-from dlattn.plans.fwd_sm80 import FwdSm80
-from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.interpreter import Interpreter
-from dlattn.plans.reference import Reference
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
-#: Most specialised first.
-PLANS: tuple[type[Plan], ...] = (Decode, FwdSm90, FwdSm80, BwdSm90, BwdSm80, Reference, Chain)
+if TYPE_CHECKING:
+    from dlattn.plans.interpreter import Interpreter
+
+#: A plan's name, which is its module's, and its class; most specialised first.
+PLANS = {
+    "decode": "Decode",
+    "fwd_sm90": "FwdSm90",
+    "fwd_sm80": "FwdSm80",
+    "bwd_sm90": "BwdSm90",
+    "bwd_sm80": "BwdSm80",
+    "reference": "Reference",
+    "chain": "Chain",
+}
+
+
+def plan_named(name: str) -> type[Plan]:
+    """The class of a plan of :data:`PLANS`."""
+    plan: type[Plan] = getattr(import_module(f"dlattn.plans.{name}"), PLANS[name])
+    return plan
 
 
 def select(
@@ -30,21 +45,14 @@ def select(
     Raises:
         cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
     """
-    supported: list[type[Plan]] = []
-    reasons: list[str] = []
-    for plan in PLANS:
-        reason = plan.supports(problem, geometry, target)
-        if reason is None and engine not in (None, plan.name, plan.name.partition("_")[2]):
-            reason = f"DLATTN_ENGINE asks for {engine!r}"
-        if reason is None:
-            supported.append(plan)
-        else:
-            reasons.append(f"{plan.name}: {reason}")
-    if not supported:
-        raise cudnnGraphNotSupportedError(
-            f"No plan runs this graph on {target}. " + " ".join(f"[{r}]" for r in reasons)
-        )
-    return supported
+    what = (problem, geometry, target)
+    asked = [name for name in PLANS if engine in (None, name, name.partition("_")[2])]
+    supported = [plan for plan in map(plan_named, asked) if plan.supports(*what) is None]
+    if supported:
+        return supported
+    refused = f"DLATTN_ENGINE asks for {engine!r}"
+    reasons = [f"[{name}: {plan_named(name).supports(*what) or refused}]" for name in PLANS]
+    raise cudnnGraphNotSupportedError(f"No plan runs this graph on {target}. {' '.join(reasons)}")
 
 
 def interpreter(engine: str | None = None) -> type[Interpreter]:
@@ -53,6 +61,8 @@ def interpreter(engine: str | None = None) -> type[Interpreter]:
     Raises:
         cudnnGraphNotSupportedError: ``engine``, of ``DLATTN_ENGINE``, is another one.
     """
+    from dlattn.plans.interpreter import Interpreter
+
     if engine not in (None, Interpreter.name):
         raise cudnnGraphNotSupportedError(
             f"Primitive operations that are no attention run on {Interpreter.name} alone, and "

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 
 from dlattn.problem.activations import SLOPES, Writer
-from dlattn.problem.expressions import LEAVES, Builder, Kind, needed
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import LEAVES, Kind, needed
 
 #: The derivative of a line, if it is not 0 everywhere.
 _Slope = int | None

@@ -7,12 +7,12 @@ NumPy twin, which is its definition.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.problem.score import Array, Values, Where, read_at
+from dlattn.records import dataclass
 
 #: Rounds of Philox: the fewest that pass BigCrush (Salmon et al., table 2), and FlashAttention's.
 ROUNDS = 7

@@ -1,7 +1,7 @@
-"""Pointwise expressions of a score, its position, numbers and tensors, each written down once.
+"""Writing the lines of pointwise expressions, each once.
 
-A line is an operation on earlier lines. A :class:`Builder` writes lines: it computes what is
-constant, leaves out what does nothing, and never writes the same line twice. Activations and
+A :class:`Builder` computes what is constant, leaves out what does nothing, and never writes the
+same line twice. Activations and
 ``*_backward`` operations are written as what they are made of, so that few operations remain to be
 differentiated and compiled.
 """
@@ -10,51 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from dlattn.problem.activations import MADE_OF, Writer
+from dlattn.problem.lines import Kind, Line, Number, needed
 from dlattn.problem.pointwise import POINTWISE, Arithmetic
-
-Number = float | int | bool
-
-
-class Kind(Enum):
-    """What a line is computed in; floats are of the problem's compute type."""
-
-    FLOAT = "float"
-    INT32 = "int"
-    INT64 = "int64"
-    BOOLEAN = "bool"
-
-    @property
-    def is_whole(self) -> bool:
-        return self is not Kind.FLOAT
-
-
-#: Lines without operands: the score, the gradient of the result, the position along an axis, a
-#: number, an element of a tensor.
-LEAVES = ("score", "gradient", "position", "constant", "read")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line.
-
-    Attributes:
-        operation: one of :data:`LEAVES`, ``"cast"``, or of :data:`dlattn.problem.POINTWISE`.
-        kind: of the result.
-        operands: the numbers of earlier lines.
-        number: of a constant, its value; of a position, the axis of (B, H, S_q, S_kv); of a read,
-            which tensor.
-    """
-
-    operation: str
-    kind: Kind
-    operands: tuple[int, ...] = ()
-    number: Number | None = None
 
 
 class Builder:
@@ -183,15 +144,6 @@ class Builder:
             self._known[line] = len(self.lines)
             self.lines.append(line)
         return self._known[line]
-
-
-def needed(lines: Sequence[Line], *results: int) -> list[int]:
-    """The numbers of the lines that results depend on, in order."""
-    wanted = set(results)
-    for number in reversed(range(len(lines))):
-        if number in wanted:
-            wanted.update(lines[number].operands)
-    return sorted(wanted)
 
 
 def _of_kind(value: Number, kind: Kind) -> Number:

@@ -8,9 +8,9 @@ NumPy twin, which is its definition.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from dlattn.problem.score import Array, Values, Where
+from dlattn.records import dataclass
 
 #: Queries, and keys, of a block of a block mask.
 BLOCK = 128

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from dlattn.problem.score import Array
+from dlattn.records import dataclass
 
 Function = Callable[..., Any]
 

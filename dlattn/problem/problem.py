@@ -7,7 +7,7 @@ size, head count, length, stride and scale. A :class:`Geometry` holds the run-ti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 
 from dlattn.dtypes import data_type
@@ -16,6 +16,7 @@ from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 from dlattn.problem.score_blocks import ScoreBlocks
 from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreProgram
+from dlattn.records import dataclass
 
 #: Roles of one number each, on the device or the host.
 SCALAR_ROLES = (

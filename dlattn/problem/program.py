@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dlattn.dtypes import data_type
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlattn.problem.expressions import Kind, Line, needed
+from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.score import Array
 
 

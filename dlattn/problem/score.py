@@ -7,13 +7,13 @@ run-time parameters, and its NumPy twin, which is its definition.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlattn.dtypes import data_type, to_cpp
+from dlattn.records import dataclass
 
 Array = NDArray[Any]
 

@@ -7,15 +7,16 @@ documents are masks of blocks, but for some elements.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from dlattn.problem.expressions import Line
+from dlattn.problem.lines import Line
 from dlattn.problem.mask import BLOCK, BlockMask
 from dlattn.problem.ranges import Known, Truth, known_lines, number_range, ranges, unknown
 from dlattn.problem.score import Array, Values, Where
 from dlattn.problem.score_program import ScoreProgram, masked_last
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

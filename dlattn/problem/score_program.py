@@ -1,22 +1,25 @@
 """A user's function of scores (``score_mod``), as a score edit.
 
 Numbers that a graph knows are part of the code, so that what they make constant is computed once;
-those passed by value, and tensors, are read when kernels run.
+those passed by value, and tensors, are read when kernels run. What only writing, differentiating
+or evaluating a program takes is imported then: every problem may hold one, and few do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dlattn.dtypes import data_type
-from dlattn.problem.derivative import derivative
-from dlattn.problem.expressions import Builder, Kind, Line, needed
-from dlattn.problem.pointwise import POINTWISE
+from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.score import Array, Edit, Values, Where, read_at
+from dlattn.records import dataclass
+
+if TYPE_CHECKING:
+    from dlattn.problem.expressions import Builder
 
 #: Roles of the tensors that a function of scores reads; as many as ``Params`` has room for.
 SCORE_MOD_ROLES = tuple(f"score_mod_{number}" for number in range(8))
@@ -122,6 +125,8 @@ def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Arra
         leaf: line -> array, of those without operands, constants aside.
         floats: type of floats.
     """
+    from dlattn.problem.pointwise import POINTWISE
+
     types = {
         Kind.FLOAT: np.dtype(floats), Kind.BOOLEAN: np.dtype(bool),
         Kind.INT32: np.dtype(np.int32), Kind.INT64: np.dtype(np.int64),
@@ -219,6 +224,8 @@ def masked_by_infinity(builder: Builder, result: int) -> int:
 def slope_of(builder: Builder, result: int) -> int:
     """The derivative of the result by the score. Where the last selections mask, weights are 0, and
     any derivative will do: that of what they select from."""
+    from dlattn.problem.derivative import derivative
+
     line = builder.lines[result]
     if line.operation == "binary_select":
         x, y, _ = line.operands

@@ -17,10 +17,11 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from dlattn.records import dataclass
 
 _FACTS = "kernel.json"
 #: How ``rename`` says that a folder or a file has the name already.

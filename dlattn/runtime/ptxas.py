@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-_FUNCTION = re.compile(r"Function properties for (\w+)")
-_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-_SHARED = re.compile(r"(\d+) bytes smem")
-_WARNING = re.compile(r"\(C75\d\d\)")
+from dlattn.records import dataclass
+
+_ENTRY = r"Compiling entry function '(\w+)'"
+_FUNCTION = r"Function properties for (\w+)"
+_STACK = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+_REGISTERS = r"Used (\d+) registers"
+_SHARED = r"(\d+) bytes smem"
+_WARNING = r"\(C75\d\d\)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +45,28 @@ def read_report(kernel: str, log: str) -> Usage | None:
     Returns:
         ``None`` if no kernel of this name was compiled.
     """
-    kernels = set(_ENTRY.findall(log))
+    kernels = set(re.findall(_ENTRY, log))
     if kernel not in kernels:
         return None
     registers = spill_stores = spill_loads = stack = shared = 0
     function = ""
     for line in log.splitlines():
-        if match := _FUNCTION.search(line):
+        if match := re.search(_FUNCTION, line):
             function = match[1]
         elif function in kernels - {kernel}:
             continue
-        elif match := _STACK.search(line):
+        elif match := re.search(_STACK, line):
             spill_stores += int(match[2])
             spill_loads += int(match[3])
             stack = int(match[1]) if function == kernel else stack
-        elif function == kernel and (match := _REGISTERS.search(line)):
+        elif function == kernel and (match := re.search(_REGISTERS, line)):
             registers = int(match[1])
-            shared = int(found[1]) if (found := _SHARED.search(line)) else 0
+            shared = int(found[1]) if (found := re.search(_SHARED, line)) else 0
     return Usage(
         registers=registers,
         spill_stores=spill_stores,
         spill_loads=spill_loads,
         stack=stack,
         shared=shared,
-        warnings=tuple(line.strip() for line in log.splitlines() if _WARNING.search(line)),
+        warnings=tuple(line.strip() for line in log.splitlines() if re.search(_WARNING, line)),
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 from dlattn.errors import DlattnError
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

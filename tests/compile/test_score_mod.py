@@ -29,7 +29,8 @@ from dlattn.problem import (
     ScoreProgram,
     skipped_blocks,
 )
-from dlattn.problem.expressions import Builder, Kind
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind
 from dlattn.problem.score_program import score_program, slope_of
 from dlattn.runtime import jit
 from tests.compile.problems import (

@@ -11,10 +11,10 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.graph import autotune, placement
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
 from dlattn.runtime.target import KNOWN
 from tests.cuda_driver import Driver, install
+from tests.plans import put_plans
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 AUTOTUNED = cudnn.heur_mode.AUTOTUNED
@@ -69,7 +69,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def plans(monkeypatch, folder):
     """``slow`` is ranked before ``fast``, whose second tiling is the fastest."""
     made = plan_of("slow", 0.02), plan_of("fast", 0.01, 0.0, nbytes=64)
-    monkeypatch.setattr(selection, "PLANS", made)
+    put_plans(monkeypatch, *made)
     return made
 
 

@@ -18,7 +18,6 @@ from dlattn.errors import DlattnError
 from dlattn.plans.base import Plan
 from dlattn.plans.chain import Chain
 from dlattn.plans.cuda import CudaPlan
-from dlattn.plans.select import PLANS
 from dlattn.problem import Direction, Geometry, Problem, TensorSpec, offset_role
 from dlattn.runtime import cuda_graph
 from dlattn.runtime.cuda_graph import populate, replayed, update
@@ -29,6 +28,7 @@ from tests.cases import Case
 from tests.cuda_driver import INVALID_VALUE, Driver, install
 from tests.drivers import OPTIONS, geometry_of, problem_of
 from tests.libraries import Library
+from tests.plans import ALL
 from tests.strategies import cases
 
 
@@ -258,7 +258,7 @@ def test_nodes_are_what_a_call_enqueues(
         return
     problem, geometry = described(case, direction)
     what = (problem, geometry, KNOWN[arch])
-    for kind in PLANS:
+    for kind in ALL:
         if kind.name != "reference" and kind.supports(*what) is None:
             check_plan(shared_driver, kind(*what))
 
@@ -275,7 +275,7 @@ def test_choices(case: Case, direction: Direction, arch: str) -> None:
         return
     problem, geometry = described(case, direction)
     what = (problem, geometry, KNOWN[arch])
-    for kind in PLANS:
+    for kind in ALL:
         if kind.supports(*what) is not None or not (choices := kind.choices(*what)):
             continue
         own: Any = kind(*what)

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 import dlattn as cudnn
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.runtime import bundle, jit
+from tests.plans import put_plans
 from tests.unit.serial_graphs import declared, restored, results
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
@@ -128,7 +128,7 @@ def test_plans_of_plans(monkeypatch):
 
         def execute(self, pointers, workspace, stream): ...
 
-    monkeypatch.setattr(selection, "PLANS", (Pair,))
+    put_plans(monkeypatch, Pair)
     graph = declared((2, 4, 256, 64), sm_version=90)
     graph.build()
     again = restored(graph.serialize(), sm_version=90)

@@ -10,10 +10,10 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.graph import execution, placement, slots
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
 from dlattn.runtime.target import Target
 from dlattn.runtime.tensors import view
+from tests.plans import put_plans
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 DIM = (2, 4, 8, 16)
@@ -78,7 +78,7 @@ def aligned_bytes(nbytes, extra=0):
 
 @pytest.fixture
 def call(monkeypatch):
-    monkeypatch.setattr(selection, "PLANS", (Recording,))
+    put_plans(monkeypatch, Recording)
     return Call()
 
 
@@ -271,7 +271,7 @@ def test_workspace_of_another_device(call, monkeypatch):
 
 def test_no_workspace_needed(monkeypatch):
     """A plan without workspace takes 0, None and empty tensors."""
-    monkeypatch.setattr(selection, "PLANS", (Recording,))
+    put_plans(monkeypatch, Recording)
     monkeypatch.setattr(Recording, "workspace_size", 0)
     call = Call()
     for workspace in (0, None, np.empty(0, np.uint8)):
@@ -340,7 +340,7 @@ def test_execute_before_build(monkeypatch):
 
 def test_backward_and_shared_tensors(monkeypatch):
     """One tensor in several roles is one entry of the pack and an address in each role."""
-    monkeypatch.setattr(selection, "PLANS", (Recording,))
+    put_plans(monkeypatch, Recording)
     graph = cudnn.pygraph(io_data_type=HALF, handle=cudnn.create_handle(device="cpu"))
     x = graph.tensor(DIM, name="x")
     stats = graph.tensor((2, 4, 8, 1), data_type=FLOAT, name="stats")

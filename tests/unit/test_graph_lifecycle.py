@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
+from tests.plans import put_plans
 
 HALF = cudnn.data_type.HALF
 DIM = (2, 4, 8, 16)
@@ -40,7 +40,7 @@ def recording_plan(plan_name, nbytes):
 def plans(monkeypatch):
     """Two plans that run everything: ``big`` is better and needs 1024 bytes, ``small`` none."""
     made = recording_plan("big", 1024), recording_plan("small", 0)
-    monkeypatch.setattr(selection, "PLANS", made)
+    put_plans(monkeypatch, *made)
     return made
 
 

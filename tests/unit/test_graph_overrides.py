@@ -7,10 +7,9 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.graph import overrides as overrides_module
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
-from dlattn.plans.select import PLANS
 from dlattn.runtime import jit
+from tests.plans import ALL, put_plans
 
 HALF = cudnn.data_type.HALF
 DIM = (2, 4, 8, 16)
@@ -174,7 +173,7 @@ def sized_plan(plan_name, most_queries):
 def plans(monkeypatch):
     """``few`` is better, for up to 2 queries; ``many`` takes any."""
     made = sized_plan("few", 2), sized_plan("many", 1000)
-    monkeypatch.setattr(selection, "PLANS", made)
+    put_plans(monkeypatch, *made)
     return made
 
 
@@ -250,7 +249,7 @@ def test_workspaces(plans):
 
 def test_kernels_of_a_decode(monkeypatch):
     """Across one query, the plan for decoding is made; serialised graphs take its kernels along."""
-    monkeypatch.setattr(selection, "PLANS", PLANS)
+    put_plans(monkeypatch, *ALL)
     graph, _ = declared((2, 4, 256, 64), handle=None, sm_version=90)
     try:
         graph.build()

@@ -6,9 +6,9 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.graph import placement
-from dlattn.plans import select as selection
 from dlattn.plans.base import Plan
 from dlattn.runtime.target import CPU, Target
+from tests.plans import put_plans
 
 DIM = (2, 4, 8, 16)
 
@@ -33,7 +33,7 @@ def two_gpus(monkeypatch):
     """A machine with two CUDA devices, of which 0 is the current one."""
     monkeypatch.setattr(placement, "cuda_target", lambda index: Target("cuda", index, (9, 0)))
     monkeypatch.setattr(placement, "default_target", lambda: Target("cuda", 0, (9, 0)))
-    monkeypatch.setattr(selection, "PLANS", (Anywhere,))
+    put_plans(monkeypatch, Anywhere)
 
 
 def graph_on(devices, handle=None, scale=None, **arguments):

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dlattn"
 KERNELS = ROOT / "cuda_src"
 
 #: Leaves that anyone may import; they import only each other.
-BASICS = {"config", "dtypes", "enums", "errors"}
+BASICS = {"config", "dtypes", "enums", "errors", "lazy", "records"}
 
 #: What each room may import besides itself and the basics. A room that is not named here is a
 #: surface (flash, attention, torch, ...) and may import every room of this table.
@@ -103,6 +103,14 @@ def test_frameworks_stay_in_adapters(path: Path) -> None:
     assert not extra, f"{relative(path)} may not import {sorted(extra)}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_dataclasses_that_every_start_makes_are_records(path: Path) -> None:
+    """What graphs load takes ``dataclass`` from ``dlattn.records``, which compiles nothing."""
+    if path.relative_to(PACKAGE).parts[0] in {"graph", "plans", "problem", "runtime"}:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^from dataclasses import .*\bdataclass\b", text, re.M)
+
+
 @pytest.mark.parametrize("path", HEADERS, ids=relative)
 def test_cuda_includes_go_down(path: Path) -> None:
     """A kernel source includes files of its own layer or below, and no system header."""
@@ -148,7 +156,8 @@ def test_files_stay_small(path: Path) -> None:
 def texts() -> Iterator[Path]:
     """The files that people and tools read here, caches and build output left out."""
     for folder in (".ci", "bench", "cuda_src", "dlattn", "notebooks", "tests"):
-        yield from (p for p in (ROOT / folder).rglob("*") if "__pycache__" not in p.parts)
+        files = (ROOT / folder).rglob("*")
+        yield from (p for p in files if {"__pycache__", ".hypothesis"}.isdisjoint(p.parts))
     yield from ROOT.glob("*.md")
     yield from ROOT.glob("*.toml")
     yield from ROOT.glob(".*.yaml")

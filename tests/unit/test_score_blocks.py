@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.problem import BLOCK, Read, ScoreBlocks, ScoreProgram, Values, Where, skipped_blocks
-from dlattn.problem.expressions import Builder, Kind, Line
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind, Line
 from dlattn.problem.score import read_at
 from dlattn.problem.score_program import evaluate, masked_last, score_program
 

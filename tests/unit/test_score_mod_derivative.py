@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.problem import POINTWISE, Read
-from dlattn.problem.expressions import Builder, Kind, needed
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind, needed
 from dlattn.problem.score_program import evaluate, masked_by_infinity, score_program, slope_of
 
 Tree = Any

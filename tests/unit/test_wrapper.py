@@ -11,8 +11,8 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.graph import wrapper
-from dlattn.plans import select as selection
 from dlattn.plans.reference import Reference
+from tests.plans import put_plans
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 DIM = (2, 3, 5, 8)
@@ -309,7 +309,7 @@ class Hungry(Reference):
 
 @pytest.fixture
 def hungry(monkeypatch):
-    monkeypatch.setattr(selection, "PLANS", (Hungry,))
+    put_plans(monkeypatch, Hungry)
     monkeypatch.setattr(Hungry, "workspaces", [])
     return Hungry.workspaces
 

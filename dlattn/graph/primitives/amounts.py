@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dlattn.graph.primitives.meanings import Factor
 from dlattn.graph.tensor import Tensor
+from dlattn.records import dataclass
 
 #: How far two numbers may be apart that a graph gives in float32, once or twice.
 _ROUNDING = 1e-6

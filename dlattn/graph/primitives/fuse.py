@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -30,6 +30,7 @@ from dlattn.graph.primitives.readers import MASKED
 from dlattn.graph.tensor import Tensor
 from dlattn.graph.vocabulary import diagonal_alignment, tensor_reordering
 from dlattn.problem import Bias, GivenMask, Problem, Stored, StoredSigns
+from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
 #: What of a softmax can be an output -> the output of ``sdpa`` that it is.

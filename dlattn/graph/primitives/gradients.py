@@ -3,7 +3,7 @@ forward has kept, and the gradient of its output, to the gradients of its inputs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Scores
@@ -11,6 +11,7 @@ from dlattn.graph.primitives.meanings import Meaning as ForwardMeaning
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import Predicate
 from dlattn.graph.tensor import Tensor
+from dlattn.records import dataclass
 
 Dim = tuple[int, ...]
 

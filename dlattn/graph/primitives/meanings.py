@@ -3,11 +3,10 @@ node whose result means nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import Affine, Predicate
 from dlattn.graph.tensor import Tensor
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.graph.vocabulary import reduction_mode, reshape_mode, rng_distribution
-from dlattn.problem import POINTWISE
 
 Method = Callable[..., Any]
 
@@ -25,8 +23,26 @@ def arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in scope.items() if name != "self"}
 
 
-def _pointwise(operation: str) -> Method:
-    """The method of an operation that takes its operands, ``compute_data_type`` and ``name``."""
+class _Pointwise:
+    """The method of an operation that takes its operands, ``compute_data_type`` and ``name``.
+
+    It takes its own place when it is first asked for: most graphs ask for none.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._operation = owner, name
+
+    def __get__(self, graph: Any, owner: type) -> Method:
+        setattr(self._owner, self._operation, _method(self._operation))
+        method: Method = getattr(owner if graph is None else graph, self._operation)
+        return method
+
+
+def _method(operation: str) -> Method:
+    from inspect import Parameter, Signature
+
+    from dlattn.problem import POINTWISE
+
     kind = Parameter.POSITIONAL_OR_KEYWORD
     signature = Signature(
         [
@@ -239,55 +255,55 @@ class Primitives(ABC):
         return self._add("swish_backward", arguments(locals()))[0]
 
     # Arithmetic
-    add = _pointwise("add")
-    sub = _pointwise("sub")
-    mul = _pointwise("mul")
-    div = _pointwise("div")
-    bias = _pointwise("bias")
-    scale = _pointwise("scale")
-    max = _pointwise("max")
-    min = _pointwise("min")
-    mod = _pointwise("mod")
-    pow = _pointwise("pow")
-    add_square = _pointwise("add_square")
-    identity = _pointwise("identity")
-    neg = _pointwise("neg")
-    abs = _pointwise("abs")
+    add = _Pointwise()
+    sub = _Pointwise()
+    mul = _Pointwise()
+    div = _Pointwise()
+    bias = _Pointwise()
+    scale = _Pointwise()
+    max = _Pointwise()
+    min = _Pointwise()
+    mod = _Pointwise()
+    pow = _Pointwise()
+    add_square = _Pointwise()
+    identity = _Pointwise()
+    neg = _Pointwise()
+    abs = _Pointwise()
 
     # Functions
-    exp = _pointwise("exp")
-    log = _pointwise("log")
-    sqrt = _pointwise("sqrt")
-    rsqrt = _pointwise("rsqrt")
-    reciprocal = _pointwise("reciprocal")
-    ceil = _pointwise("ceil")
-    floor = _pointwise("floor")
-    sin = _pointwise("sin")
-    cos = _pointwise("cos")
-    tan = _pointwise("tan")
-    erf = _pointwise("erf")
+    exp = _Pointwise()
+    log = _Pointwise()
+    sqrt = _Pointwise()
+    rsqrt = _Pointwise()
+    reciprocal = _Pointwise()
+    ceil = _Pointwise()
+    floor = _Pointwise()
+    sin = _Pointwise()
+    cos = _Pointwise()
+    tan = _Pointwise()
+    erf = _Pointwise()
 
     # Activations, and their gradients
-    tanh = _pointwise("tanh")
-    sigmoid = _pointwise("sigmoid")
-    elu = _pointwise("elu")
-    gelu = _pointwise("gelu")
-    gelu_approx_tanh = _pointwise("gelu_approx_tanh")
-    softplus = _pointwise("softplus")
-    tanh_backward = _pointwise("tanh_backward")
-    sigmoid_backward = _pointwise("sigmoid_backward")
-    elu_backward = _pointwise("elu_backward")
-    gelu_backward = _pointwise("gelu_backward")
-    gelu_approx_tanh_backward = _pointwise("gelu_approx_tanh_backward")
-    softplus_backward = _pointwise("softplus_backward")
+    tanh = _Pointwise()
+    sigmoid = _Pointwise()
+    elu = _Pointwise()
+    gelu = _Pointwise()
+    gelu_approx_tanh = _Pointwise()
+    softplus = _Pointwise()
+    tanh_backward = _Pointwise()
+    sigmoid_backward = _Pointwise()
+    elu_backward = _Pointwise()
+    gelu_backward = _Pointwise()
+    gelu_approx_tanh_backward = _Pointwise()
+    softplus_backward = _Pointwise()
 
     # Comparisons and booleans
-    cmp_eq = _pointwise("cmp_eq")
-    cmp_neq = _pointwise("cmp_neq")
-    cmp_gt = _pointwise("cmp_gt")
-    cmp_ge = _pointwise("cmp_ge")
-    cmp_lt = _pointwise("cmp_lt")
-    cmp_le = _pointwise("cmp_le")
-    logical_and = _pointwise("logical_and")
-    logical_or = _pointwise("logical_or")
-    logical_not = _pointwise("logical_not")
+    cmp_eq = _Pointwise()
+    cmp_neq = _Pointwise()
+    cmp_gt = _Pointwise()
+    cmp_ge = _Pointwise()
+    cmp_lt = _Pointwise()
+    cmp_le = _Pointwise()
+    logical_and = _Pointwise()
+    logical_or = _Pointwise()
+    logical_not = _Pointwise()

@@ -6,7 +6,6 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dlattn.dtypes import data_type, from_any
@@ -14,6 +13,7 @@ from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.graph.tensor import Attributes, integers, tensor
 from dlattn.graph.vocabulary import reduction_mode, reshape_mode, rng_distribution
 from dlattn.problem import POINTWISE
+from dlattn.records import dataclass
 
 #: Operation -> the operands that it needs, in order.
 OPERANDS: dict[str, tuple[str, ...]] = {

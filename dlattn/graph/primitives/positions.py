@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from dlattn.graph.tensor import tensor
+from dlattn.records import dataclass
 
 
 @dataclass(frozen=True)

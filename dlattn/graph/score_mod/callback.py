@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import Parameter, signature
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from dlattn.graph.primitives.methods import Primitives
 from dlattn.graph.primitives.nodes import OPERANDS, PrimitiveNode, primitive_node
 from dlattn.graph.tensor import Attributes, Tensor, tensor
 from dlattn.problem import POINTWISE, SCORE_MOD_ROLES
+from dlattn.records import dataclass
 
 Callback = Callable[..., Any]
 

@@ -16,7 +16,8 @@ from dlattn.graph.score_mod.recognise import Found, recognised
 from dlattn.graph.tensor import packed_strides, tensor
 from dlattn.problem import SCORE_MOD_ROLES, Direction, Read
 from dlattn.problem.derivative import derivative
-from dlattn.problem.expressions import Builder, Kind, needed
+from dlattn.problem.expressions import Builder
+from dlattn.problem.lines import Kind, needed
 from dlattn.problem.score_program import masked_by_infinity, score_program, slope_of
 
 _WHOLE = {
