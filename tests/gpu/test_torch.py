@@ -166,9 +166,13 @@ def test_any_strides() -> None:
         out = function(q.mT, k.expand(2, 4, 300, 64), v.transpose(1, 2))
         return [out, *torch.autograd.grad(out.sum(), inputs)]
 
+    def theirs(*inputs: Any) -> Any:
+        # Other strides PyTorch leaves to a backend that rounds nothing in between.
+        return sdpa(*(x.contiguous() for x in inputs))
+
     doubles = tuple(x.detach().double().requires_grad_() for x in (q, k, v))
     assert_as_near(
-        run(scaled_dot_product_attention, q, k, v), run(sdpa, q, k, v), run(sdpa, *doubles), 3
+        run(scaled_dot_product_attention, q, k, v), run(theirs, q, k, v), run(sdpa, *doubles), 3
     )
 
 
