@@ -217,13 +217,14 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
             return (None,) * 6
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
         others, options, deterministic, _ = ctx.constants
-        # Who takes gradients of gradients must not get them for constants.
-        run = _Backward.apply if torch.is_grad_enabled() else _Backward.forward
-        gradients = run(
-            torch.zeros_like(out) if dout is None else dout, out, lse, dlse,
-            *_all(q, k, v, bias, sinks, others),
-            *options, deterministic, ctx.needs_input_grad[3], ctx.needs_input_grad[4],
-        )  # fmt: skip
+        dout = torch.zeros_like(out) if dout is None else dout
+        tensors, wanted = _all(q, k, v, bias, sinks, others), ctx.needs_input_grad[3:5]
+        if torch.is_grad_enabled():
+            # Who takes gradients of gradients must not get them for constants.
+            given = (*tensors, *options, deterministic, *wanted)
+            gradients = _Backward.apply(dout, out, lse, dlse, *given)
+        else:
+            gradients = backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)
         return (*gradients, None)
 
     jvp = staticmethod(refuse)
