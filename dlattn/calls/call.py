@@ -21,7 +21,7 @@ from dlattn.plans.base import Plan
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
-from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.protocols import compact_strides, strides_as
 from dlattn.runtime.streams import current_stream_of
 from dlattn.runtime.target import CPU, Target, cuda_target
 from dlattn.runtime.tensors import (
@@ -43,6 +43,7 @@ class Output:
         role: of the plan's tensors; ``None`` for a result that no kernel writes.
         shape, dtype: of memory that the call makes, without gaps.
         given: the caller's memory, in place of that.
+        order: what has its dimensions in the same order in memory; ``None`` for row-major.
         fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
             of shape (..., H, S); ``None`` is anything.
     """
@@ -52,6 +53,7 @@ class Output:
     dtype: data_type
     given: Argument | None = None
     fill: float | Argument | None = None
+    order: Argument | None = None
 
     @property
     def name(self) -> str:
@@ -59,7 +61,11 @@ class Output:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        return compact_strides(self.shape) if self.given is None else self.given.stride
+        if self.given is not None:
+            return self.given.stride
+        if self.order is not None:
+            return strides_as(self.shape, self.order.shape, self.order.stride)
+        return compact_strides(self.shape)
 
 
 class Runnable(Protocol):
@@ -197,7 +203,7 @@ def _output(
     """Role, position of the caller's memory, what makes memory, and what fills it."""
     if output.given is not None:
         return output.role, output.given.position, None, output.fill
-    make = allocator(like, output.shape, compact_strides(output.shape), output.dtype)
+    make = allocator(like, output.shape, output.stride, output.dtype)
     return output.role, -1, make, output.fill
 
 

@@ -170,7 +170,8 @@ def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[O
         memory = there.get(f"d{name}")
         zero = empty or (it.options.layout == "thd" and memory is None)
         fill = 0.0 if zero else None
-        outputs.append(Output(role, there[name].shape, it.dtype, memory, fill))
+        like = there[name]
+        outputs.append(Output(role, like.shape, it.dtype, memory, fill, order=like))
     fill = 0.0 if empty else None
     if bias_gradient:
         bias = _asked(it, "bias")

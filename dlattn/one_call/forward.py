@@ -86,11 +86,11 @@ def attention(
         out: memory for the output.
 
     Returns:
-        The output, in the layout, type and framework of q, or ``out``; with ``return_lse`` a pair
-        of it and the natural logarithm of each row's sum of exponentials, fp32 (of fp64 tensors
-        fp64), (B, H, S_q), or (H, tokens) of ``"thd"``: what :func:`dlattn.merge_states` takes.
-        Rows that attend to nothing are 0, and -inf. What lies past the lengths is 0 and -inf; of
-        ``"thd"`` it is not written.
+        The output, in the layout, type, framework and order in memory of q, or ``out``; with
+        ``return_lse`` a pair of it and the natural logarithm of each row's sum of exponentials,
+        fp32 (of fp64 tensors fp64), (B, H, S_q), or (H, tokens) of ``"thd"``: what
+        :func:`dlattn.merge_states` takes. Rows that attend to nothing are 0, and -inf. What lies
+        past the lengths is 0 and -inf; of ``"thd"`` it is not written.
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
@@ -127,7 +127,8 @@ def wanted(
     """What a call of the forward comes down to; see :func:`describe`."""
     it = describe(there, values, options)
     layout, sizes = it.options.layout, it.sizes
-    outputs = [Output("o", sizes.shape(layout, sizes.columns_v), it.dtype, it.there.get("out"))]
+    shape = sizes.shape(layout, sizes.columns_v)
+    outputs = [Output("o", shape, it.dtype, it.there.get("out"), order=it.there["q"])]
     check_outputs(outputs)
     if return_lse:
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
@@ -150,6 +151,6 @@ def _filled(outputs: list[Output], sinks: Argument | None) -> list[Output]:
     """Results of no key, or of no query."""
     fills = (0.0, -float("inf") if sinks is None else sinks)
     return [
-        Output(None, it.shape, it.dtype, it.given, fill)
+        Output(None, it.shape, it.dtype, it.given, fill, it.order)
         for it, fill in zip(outputs, fills, strict=False)
     ]

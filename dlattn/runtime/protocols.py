@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -67,6 +67,30 @@ def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+def strides_as(
+    shape: Sequence[int], like_shape: Sequence[int], like_stride: Sequence[int]
+) -> tuple[int, ...]:
+    """Strides without gaps, in the order that the dimensions of another tensor have in memory, but
+    for the last one, which is innermost; as ``torch.empty_like`` has them. Row-major if that tensor
+    repeats memory.
+
+    Args:
+        like_shape, like_stride: of as many dimensions; those of one element have no order.
+    """
+    last = len(shape) - 1
+    order = [i for i in range(last) if like_shape[i] != 1]
+    if not any(like_stride[i] == 0 for i in order):
+        order.sort(key=lambda i: -like_stride[i])
+    row_major = all(i < j for i, j in zip(order, order[1:], strict=False))
+    others = [i for i in range(last) if i not in order]
+    outermost_first = range(last + 1) if row_major else (*others, *order, last)
+    strides, step = [1] * len(shape), 1
+    for i in reversed(outermost_first):
+        strides[i] = step
+        step *= max(shape[i], 1)
+    return tuple(strides)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.one_call.arguments import pair
-from dlattn.torch.rows import in_rows
+from dlattn.torch.rows import empty_as, in_rows
 
 
 class Tensors(NamedTuple):
@@ -118,7 +118,7 @@ def forward(
     """The output and the log-sum-exp; in memory of its own, also rows of no sequence are 0."""
     if options.layout == "thd" and out is None:
         # Where nothing is written, there may be NaN, which a gradient of 0 would not take away.
-        out = tensors.q.new_zeros(*tensors.q.shape[:-1], tensors.v.shape[-1])
+        out = empty_as(tensors.q, tensors.v.shape[-1]).zero_()
     return forward_pass.run((*tensors.all, out), _words(options, return_lse))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dlattn.torch.arguments import backward, forward, split
 from dlattn.torch.batching import batching
 from dlattn.torch.derivative import gradients, refuse, save
+from dlattn.torch.rows import empty_as
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
@@ -72,7 +73,7 @@ def _attention_backward(
 def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
     tensors, options, _ = split(given)
     q, v = tensors.q, tensors.v
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), _fake_lse(q, options.layout)
+    return empty_as(q, v.shape[-1]), _fake_lse(q, options.layout)
 
 
 def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def _fake_backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
         like.new_empty(like.shape) if asked and like is not None else dout.new_empty(0)
         for asked, like in zip(wanted, (tensors.bias, tensors.sinks), strict=True)
     )
-    return (*(x.new_empty(x.shape) for x in tensors[:3]), *more)
+    return (*(empty_as(x, x.shape[-1]) for x in tensors[:3]), *more)
 
 
 for _devices in ("CPU", "CUDA"):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dlattn.runtime.protocols import strides_as
+
 
 def in_rows(x: Tensor) -> Tensor:
     """As it is, or a copy if its last dimension has gaps."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_as(x: Tensor, columns: int) -> Tensor:
+    """What a result of so many columns is, that has the rows of x."""
+    shape = (*x.shape[:-1], columns)
+    return x.new_empty_strided(shape, strides_as(shape, x.shape, x.stride()))

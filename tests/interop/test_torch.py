@@ -234,6 +234,24 @@ def test_any_strides() -> None:
     assert_same(run(scaled_dot_product_attention), run(by_definition))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_results_lie_in_memory_as_their_inputs_do(order: tuple[int, ...], compiled: bool) -> None:
+    """Results have the strides that ``torch.empty_like`` would give them, so that heads that were
+    moved by a view are moved back by one."""
+    sizes, back = (2, 4, 6, 8), sorted(range(4), key=order.__getitem__)
+    q, k, v = (
+        torch.randn([sizes[i] for i in order]).permute(back).requires_grad_() for _ in range(3)
+    )
+    function = scaled_dot_product_attention
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = function(q, k, v)
+    assert out.stride() == torch.empty_like(q).stride()
+    gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(x.stride() == torch.empty_like(q).stride() for x in gradients)
+
+
 def test_gradients_of_sums() -> None:
     """A gradient that repeats one number, with strides of 0, is a gradient as any other."""
     q = random(2, 5, 4, 8)

@@ -138,3 +138,23 @@ def test_cuda_array_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = (4096, (3, 4), (4, 1), data_type.HALF, ("cuda", 5), False)
     assert view(Numba()) == expected
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)])
+def test_strides_as(order: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """As NumPy's ``empty_like`` orders what has no gaps, whatever gaps there are; sizes of 1 mean
+    nothing, and memory that repeats is row-major."""
+    back = sorted(range(3), key=order.__getitem__)
+    x = np.zeros([*(sizes[i] + 2 for i in order), 8])
+    x = x[tuple(slice(sizes[i]) for i in order)].transpose(*back, 3)
+    steps = [step // x.itemsize for step in x.strides]
+    found = protocols.strides_as((*sizes, 5), x.shape, steps)
+    expected = np.empty_like(x[..., :5]).strides
+    used = [i for i, size in enumerate((*sizes, 5)) if size > 1]
+    assert [found[i] for i in used] == [expected[i] // x.itemsize for i in used]
+    repeated = np.broadcast_to(x[:1], (7, *x.shape[1:]))
+    steps = [step // x.itemsize for step in repeated.strides]
+    assert protocols.strides_as((7, *sizes[1:], 5), repeated.shape, steps) == (
+        protocols.compact_strides((7, *sizes[1:], 5))
+    )
