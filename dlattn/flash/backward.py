@@ -250,7 +250,7 @@ def _prepare(
         return Backward(None)
     zero = 0.0 if options.zero_tensors or layout.is_empty else None
     d_q, d_k, d_v = (
-        Output(role, shape, dtype, given.get(name), zero)
+        Output(role, shape, dtype, given.get(name), zero, order=given[name[1]])
         for role, name, shape in zip(("dQ", "dK", "dV"), ("dq_", "dk_", "dv_"), shapes, strict=True)
     )
     has_more_rows = not layout.packed and layout.softmax_d[-1] != layout.seqlen_q

@@ -267,7 +267,7 @@ def _prepare(
     if padded_size(q.shape[-1]) != q.shape[-1] or padded_size(columns) != columns:
         return Forward(None)
     out_fill, lse_fill = _fills(layout, given, options)
-    out = Output("o", layout.queries(columns), dtype, out_, out_fill)
+    out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
     results = [out, lse]
     if options.return_softmax:

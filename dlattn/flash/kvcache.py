@@ -157,7 +157,7 @@ def _prepare(*given: Any) -> Call:
     if integer("num_splits", splits) < 0:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
-    outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"))]
+    outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if wants_lse:
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))
 

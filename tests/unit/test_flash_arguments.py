@@ -9,7 +9,13 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from dlattn.errors import DlattnError, InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
+from dlattn.flash import (
+    flash_attn_with_kvcache,
+    mha_bwd,
+    mha_fwd,
+    mha_varlen_bwd,
+    mha_varlen_fwd,
+)
 
 B, SQ, SK, H, HK, D = 2, 5, 7, 4, 2, 16
 I32 = np.int32
@@ -224,3 +230,14 @@ def test_torch_wants_its_own_device() -> None:
     q = torch.zeros(B, SQ, H, D, device="meta", dtype=torch.float16)
     with pytest.raises(InvalidArgumentError, match="q: This Tensor on device meta has no memory"):
         mha_fwd(q, q, q)
+
+
+def test_results_lie_in_memory_as_their_inputs_do() -> None:
+    """As by FlashAttention's ``empty_like``: where heads are outermost, they stay so."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 6, 8)).astype(np.float16)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # (B, S, H, D), stored as (B, H, S, D)
+    out, _, _, _, lse, *_ = mha_fwd(q, k, v)
+    assert out.strides == q.strides
+    gradients = mha_bwd(out, q, k, v, out, lse, None, None, None)[:3]
+    assert all(x.strides == q.strides for x in gradients)
+    assert flash_attn_with_kvcache(q, k, v).strides == q.strides
