@@ -93,9 +93,13 @@ class _Torch(Framework):
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type
     ) -> Callable[[], Any]:
         # A tensor's own method takes half the time of torch.empty_strided, which parses a device.
-        element = getattr(self._torch, dtypes.to_torch_name(dtype))
-        alike = self._torch.empty(0, dtype=element, device=like.device)
+        alike = self.empty(like, (0,), (1,), dtype)
         return partial(alike.new_empty_strided, shape, stride)
+
+    def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        # Of a tensor that is made once, an allocator's own one would be work for nothing.
+        element = getattr(self._torch, dtypes.to_torch_name(dtype))
+        return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)
 
     def assign(self, obj: Any, value: Any) -> None:
         obj.detach()[...] = value
