@@ -50,15 +50,31 @@ FORWARD = {
 }
 #: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots.
 BACKWARD = {
+    32: [
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
+        Sm90BwdTiling(128, 128, False, 2, 2, 32, 1, 1),
+        Sm90BwdTiling(128, 128, False, 2, 2, 32, 2, 2),
+        Sm90BwdTiling(128, 128, False, 3, 2, 32, 2, 1),
+    ],
     64: [
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 0),
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 2),
     ],
+    96: [
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
+        Sm90BwdTiling(64, 128, False, 2, 2, 32, 3, 3),
+        Sm90BwdTiling(64, 128, False, 3, 2, 32, 3, 0),
+    ],
     128: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 1),
         Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1),
+    ],
+    160: [
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),
+        Sm90BwdTiling(64, 128, False, 2, 1, 32, 1, 0),
+        Sm90BwdTiling(64, 128, False, 2, 1, 64, 1, 0),
     ],
     256: [
         Sm90BwdTiling(64, 64, True, 2, 1, 32, 2, 0),
