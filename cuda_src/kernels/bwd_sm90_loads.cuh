@@ -48,7 +48,11 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     const int head = (first_head() + i) / heads_per_key;
     const int rows =
         ref.is_ragged<Problem::ragged>() ? Tile::rows : most(keys.last - keys.first, 0);
-    fill_rows(ring, place, tile, rows, landed, clearings, Tile::bytes, [&](int, uint64& full) {
+    // Of an item without keys nothing is read.
+    const bool moves = may_move<Problem>(keys.first, keys.last);
+    const uint32 bytes = moves ? Tile::bytes : 0;
+    fill_rows(ring, place, tile, rows, landed, clearings, bytes, [&](int, uint64& full) {
+      if (!moves) return;
       load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
