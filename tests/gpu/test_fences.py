@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 _RAGGED = ("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV")
 
 #: Sequences of which tiles lie wholly past their ends, of every way to walk tiles.
-SHORT = [
-    Case(
+SHORT = {
+    f"{head_dim} {'full' if right is None else 'causal'} {'ragged' if ragged else 'padded'}": Case(
         dtype="float16", batch=3, heads_q=6, heads_k=2, heads_v=2, seq_q=130, seq_kv=300,
         head_dim_qk=head_dim, head_dim_v=head_dim, scale=0.1, right=right, len_q=(0, 31, 130),
         len_kv=(0, 300, 31), ragged=ragged,
@@ -29,7 +29,7 @@ SHORT = [
     for head_dim in (64, 128, 200)
     for right in (None, 0)
     for ragged in ((), _RAGGED)
-]  # fmt: skip
+}  # fmt: skip
 
 
 @pytest.fixture(params=[False, True], ids=["behind a fence", "before a fence"])
@@ -39,7 +39,7 @@ def fenced(request: pytest.FixtureRequest) -> Iterator[FencedLibrary]:
     library.close()
 
 
-@pytest.mark.parametrize("case", SHORT, ids=repr)
+@pytest.mark.parametrize("case", SHORT.values(), ids=SHORT)
 def test_short_sequences(case: Case, fenced: FencedLibrary) -> None:
     """Nothing beside the buffers is touched where sequences are empty or end before a tile."""
     check(case, fenced, run_graph)
