@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -266,6 +267,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if not self.problem.ragged:
             return super()._dq_places
         return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
+
+    def dbias_kernel(self) -> KernelLaunch:
+        if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(self.problem, self.geometry):
+            return super().dbias_kernel()
+        return bwd_dbias_sm90.dbias_kernel(
+            self.problem, self.geometry, self.target, self.tiling
+        )
 
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)
