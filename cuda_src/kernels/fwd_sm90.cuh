@@ -13,6 +13,7 @@
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -450,6 +451,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
 
   Kernel kernel(params, shared);
   kernel.init();
+  if constexpr (Problem::ragged) await_kernel_before();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();
     kernel.produce();

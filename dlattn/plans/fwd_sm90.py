@@ -84,7 +84,7 @@ class Sm90FwdTiling:
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (16 + 2 * 8)
-        barriers = 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
+        barriers = 8 + 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
         return round_up(tiles + items + barriers, 1024)
@@ -251,7 +251,9 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+        grid, ragged = (self._blocks, 1, 1), self.problem.ragged
+        launch = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
+        return [launch]
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem)
