@@ -452,7 +452,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       if (threadIdx.x % 128 == 0) {
         const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);
         const int first = first_query + 64 * warpgroup;
-        if (may_move<Problem>(first, length_q)) {
+        if (may_move<Problem>(p.o, first, length_q)) {
           tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first, at.head, entry.batch);
         }
         tma_commit();
