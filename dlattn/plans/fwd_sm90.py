@@ -125,7 +125,10 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
         return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
     if largest <= 128:
-        return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=min(2, -(-dim_v // 64)), ping_pong=True),)
+        # A soft cap takes longer than the other's products: consumers would wait for their turns.
+        caps = problem.keeps_scores and not problem.has_program
+        o_slabs = min(2, -(-dim_v // 64))
+        return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=o_slabs, ping_pong=not caps),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192 and problem.has_blocks:
