@@ -33,7 +33,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using Shapes::tile_k;
   using Shapes::tile_q;
   static constexpr bool by_product = Tiling::by_product;
-  static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
+  static constexpr int stages = Tiling::stages, do_stages = Tiling::do_stages;
+  static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr int share_slots = Tiling::share_slots;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
@@ -98,7 +99,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     KTile k[1];
     VTile v[1];
     QTile q[stages];
-    DOTile dO[stages];
+    DOTile dO[do_stages];
     DSTile dS[ds_stages];
     DQPiece dQ[dq_slots];
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
@@ -110,7 +111,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
-    Ring<stages> q_ring, do_ring;
+    Ring<stages> q_ring;
+    Ring<do_stages> do_ring;
     Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
     Ring<dq_slots> dq_ring;                     // from the query worker to the writer
     Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys

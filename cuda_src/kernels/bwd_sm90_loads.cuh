@@ -99,12 +99,13 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
+  template <int ring_stages>
   struct Loads {
-    Place<stages> place;
+    Place<ring_stages> place;
     uint32 clearings = 0;
   };
 
-  DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
+  DLATTN_DEVICE void load_keys_and_queries(Loads<stages>& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
@@ -139,7 +140,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                             p.bias.batch == 0 ? 0 : work.batch, keys.first);
   }
 
-  DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
+  DLATTN_DEVICE void load_values_and_gradients(Loads<Base::do_stages>& at) {
     const auto load_values_of = [&](int i) {
       load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings,
                                   {m.v, Mapped::v, p.v_pages}, p.v, i, p.heads_per_v);

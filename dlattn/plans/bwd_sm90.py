@@ -27,12 +27,13 @@ class Sm90BwdTiling:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
         tile_k: keys of an item: 128, or 64 by product.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
-        stages: tiles of q and of dO in shared memory.
+        stages: tiles of q in shared memory.
         ds_stages: tiles of dS.
         piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32.
         dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
+        do_stages: tiles of dO in shared memory: as many as of q, or one beside two.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -44,6 +45,7 @@ class Sm90BwdTiling:
     piece_columns: int = 64
     dq_slots: int = 1
     share_slots: int = 1
+    do_stages: int = 2
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
@@ -62,25 +64,26 @@ class Sm90BwdTiling:
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.query_registers}>"
+            f"{self.do_stages}, {self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
-        q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
+        q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         weights = 16 + ds if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
-        ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
+        ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
+        ring_stages += (1 + self.tile_k // 64) * self.ds_stages
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
         bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
-        stages = self.stages * (q_and_do + row_stats + step)
+        stages = self.stages * (q + row_stats + step) + self.do_stages * dO
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
