@@ -47,7 +47,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::stages;
   using Base::store;
   using Base::store_ds;
-  using Base::tile_k;
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
@@ -59,7 +58,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using typename Base::Step;
   using typename Base::Weights;
 
-  static constexpr int blocks = tile_k / 64;      // of keys
+  static constexpr int blocks = Base::block_k / 64;      // of keys
   using DK = Accumulator<1, Base::width_qk / 8>;  // of one block
   using DV = Accumulator<1, Base::width_v / 8>;
 
@@ -407,6 +406,10 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   } else {
     take_registers<(512 - 24 - Tiling::query_registers) / 2>();
     Kernel::work_on_keys_of_items(params, shared);
+  }
+  if constexpr (Kernel::cluster > 1) {  // its shared memory is there as long as the other block needs it
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

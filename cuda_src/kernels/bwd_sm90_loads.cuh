@@ -53,6 +53,25 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     });
   }
 
+  // The other block's keys, of which the columns of this block's dQ.
+  DLATTN_DEVICE void load_other_keys(uint32& clearings, int i) {
+    if (i % p.heads_per_k != 0) return;
+    using Tile = SlabTile<typename Base::T, Base::block_k, Base::own_columns>;
+    const Interval others = this->keys_of_block(1 - Base::rank());
+    const Place<1> place{0, this->fill_parity(i, p.heads_per_k)};
+    fill_rows(shared.other_k_ring, place, shared.other_k, most(others.last - others.first, 0),
+              shared.landed[0], clearings, Tile::bytes, [&](int, uint64& full) {
+                const MappedEntry entry = this->entry(Mapped::k);
+                shared.other_k[0].load(m.k, full, entry.row + others.first,
+                                       (first_head() + i) / p.heads_per_k, entry.batch,
+                                       first_other_column());
+              });
+  }
+  // Where the slabs begin that have those columns.
+  static DLATTN_DEVICE int first_other_column() { return Base::rank() * other_columns; }
+  static constexpr int other_columns =
+      (Base::KTile::slabs - ceil_div(Base::own_columns, 64)) * 64;
+
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
   DLATTN_DEVICE void for_each_tile(Visit visit) {
@@ -88,7 +107,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     // A bias there may be NaN, whatever the log-sum-exp.
     const bool unknown = Problem::Score::reads_memory && queries.last - queries.first < tile_q;
     return unknown || !Problem::Mask::full_keys(queries, length, p)
-                           .contains({keys.first, keys.first + Base::tile_k});
+                           .contains({keys.first, keys.first + Base::block_k});
   }
 
   DLATTN_DEVICE typename Base::Whole is_whole(int head, int tile) const {
@@ -109,6 +128,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
+      if constexpr (Base::cluster > 1) load_other_keys(at.clearings, i);
       load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,
                                   {m.k, Mapped::k, p.k_pages}, p.k, i, p.heads_per_k);
     };

@@ -10,13 +10,13 @@ template <class Problem, class Tiling>
 struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base = BwdSm90Sums<Problem, Tiling>;
   using Base::Base;
-  using Base::dim_qk;
-  using Base::dq_pieces;
   using Base::dq_slots;
   using Base::ds_stages;
+  using Base::own_columns;
   using Base::p;
   using Base::piece_columns;
   using Base::shared;
+  using Base::slab_columns;
   using Base::tile_q;
   using Base::tiles;
   using typename Base::ShareWalk;
@@ -26,15 +26,26 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   template <int n_tiles>
   DLATTN_DEVICE void start_dq(Accumulator<1, n_tiles>& dQ, int first_row, int first_column,
                               int stage) {
-    auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(dQ.at);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Base::tile_k / 16; ++k) {
-      WgmmaShape<8 * n_tiles>::template shared_shared<T, 1>(
-          d, shared.dS[stage].along_columns(first_row, k),
-          shared.k[0].along_rows(k, first_column / 64), k > 0);
+    add_product(dQ, first_row, Base::rank(), shared.k[0], first_column, stage, false);
+    if constexpr (Base::cluster > 1) {
+      add_product(dQ, first_row, 1 - Base::rank(), shared.other_k[0],
+                  first_column - Base::first_other_column(), stage, true);
     }
     wgmma_commit();
+  }
+  // Of the keys of a block.
+  template <int n_tiles, class Tile>
+  DLATTN_DEVICE void add_product(Accumulator<1, n_tiles>& dQ, int first_row, int block,
+                                 const Tile& tile, int first_column, int stage, bool accumulate) {
+    auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(dQ.at);
+    constexpr int k_steps = Base::block_k / 16;
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k) {
+      WgmmaShape<8 * n_tiles>::template shared_shared<T, 1>(
+          d, shared.dS[stage].along_columns(first_row, block * k_steps + k),
+          tile.along_rows_from(k, first_column), accumulate || k > 0);
+    }
   }
 
   // Gives a piece to the writer, that begins with this column of the product.
@@ -53,20 +64,20 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     release(shared.dq_ring.full[place.stage]);
   }
 
-  // Some columns of the dQ of a step and 64 queries, piece by piece.
+  // Some of this block's columns of the dQ of a step and 64 queries, piece by piece.
   template <int columns>
-  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first_column) {
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first) {
     const int stage = step % ds_stages;
     Accumulator<1, columns / 8> dQ;
-    start_dq(dQ, first_row, first_column, stage);
+    start_dq(dQ, first_row, Base::column(first), stage);
     wgmma_wait<0>();
     tie(dQ);
-    const bool is_last = first_row + 64 == tile_q && first_column + columns == dim_qk;
-    if (is_last) release(shared.ds_ring.empty[stage]);
-    const int before = first_row / 64 * dim_qk + first_column;
+    const bool is_last = first_row + 64 == tile_q && first + columns == own_columns;
+    if (is_last) Base::release_in_all(shared.ds_ring.empty[stage]);
+    const int before = first_row / 64 * own_columns + first;
 #pragma unroll
     for (int column = 0; column < columns; column += piece_columns) {
-      send(dQ, column, place_of<dq_slots>(step * dq_pieces + (before + column) / piece_columns));
+      send(dQ, column, place_of<dq_slots>(step * Base::own_pieces + (before + column) / piece_columns));
     }
   }
 
@@ -75,8 +86,10 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
 #pragma unroll
     for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
-      for (int column = 0; column + 64 <= dim_qk; column += 64) part_of_dq<64>(step, row, column);
-      if constexpr (dim_qk % 64 > 0) part_of_dq<dim_qk % 64>(step, row, dim_qk / 64 * 64);
+      for (int first = 0; first < slab_columns; first += 64) part_of_dq<64>(step, row, first);
+      if constexpr (own_columns > slab_columns) {
+        part_of_dq<own_columns - slab_columns>(step, row, slab_columns);
+      }
     }
   }
 
@@ -92,6 +105,9 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     for (int i = 0; i < p.heads_per_block; i += p.heads_per_k) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
+      if constexpr (Base::cluster > 1) {
+        mbarrier_wait(shared.other_k_ring.full[0], this->keys_parity(i));
+      }
       int steps = uniform(p.heads_per_k * (tiles.last - tiles.first));
       const auto step = [&] {
         const auto await_ds = [&] {
@@ -109,6 +125,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       };
       this->take_steps(i, i + p.heads_per_k, steps > 0, step);
       named_barrier_arrive(Base::keys_read, 128 * 3);
+      if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
     }
     this->finish_share(at.share);
   }

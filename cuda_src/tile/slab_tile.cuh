@@ -85,6 +85,12 @@ struct SlabTile {
   DLATTN_DEVICE uint64 along_rows(int k_step, int first_slab = 0) const {
     return wgmma_descriptor(address(), first_slab * slab_bytes + k_step * 2048, slab_bytes, 1024);
   }
+
+  // The same from a column on: of its slab alone, if that begins before.
+  DLATTN_DEVICE uint64 along_rows_from(int k_step, int column) const {
+    const uint32 offset = column / 64 * slab_bytes + column % 64 * 2 + k_step * 2048;
+    return wgmma_descriptor(address(), offset, slab_bytes, 1024);
+  }
 };
 
 }  // namespace dlattn

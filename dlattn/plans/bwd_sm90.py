@@ -25,7 +25,7 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
-        tile_k: keys of an item: 128, or 64 by product.
+        tile_k: keys of an item: 128, or 64 by product and block.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q in shared memory.
         ds_stages: tiles of dS.
@@ -34,6 +34,8 @@ class Sm90BwdTiling:
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
         do_stages: tiles of dO in shared memory: as many as of q, or one beside two.
+        cluster: blocks that share an item, by product: each has 64 of its keys, and half of dQ's
+            columns.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -46,6 +48,7 @@ class Sm90BwdTiling:
     dq_slots: int = 1
     share_slots: int = 1
     do_stages: int = 2
+    cluster: int = 1
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
@@ -54,9 +57,15 @@ class Sm90BwdTiling:
     query_registers: ClassVar[int] = 72
 
     @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.tile_k // self.cluster
+
+    @property
     def columns(self) -> int:
         """dQ has a multiple of them, so that a step's pieces fill all slots equally often."""
-        return self.piece_columns * self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
+        slots = self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
+        return self.piece_columns * slots * self.cluster
 
     @property
     def cpp(self) -> str:
@@ -64,21 +73,26 @@ class Sm90BwdTiling:
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.do_stages}, {self.query_registers}>"
+            f"{self.do_stages}, {self.cluster}, "
+            f"{self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
-        k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
+        k_and_v = sum(slab_bytes(self.block_k, dim) for dim in dims)
+        if self.cluster > 1:
+            own_columns = round_up(problem.head_dim_qk, self.columns) // self.cluster
+            k_and_v += slab_bytes(self.block_k, own_columns)
         q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
-        weights = 16 + ds if self.by_product else 16
+        sent = self.ds_stages * slab_bytes(self.tile_q, self.block_k)
+        weights = 16 + sent if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
-        ring_stages += (1 + self.tile_k // 64) * self.ds_stages
+        ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
@@ -216,18 +230,22 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q
-        keys = {role: self.paged_rows(role, self.tiling.tile_k) for role in "kv"}
+        keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
         gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
         rows = {"q": queries, **keys, "dO": queries, **gradients}
         return rows | {"bias": queries} if self.tiling.stages_bias else rows
 
     @property
+    def _items_at_once(self) -> int:
+        return self.target.multiprocessors // self.tiling.cluster
+
+    @property
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
         of them where there are few items."""
-        blocks, tiles = self.target.multiprocessors, self._key_tiles
+        blocks, tiles = self._items_at_once, self._key_tiles
         if self.problem.ragged:  # of one batch entry
             groups = self.geometry.heads_q // self._heads_per_block
             return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
@@ -254,7 +272,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def _pairs_at_once(self) -> int:
         """Pairs of ragged problems that blocks work on at a time, if most are half as long as the
         longest."""
-        return -(-2 * self.target.multiprocessors // self._key_tiles)
+        return -(-2 * self._items_at_once // self._key_tiles)
 
     @property
     def _dq_lag(self) -> int:
@@ -271,8 +289,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
 
     def main_kernel(self, items: int) -> KernelLaunch:
-        grid = min(items, self.target.multiprocessors)
+        cluster = self.tiling.cluster
+        grid = min(items, self._items_at_once) * cluster
         shared = self.tiling.shared_memory(self.problem)
         problem = staged(self.problem) if self.tiling.stages_bias else self.problem
-        source = kernel_source(self.name, problem, self.tiling, shared, argument=MappedBwdParams)
+        source = kernel_source(
+            self.name, problem, self.tiling, shared, argument=MappedBwdParams, cluster=cluster
+        )
         return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)
