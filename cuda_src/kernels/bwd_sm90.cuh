@@ -173,11 +173,11 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   DLATTN_DEVICE bool finish_step(DK& dK, DV& dV, int stage, int do_stage) {
     wgmma_wait<1>();
     tie(dV);
-    release(shared.do_ring.empty[do_stage]);
+    Base::release_in_all(shared.do_ring.empty[do_stage]);
     const bool more = !is_last(stage);
     wgmma_wait<0>();
     tie(dK);
-    release(shared.q_ring.empty[stage]);
+    Base::release_in_all(shared.q_ring.empty[stage]);
     return more;
   }
 
@@ -199,7 +199,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       if (block == 0) mbarrier_wait(shared.do_ring.full[do_place.stage], do_place.parity);
       if (block == blocks - 1) {
         more = !is_last(stage);
-        release(shared.q_ring.empty[stage]);
+        Base::release_in_all(shared.q_ring.empty[stage]);
       }
       start_accumulation<most_columns>(dV[block], rounded(probability, weights),
                                        shared.dO[do_place.stage]);
@@ -207,7 +207,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     wgmma_wait<0>();
 #pragma unroll
     for (DV& gradient : dV) tie(gradient);
-    release(shared.do_ring.empty[do_place.stage]);
+    Base::release_in_all(shared.do_ring.empty[do_place.stage]);
     return more;
   }
 
@@ -223,7 +223,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       start_dp(dP, at, piece);
       wgmma_wait<0>();
       tie(dP);
-      if (block == blocks - 1) release(shared.do_ring.empty[do_place.stage]);
+      if (block == blocks - 1) Base::release_in_all(shared.do_ring.empty[do_place.stage]);
       multiply(dP, receive(block, ds_place), stage, piece);
       const Rounded dS(dP);
       if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
@@ -235,7 +235,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) tie(gradient);
     const bool more = !is_last(stage);
-    release(shared.q_ring.empty[stage]);
+    Base::release_in_all(shared.q_ring.empty[stage]);
     return more;
   }
 

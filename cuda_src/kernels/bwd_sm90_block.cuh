@@ -19,7 +19,7 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, dO, dK, dV;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
@@ -68,6 +68,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Of those, this block's, and their columns: whole slabs first, then what is left.
   static constexpr int own_pieces = dq_pieces / cluster, own_columns = dim_qk / cluster;
   static constexpr int slab_columns = own_columns / 64 * 64;
+  // Of dQ, computed at a time.
+  static constexpr int product_columns = Tiling::query_registers < 104 ? 64 : slab_columns;
   static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
   static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
@@ -185,8 +187,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.item_ring.init(cluster * warps - 1);
       shared.k_ring.init(key_warps);
       shared.v_ring.init(key_warps);
-      shared.q_ring.init(key_warps);
-      shared.do_ring.init(key_warps);
+      shared.q_ring.init(key_warps * cluster);
+      shared.do_ring.init(key_warps * cluster);
       if constexpr (cluster > 1) shared.other_k_ring.init(4);
       shared.ds_ring.init(4 * cluster, ds_warps);
       shared.dq_ring.init(1, 4);

@@ -38,6 +38,29 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     release(ring.full[place.stage]);
   }
 
+  // Starts loading a query tile. Each block of a cluster loads a part of it for all; but what is to be
+  // cleared, for itself.
+  template <class Tile>
+  DLATTN_DEVICE void load_queries(Tile& tile, const TensorMap& map, Mapped tensor, uint64& landed,
+                                  bool is_full, int query_tile, int head) {
+    const MappedEntry entry = this->entry(tensor);
+    const int row = entry.row + query_tile * tile_q;
+    if constexpr (Base::cluster == 1) {
+      tile.load(map, landed, row, head, entry.batch);
+    } else {
+      constexpr int part = tile_q / Base::cluster;
+      if (is_full) {
+        const int first = Base::rank() * part;
+        tile.load_rows_everywhere(first, map, landed, row + first, head, entry.batch,
+                                  (1 << Base::cluster) - 1);
+      } else {
+        for (int first = 0; first < tile_q; first += part) {
+          tile.load_rows(first, map, landed, row + first, head, entry.batch);
+        }
+      }
+    }
+  }
+
   // The keys or values that this head of the item is the first to need.
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
@@ -145,8 +168,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                 at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,
                 [&](int stage, uint64& full) {
                   if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
-                  const MappedEntry entry = this->entry(Mapped::q);
-                  shared.q[stage].load(m.q, full, entry.row + tile * tile_q, head, entry.batch);
+                  load_queries(shared.q[stage], m.q, Mapped::q, full,
+                               &full != &shared.landed[0], tile, head);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
@@ -168,9 +191,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],
                 at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
-                  const MappedEntry entry = this->entry(Mapped::dO);
-                  shared.dO[stage].load(m.dO, full, entry.row + tile * tile_q, first_head() + i,
-                                        entry.batch);
+                  load_queries(shared.dO[stage], m.dO, Mapped::dO, full,
+                               &full != &shared.landed[1], tile, first_head() + i);
                 });
       at.place.advance();
     });

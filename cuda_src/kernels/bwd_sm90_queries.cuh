@@ -86,7 +86,9 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
 #pragma unroll
     for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
-      for (int first = 0; first < slab_columns; first += 64) part_of_dq<64>(step, row, first);
+      for (int first = 0; first < slab_columns; first += Base::product_columns) {
+        part_of_dq<Base::product_columns>(step, row, first);
+      }
       if constexpr (own_columns > slab_columns) {
         part_of_dq<own_columns - slab_columns>(step, row, slab_columns);
       }

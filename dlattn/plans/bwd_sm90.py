@@ -36,6 +36,8 @@ class Sm90BwdTiling:
         do_stages: tiles of dO in shared memory: as many as of q, or one beside two.
         cluster: blocks that share an item, by product: each has 64 of its keys, and half of dQ's
             columns.
+        query_registers: of a thread that computes dQ: as few as it can do with, 64 columns at a
+            time; or 104, and all. Key workers share what is left.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -49,12 +51,11 @@ class Sm90BwdTiling:
     share_slots: int = 1
     do_stages: int = 2
     cluster: int = 1
+    query_registers: int = 72
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
-    #: Of a thread that computes dQ, as few as it can do with; key workers share what is left.
-    query_registers: ClassVar[int] = 72
 
     @property
     def block_k(self) -> int:
@@ -229,12 +230,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return reason or register_refusal(cls.skipping(problem))
 
     def box_rows(self) -> Mapping[str, int]:
-        queries = self.tiling.tile_q
+        queries = self.tiling.tile_q // self.tiling.cluster
         keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
         gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
         rows = {"q": queries, **keys, "dO": queries, **gradients}
-        return rows | {"bias": queries} if self.tiling.stages_bias else rows
+        return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
 
     @property
     def _items_at_once(self) -> int:
