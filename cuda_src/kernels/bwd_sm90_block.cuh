@@ -65,11 +65,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
   static constexpr int piece_columns = Tiling::piece_columns;
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
-  // Of those, this block's, and their columns: whole slabs first, then what is left.
+  // Of those, this block's, and their columns: whole slabs first, then what is left; and how many are
+  // computed at a time.
   static constexpr int own_pieces = dq_pieces / cluster, own_columns = dim_qk / cluster;
   static constexpr int slab_columns = own_columns / 64 * 64;
-  // Of dQ, computed at a time.
-  static constexpr int product_columns = Tiling::query_registers < 104 ? 64 : slab_columns;
+  static constexpr int product_columns =
+      Tiling::query_registers >= 40 + own_columns / 2 ? own_columns : 64;
   static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
   static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
@@ -218,9 +219,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     return cluster_rank();
   }
 
-  // A column of dQ, of this block's n-th.
-  static DLATTN_DEVICE int column(int n) {
-    return n + rank() * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
+  // Which column of dQ is a block's n-th.
+  static DLATTN_DEVICE int column(int n, int block) {
+    return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
   }
 
   // A warp arrives on this barrier of one block, or of all.

@@ -80,7 +80,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if constexpr (Problem::ragged) {
       const int4 row = p.ragged.items[1 + this->number()];
       const int parts = most(1, ceil_div(p.seq_len_kv.at(row.z, p.seq_kv), tile_k));
-      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x, parts);
+      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x * Base::cluster + Base::rank(),
+                           parts * Base::cluster);
     } else {
       prepare_share(shared.share, [&] { return this->number() - p.dq_lag; }, Base::rank());
     }
@@ -247,7 +248,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
-    const int column = piece % per_row * piece_columns + lane % 4 * 8;
+    // A piece that is all of a block's columns has them in that block's order.
+    constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
+    const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
+    const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
     const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;
     T* g_dq = p.dQ.template rows<T, Problem::ragged>(share.batch, head, query) + column;
     const float factor = gradient_factor<Problem>(ScoreValues(p));
@@ -269,8 +273,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
         transpose_quad(row);
-        if (query + 8 * half < rows && column + 8 * first < Problem::head_dim_qk) {
-          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + 8 * first) =
+        if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
+          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
               uint4{row[0], row[1], row[2], row[3]};
         }
       }
@@ -375,7 +379,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     bool exists;
     if constexpr (Problem::ragged) {
       const int pairs = p.batch * (p.heads_q / p.heads_per_block);
-      const int parts = ceil_div(p.seq_kv, tile_k);
+      const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
       const int pair = pairs - least(pairs, p.dq_lag) + taken / parts;
       exists = pair < pairs;
       if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);

@@ -33,7 +33,8 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // Of this block's pieces in the whole.
   static DLATTN_DEVICE int place_in_sum(int piece) {
     if constexpr (Base::cluster == 1) return piece;
-    return Base::column(piece * Base::piece_columns) / Base::piece_columns;
+    if constexpr (own_pieces == 1) return Base::rank();
+    return Base::column(piece * Base::piece_columns, Base::rank()) / Base::piece_columns;
   }
 
   // A step's additions are counted when so many pieces of the next step are on their way: a step late,

@@ -29,15 +29,16 @@ class Sm90BwdTiling:
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
         stages: tiles of q in shared memory.
         ds_stages: tiles of dS.
-        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32.
+        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32, or all that
+            a block of a cluster computes.
         dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
         do_stages: tiles of dO in shared memory: as many as of q, or one beside two.
         cluster: blocks that share an item, by product: each has 64 of its keys, and half of dQ's
             columns.
-        query_registers: of a thread that computes dQ: as few as it can do with, 64 columns at a
-            time; or 104, and all. Key workers share what is left.
+        query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
+            a block's columns, all of these. Key workers share what is left.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -121,10 +122,6 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         if problem.head_dim_qk <= 32:
             return Sm90BwdTiling(tile_q=128, piece_columns=32, dq_slots=2, share_slots=2)
         return Sm90BwdTiling(tile_q=128)
-    if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(
-            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
-        )
     # What else takes as many registers as 64 columns of a head do.
     adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
     others = int(problem.keeps_scores or bool(problem.dropout and adds))
@@ -132,12 +129,25 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
-        return Sm90BwdTiling(ds_stages=1, share_slots=0)
+        return Sm90BwdTiling(do_stages=1, share_slots=0)
+    if min(dim_qk, dim_v) > 128 and not (others or problem.dropout or problem.adds_to_scores):
+        if not (problem.ragged or problem.paged_k or problem.paged_v):
+            return _clustered(dim_qk, dim_v)
+    if dim_qk + dim_v > 384:
+        return Sm90BwdTiling(tile_k=64, by_product=True, dq_slots=2, share_slots=0, do_stages=1)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         return _walking(problem, Sm90BwdTiling(tile_k=64, by_product=True))
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
     return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
+
+
+def _clustered(dim_qk: int, dim_v: int) -> Sm90BwdTiling:
+    """Two blocks share an item: half the reductions, and half the loads of query tiles."""
+    shared = Sm90BwdTiling(by_product=True, share_slots=0, do_stages=1, cluster=2)
+    if dim_qk > 192:
+        return replace(shared, ds_stages=1, query_registers=104)
+    return replace(shared, ds_stages=2 if dim_v <= 192 else 1, piece_columns=96, query_registers=88)
 
 
 def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:

@@ -134,12 +134,12 @@ def test_places_are_free_and_sums_complete(
         first = pair // wave * wave * key_tiles  # items of the pair's wave
         end = min(first + wave * key_tiles, pairs * key_tiles)
         # The first item that stores a part of this pair's dQ comes after all that add to it.
-        assert first + params.dq_lag >= end - 1 + HOPPER.multiprocessors
+        assert first + params.dq_lag >= end - 1 + plan._items_at_once
         follower = pair + params.dq_places
         if follower < pairs:
             # Its items come after the last one that stores a part of this pair's dQ.
             first_follower = follower // wave * wave * key_tiles
-            assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
+            assert first_follower >= end + params.dq_lag + plan._items_at_once - 1
 
 
 @given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))
