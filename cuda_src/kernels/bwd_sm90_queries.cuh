@@ -16,41 +16,38 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base::p;
   using Base::piece_columns;
   using Base::shared;
-  using Base::slab_columns;
   using Base::tile_q;
   using Base::tiles;
   using typename Base::ShareWalk;
   using typename Base::T;
 
-  // Starts 64 rows of dQ = dS K, in some of this block's columns.
-  template <int first, int columns>
-  DLATTN_DEVICE void start_dq(Accumulator<1, columns / 8>& dQ, int first_row, int stage) {
-    constexpr int in_slabs = most(least(columns, slab_columns - first), 0);
+  // Starts 64 rows of dQ = dS K, in some of this block's columns: whole slabs, and what is left.
+  template <int n_tiles>
+  DLATTN_DEVICE void start_dq(Accumulator<1, n_tiles>& dQ, int first_row, int first, int stage) {
+    constexpr int columns = 8 * n_tiles, rest = columns > 64 ? columns % 64 : 0;
     wgmma_fence();
-    if constexpr (in_slabs > 0) add_products<first, in_slabs>(dQ.at[0][0], first_row, stage);
-    if constexpr (in_slabs < columns) {
-      add_products<first + in_slabs, columns - in_slabs>(dQ.at[0][in_slabs / 8], first_row, stage);
-    }
+    add_columns<0, columns - rest>(dQ, first_row, first, stage);
+    if constexpr (rest > 0) add_columns<columns - rest, rest>(dQ, first_row, first, stage);
     wgmma_commit();
   }
-  template <int first, int columns>
-  DLATTN_DEVICE void add_products(float (&dQ)[4], int first_row, int stage) {
-    auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ);
-    const int own = Base::rank(), column = Base::column(first, own);
-    add_product<columns>(d, first_row, own, shared.k[0], column, stage, false);
+  template <int offset, int columns, int n_tiles>
+  DLATTN_DEVICE void add_columns(Accumulator<1, n_tiles>& dQ, int first_row, int first, int stage) {
+    const int own = Base::rank(), column = Base::column(first + offset, own);
+    auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ.at[0][offset / 8]);
+    add_product(d, first_row, own, shared.k[0], column, stage, false);
     if constexpr (Base::cluster > 1) {
-      const int other_column = column - Base::first_other_column();
-      add_product<columns>(d, first_row, 1 - own, shared.other_k[0], other_column, stage, true);
+      add_product(d, first_row, 1 - own, shared.other_k[0], column - Base::first_other_column(),
+                  stage, true);
     }
   }
   // Of the keys of a block.
-  template <int columns, class Tile>
-  DLATTN_DEVICE void add_product(float (&dQ)[columns / 2], int first_row, int block,
-                                 const Tile& tile, int column, int stage, bool accumulate) {
+  template <int registers, class Tile>
+  DLATTN_DEVICE void add_product(float (&dQ)[registers], int first_row, int block, const Tile& tile,
+                                 int column, int stage, bool accumulate) {
     constexpr int k_steps = Base::block_k / 16;
 #pragma unroll
     for (int k = 0; k < k_steps; ++k) {
-      WgmmaShape<columns>::template shared_shared<T, 1>(
+      WgmmaShape<2 * registers>::template shared_shared<T, 1>(
           dQ, shared.dS[stage].along_columns(first_row, block * k_steps + k),
           tile.along_rows_from(k, column), accumulate || k > 0);
     }
@@ -72,31 +69,35 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     release(shared.dq_ring.full[place.stage]);
   }
 
-  // This block's columns of the dQ of a step and 64 queries from `first` on, some at a time, piece by piece.
-  template <int first = 0>
-  DLATTN_DEVICE void columns_of_dq(uint32 step, int first_row) {
-    constexpr int columns = least(Base::product_columns, own_columns - first);
+  // Some of this block's columns of the dQ of a step and 64 queries, piece by piece.
+  template <int columns>
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first) {
     const int stage = step % ds_stages;
     Accumulator<1, columns / 8> dQ;
-    start_dq<first, columns>(dQ, first_row, stage);
+    start_dq(dQ, first_row, first, stage);
     wgmma_wait<0>();
     tie(dQ);
-    constexpr int end = first + columns;
-    const bool is_last = first_row + 64 == tile_q && end == own_columns;
+    const bool is_last = first_row + 64 == tile_q && first + columns == own_columns;
     if (is_last) Base::release_in_all(shared.ds_ring.empty[stage]);
-    const uint32 before = step * Base::own_pieces +
-                          (first_row / 64 * own_columns + first) / piece_columns;
+    const int before = first_row / 64 * own_columns + first;
 #pragma unroll
-    for (int piece = 0; piece < columns / piece_columns; ++piece) {
-      send(dQ, piece * piece_columns, place_of<dq_slots>(before + piece));
+    for (int column = 0; column < columns; column += piece_columns) {
+      const uint32 piece = step * Base::own_pieces + (before + column) / piece_columns;
+      send(dQ, column, place_of<dq_slots>(piece));
     }
-    if constexpr (end < own_columns) columns_of_dq<end>(step, first_row);
   }
 
   // The dQ of a step.
   DLATTN_DEVICE void step_of_dq(uint32 step) {
+    constexpr int columns = Base::product_columns, rest = own_columns % columns;
 #pragma unroll
-    for (int row = 0; row < tile_q; row += 64) columns_of_dq(step, row);
+    for (int row = 0; row < tile_q; row += 64) {
+#pragma unroll
+      for (int first = 0; first + columns <= own_columns; first += columns) {
+        part_of_dq<columns>(step, row, first);
+      }
+      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest);
+    }
   }
 
   // How far the query worker has come.
