@@ -39,6 +39,8 @@ class Sm90BwdTiling:
             columns.
         query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
             a block's columns, all of these. Key workers share what is left.
+        ahead: by product, key workers order what a tile's gradients are made of before those of the
+            tile before: where there are registers for both, and two tiles of dO.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -53,6 +55,7 @@ class Sm90BwdTiling:
     do_stages: int = 2
     cluster: int = 1
     query_registers: int = 72
+    ahead: bool = False
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
@@ -71,11 +74,11 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product = str(self.by_product).lower()
+        by_product, ahead = str(self.by_product).lower(), str(self.ahead).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.do_stages}, {self.cluster}, "
+            f"{self.do_stages}, {self.cluster}, {ahead}, "
             f"{self.query_registers}>"
         )
 
@@ -130,24 +133,29 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(do_stages=1, share_slots=0)
-    if min(dim_qk, dim_v) > 128 and not (others or problem.dropout or problem.adds_to_scores):
-        if not (problem.ragged or problem.paged_k or problem.paged_v):
-            return _clustered(dim_qk, dim_v)
+    plain = not (others or problem.dropout or problem.adds_to_scores or problem.ragged)
+    if min(dim_qk, dim_v) > 128 and plain and not (problem.paged_k or problem.paged_v):
+        return _clustered(dim_qk, dim_v)
+    by_product = Sm90BwdTiling(tile_k=64, by_product=True, share_slots=0)
     if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(tile_k=64, by_product=True, dq_slots=2, share_slots=0, do_stages=1)
+        # With block_mask, ptxas has no registers for a whole slab of an earlier item's dQ.
+        columns = 32 if problem.has_blocks else 64
+        return replace(by_product, do_stages=1, piece_columns=columns, dq_slots=2)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
-        return _walking(problem, Sm90BwdTiling(tile_k=64, by_product=True))
+        return _walking(problem, replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64))
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
     return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
 
 
 def _clustered(dim_qk: int, dim_v: int) -> Sm90BwdTiling:
-    """Two blocks share an item: half the reductions, and half the loads of query tiles."""
-    shared = Sm90BwdTiling(by_product=True, share_slots=0, do_stages=1, cluster=2)
-    if dim_qk > 192:
-        return replace(shared, ds_stages=1, query_registers=104)
-    return replace(shared, ds_stages=2 if dim_v <= 192 else 1, piece_columns=96, query_registers=88)
+    """Two blocks share an item: half the additions to dQ, and half the loads of query tiles."""
+    shared = Sm90BwdTiling(
+        by_product=True, ds_stages=1, share_slots=0, cluster=2, query_registers=88
+    )
+    if max(dim_qk, dim_v) > 192:
+        return replace(shared, do_stages=1, piece_columns=64 if dim_qk > 192 else 96)
+    return replace(shared, piece_columns=96, ahead=True)
 
 
 def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:

@@ -54,6 +54,7 @@ def kernel_source(
         f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
     )
     extra += "".join(f"\n  using {name} = {cpp};" for name, cpp in (types or {}).items())
+    dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
     text = f"""\
 #include "kernels/{kernel}.cuh"
 
@@ -79,7 +80,7 @@ using Tiling = {tiling.cpp};
 static_assert(sizeof({argument.__name__}) == {ctypes.sizeof(argument)}, "dlattn/plans/argument.py");
 
 extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_blocks})
-{f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""}{entry}(const __grid_constant__ {argument.__name__} p) {{
+{dims}{entry}(const __grid_constant__ {argument.__name__} p) {{
   {kernel}<Problem, Tiling>(p);
 }}
 """
