@@ -136,13 +136,15 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     plain = not (others or problem.dropout or problem.adds_to_scores or problem.ragged)
     if min(dim_qk, dim_v) > 128 and plain and not (problem.paged_k or problem.paged_v):
         return _clustered(dim_qk, dim_v)
-    by_product = Sm90BwdTiling(tile_k=64, by_product=True, share_slots=0)
+    # With block_mask, there are no registers for 64 columns of an earlier item's dQ.
+    by_product = Sm90BwdTiling(tile_k=64, by_product=True)
     if dim_qk + dim_v > 384:
-        # With block_mask, ptxas has no registers for a whole slab of an earlier item's dQ.
         columns = 32 if problem.has_blocks else 64
-        return replace(by_product, do_stages=1, piece_columns=columns, dq_slots=2)
+        return replace(by_product, do_stages=1, piece_columns=columns, dq_slots=2, share_slots=0)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
-        return _walking(problem, replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64))
+        if problem.has_blocks:
+            return _walking(problem, by_product)
+        return replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64, share_slots=0)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
     return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))

@@ -142,6 +142,23 @@ def test_places_are_free_and_sums_complete(
             assert first_follower >= end + params.dq_lag + plan._items_at_once - 1
 
 
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("seq", [1, 1000, 9000])
+def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
+    """A grid has whole clusters, no more than fit at a time; only the main kernel has them."""
+    shape = geometry(seq_q=seq, seq_kv=seq, head_dim=head_dim)
+    plan = BwdSm90(problem(head_dim), shape, HOPPER)
+    cluster = plan.tiling.cluster
+    assert cluster == (2 if head_dim > 128 else 1)
+    items = shape.batch * 2 * -(-seq // plan.tiling.tile_k)  # of two groups of heads
+    kernels = plan.kernels()
+    (main,) = [kernel for kernel in kernels if kernel.source.name == "dlattn_bwd_sm90"]
+    assert main.grid == (min(items, HOPPER.multiprocessors // cluster) * cluster, 1, 1)
+    for kernel in kernels:
+        wanted = cluster > 1 and kernel is main
+        assert (f"__cluster_dims__({cluster}, 1, 1)" in kernel.source.text) == wanted
+
+
 @given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))
 def test_the_workspace_is_linear(batch: int, seq: int) -> None:
     """Sums of dQ exist for some heads at a time: not more than all have, nor much more than L2."""
