@@ -431,7 +431,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      if constexpr (Base::ahead) {
+      if constexpr (Base::ahead && do_stages > 1) {
         if (some) walk_on_keys(dK[0], at);
       } else {
         this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
