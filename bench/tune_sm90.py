@@ -49,7 +49,7 @@ FORWARD = {
     for head_dim, bases in BASES.items()
 }
 #: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots; do_stages,
-#: cluster, query_registers, ahead.
+#: cluster, query_registers.
 BACKWARD = {
     32: [
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
@@ -75,10 +75,10 @@ BACKWARD = {
     160: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 1, 0, 1),
         Sm90BwdTiling(64, 128, False, 2, 1, 64, 1, 0),
-        Sm90BwdTiling(64, 128, True, 2, 1, 96, 1, 0, 2, 2, 88, True),
+        Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
     ],
     192: [
-        Sm90BwdTiling(64, 128, True, 2, 1, 96, 1, 0, 2, 2, 88, True),
+        Sm90BwdTiling(64, 128, True, 2, 1, 96, 1, 0, 2, 2, 88),
         Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
         Sm90BwdTiling(64, 64, True, 2, 2, 64, 3, 0),
         Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),

@@ -239,110 +239,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     return more;
   }
 
-  // The same of all steps of a walk, of one block of keys: the next scores are ordered before the
-  // gradient, so that what is made of them is made while that is computed.
-  DLATTN_DEVICE void walk_on_values(DV& dV, Steps& at, const ScoreValues& values) {
-    Scores scores;
-    start_scores(scores, at);
-    wgmma_wait<0>();
-    bool more = finish_scores(scores, at, values);
-    Rounded weights = send_weights(scores, at);
-    while (more) {
-      Steps next = at;
-      next.advance(true);
-      start_scores(scores, next);
-      start_dv(dV, weights, at);
-      wgmma_wait<1>();
-      more = finish_scores(scores, next, values);
-      finish_dv(dV, at);
-      weights = send_weights(scores, next);
-      at = next;
-    }
-    start_dv(dV, weights, at);
-    finish_dv(dV, at);
-    at.advance(true);
-  }
-  DLATTN_DEVICE void start_scores(Scores& raw, const Steps& at) {
-    const Piece piece = shared_piece(0);
-    mbarrier_wait(shared.q_ring.full[at.place.stage], at.place.parity);
-    start_product(raw, shared.k[0], piece.key, shared.q[at.place.stage], piece.query);
-  }
-  // Makes probabilities of them.
-  DLATTN_DEVICE bool finish_scores(Scores& scores, const Steps& at, const ScoreValues& values) {
-    tie(scores);
-    const int stage = at.place.stage;
-    const Piece piece = shared_piece(0);
-    const typename Base::LogSumExp log_sum_exp(shared.row_stats[stage] + piece.query);
-    Weights weights;
-    this->exponentiate(scores, weights, scores, stage, piece, log_sum_exp, values);
-    const bool more = !is_last(stage);
-    Base::release_in_all(shared.q_ring.empty[stage]);
-    return more;
-  }
-  // Rounded when the last gradient is there: ptxas would copy them, and not before the next products.
-  DLATTN_DEVICE Rounded send_weights(const Scores& probability, const Steps& at) {
-    const Rounded weights(probability);
-    send(weights, 0, at.template in<ds_stages>());
-    return weights;
-  }
-  DLATTN_DEVICE void start_dv(DV& dV, const Rounded& weights, const Steps& at) {
-    const auto place = at.template in<do_stages>();
-    mbarrier_wait(shared.do_ring.full[place.stage], place.parity);
-    start_accumulation<most_columns>(dV, weights, shared.dO[place.stage]);
-  }
-  DLATTN_DEVICE void finish_dv(DV& dV, const Steps& at) {
-    wgmma_wait<0>();
-    tie(dV);
-    Base::release_in_all(shared.do_ring.empty[at.template in<do_stages>().stage]);
-  }
-
-  DLATTN_DEVICE void walk_on_keys(DK& dK, Steps& at) {
-    Scores dP;
-    mbarrier_wait(shared.q_ring.full[at.place.stage], at.place.parity);
-    start_dp(dP, at, shared_piece(0));
-    wgmma_wait<0>();
-    bool more = finish_dp(dP, at);
-    Rounded dS = store_rounded(dP, at);
-    while (more) {
-      Steps next = at;
-      next.advance(true);
-      mbarrier_wait(shared.q_ring.full[next.place.stage], next.place.parity);
-      start_dp(dP, next, shared_piece(0));
-      start_dk(dK, dS, at);
-      wgmma_wait<1>();
-      more = finish_dp(dP, next);
-      finish_dk(dK, at);
-      dS = store_rounded(dP, next);
-      at = next;
-    }
-    start_dk(dK, dS, at);
-    finish_dk(dK, at);
-    at.advance(true);
-  }
-  DLATTN_DEVICE bool finish_dp(Scores& dP, const Steps& at) {
-    tie(dP);
-    const int stage = at.place.stage;
-    Base::release_in_all(shared.do_ring.empty[at.template in<do_stages>().stage]);
-    multiply(dP, receive(0, at.template in<ds_stages>()), stage, shared_piece(0));
-    return !is_last(stage);
-  }
-  DLATTN_DEVICE Rounded store_rounded(const Scores& dP, const Steps& at) {
-    const auto place = at.template in<ds_stages>();
-    const Rounded dS(dP);
-    mbarrier_wait(shared.ds_ring.empty[place.stage], place.parity ^ 1);
-    store_ds(dS, place.stage, shared_piece(0));
-    return dS;
-  }
-  DLATTN_DEVICE void start_dk(DK& dK, const Rounded& dS, const Steps& at) {
-    start_accumulation<most_columns>(dK, dS, shared.q[at.place.stage]);
-    offer_ds(at.template in<ds_stages>().stage);
-  }
-  DLATTN_DEVICE void finish_dk(DK& dK, const Steps& at) {
-    wgmma_wait<0>();
-    tie(dK);
-    Base::release_in_all(shared.q_ring.empty[at.place.stage]);
-  }
-
   // ---- All query heads of the item ----
 
   // Calls walk(i, last, some), once keys and values of heads i to last are there; some: for queries.
@@ -408,12 +304,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      if constexpr (Base::ahead) {
-        if (some) walk_on_values(dV[0], at, values);
-      } else {
-        this->take_steps(i, last, some,
-                         [&] { return at.advance(step_on_values(dV, at, values)); });
-      }
+      this->take_steps(i, last, some, [&] {
+        return at.advance(step_on_values(dV, at, values));
+      });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -431,11 +324,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      if constexpr (Base::ahead && do_stages > 1) {
-        if (some) walk_on_keys(dK[0], at);
-      } else {
-        this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
-      }
+      this->take_steps(i, last, some,
+                       [&] { return at.advance(step_on_keys(dK, at)); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);

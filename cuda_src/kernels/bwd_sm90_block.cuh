@@ -35,7 +35,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using Shapes::tile_q;
   // Blocks that share an item: each has some of its keys, and computes some columns of dQ.
   static constexpr int cluster = Tiling::cluster, block_k = tile_k / cluster;
-  static constexpr bool by_product = Tiling::by_product, ahead = Tiling::ahead;
+  static constexpr bool by_product = Tiling::by_product;
   static constexpr int stages = Tiling::stages, do_stages = Tiling::do_stages;
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;

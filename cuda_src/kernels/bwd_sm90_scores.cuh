@@ -59,7 +59,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   static constexpr bool drops = Problem::Dropout::drops;
   using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
 
-  using LogSumExp = Either<constant_derivative && !(Base::ahead && Base::width_v > 192) && (!Score::reads_positions ||
+  using LogSumExp = Either<constant_derivative && (!Score::reads_positions ||
                                                    (Score::is_quick && part_q <= 64 && !drops)),
                            RowStats, RowStatsInPlace>;
 

@@ -28,12 +28,12 @@ struct BwdTiling {
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
-          int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_, bool ahead_,
+          int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
           int query_registers_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
-  static constexpr bool by_product = by_product_, ahead = ahead_;
+  static constexpr bool by_product = by_product_;
   static constexpr int stages = stages_, do_stages = do_stages_, ds_stages = ds_stages_;
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
   // Of which dQ has a multiple, so that the pieces of a step fill all slots equally often.

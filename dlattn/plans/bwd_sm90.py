@@ -39,8 +39,6 @@ class Sm90BwdTiling:
             columns.
         query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
             a block's columns, all of these. Key workers share what is left.
-        ahead: by product, key workers order what a tile's gradients are made of before those of the
-            tile before: where there are registers for both, and two tiles of dO.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -55,7 +53,6 @@ class Sm90BwdTiling:
     do_stages: int = 2
     cluster: int = 1
     query_registers: int = 72
-    ahead: bool = False
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
@@ -74,11 +71,11 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product, ahead = str(self.by_product).lower(), str(self.ahead).lower()
+        by_product = str(self.by_product).lower()
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.do_stages}, {self.cluster}, {ahead}, "
+            f"{self.do_stages}, {self.cluster}, "
             f"{self.query_registers}>"
         )
 
@@ -153,11 +150,11 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
 def _clustered(dim_qk: int, dim_v: int) -> Sm90BwdTiling:
     """Two blocks share an item: half the additions to dQ, and half the loads of query tiles."""
     shared = Sm90BwdTiling(
-        by_product=True, ds_stages=1, share_slots=0, cluster=2, query_registers=88
+        by_product=True, share_slots=0, do_stages=1, cluster=2, query_registers=88
     )
-    if max(dim_qk, dim_v) > 192:
-        return replace(shared, do_stages=1, piece_columns=64 if dim_qk > 192 else 96)
-    return replace(shared, piece_columns=96, ahead=True)
+    if dim_qk > 192:
+        return replace(shared, ds_stages=1)
+    return replace(shared, ds_stages=2 if dim_v <= 192 else 1, piece_columns=96)
 
 
 def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
