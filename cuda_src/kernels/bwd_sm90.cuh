@@ -58,8 +58,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using typename Base::Step;
   using typename Base::Weights;
 
-  static constexpr int blocks = Base::block_k / 64;      // of keys
-  using DK = Accumulator<1, Base::width_qk / 8>;  // of one block
+  static constexpr int blocks = Base::block_k / 64;  // of keys
+  using DK = Accumulator<1, Base::width_qk / 8>;     // of one block
   using DV = Accumulator<1, Base::width_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
@@ -282,8 +282,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] {
-        if constexpr (few_registers)
-          return at.advance(step_in_parts(dK[0], dV[0], at, values));
+        if constexpr (few_registers) return at.advance(step_in_parts(dK[0], dV[0], at, values));
         return at.advance(step(dK[0], dV[0], at, values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
@@ -304,9 +303,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      this->take_steps(i, last, some, [&] {
-        return at.advance(step_on_values(dV, at, values));
-      });
+      this->take_steps(i, last, some, [&] { return at.advance(step_on_values(dV, at, values)); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -324,8 +321,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      this->take_steps(i, last, some,
-                       [&] { return at.advance(step_on_keys(dK, at)); });
+      this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -407,7 +403,8 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
     take_registers<(512 - 24 - Tiling::query_registers) / 2>();
     Kernel::work_on_keys_of_items(params, shared);
   }
-  if constexpr (Kernel::cluster > 1) {  // its shared memory is there as long as the other block needs it
+  if constexpr (Kernel::cluster >
+                1) {  // its shared memory is there as long as the other block needs it
     cluster_arrive();
     cluster_wait();
   }

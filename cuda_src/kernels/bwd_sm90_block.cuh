@@ -19,7 +19,8 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer
+  // (attn/paged_boxes.cuh).
   TensorMap q, k, v, dO, dK, dV;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
@@ -76,9 +77,10 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   struct Nothing {};
 
-  // The other block's keys, in the columns of this block's dQ.
+  // The other block's keys, in the slabs that have the columns of this block's dQ.
+  using OtherKTile = SlabTile<T, block_k, own_columns>;
   struct KeysOfOther {
-    SlabTile<T, block_k, own_columns> other_k[1];
+    OtherKTile other_k[1];
   };
 
   // A query tile of a head, as the walk over heads that share keys and values meets it.
@@ -126,15 +128,15 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
-    Either<cluster == 1, Nothing, Ring<1>> other_k_ring;
+    Either<cluster == 1, Nothing, Ring<1>> other_k_ring;  // of one reader, the query worker
     Ring<stages> q_ring;
     Ring<do_stages> do_ring;
-    Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
-    Ring<dq_slots> dq_ring;                     // from the query worker to the writer
+    Ring<ds_stages> ds_ring;                     // from the key workers to the query worker
+    Ring<dq_slots> dq_ring;                      // from the query worker to the writer
     Ring<ds_stages> weights_ring[block_k / 64];  // between the key workers, of each 64 keys
-    Ring<2> sums_ring;                          // from the writer to the counter
-    int sums_added[2];                          // what a step has been added to
-    uint64 landed[2];                           // what a loader is to clear
+    Ring<2> sums_ring;                           // from the writer to the counter
+    int sums_added[2];                           // what a step has been added to
+    uint64 landed[2];                            // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
     Share share, rest;                             // that goes with the item; that goes with none
@@ -247,7 +249,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
   // The first warp of the first block: tells everyone of an item.
-  static DLATTN_DEVICE void tell(SharedMemory& shared, int round, int item) {
+  static DLATTN_DEVICE void tell_item(SharedMemory& shared, int round, int item) {
     const auto place = place_of<2>(round);
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
     if constexpr (cluster == 1) {
@@ -266,7 +268,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       __syncwarp();
     }
   }
-  static DLATTN_DEVICE int listen(SharedMemory& shared, int round) {
+  static DLATTN_DEVICE int told_item(SharedMemory& shared, int round) {
     const auto place = place_of<2>(round);
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
     return uniform(shared.items[place.stage]);
@@ -300,9 +302,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     for (int round = 0;; ++round) {
       if (takes) {
         if (item >= item_count(m.p)) item = none_left;
-        tell(shared, round, item);
+        tell_item(shared, round, item);
       }
-      if constexpr (cluster > 1) item = listen(shared, round);
+      if constexpr (cluster > 1) item = told_item(shared, round);
       if (item == none_left) return;
       Kernel kernel(m, shared, round);
       work(kernel);
@@ -320,7 +322,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
                                           Work work) {
 #pragma unroll 1
     for (int round = 0;; ++round) {
-      if (listen(shared, round) == none_left) return;
+      if (told_item(shared, round) == none_left) return;
       Kernel kernel(m, shared, round);
       work(kernel);
       end_item(shared, round);

@@ -8,10 +8,10 @@ namespace dlattn {
 template <class Problem, class Tiling>
 struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   using Base = BwdSm90Shares<Problem, Tiling>;
-  using Base::p;
-  using Base::round;
   using Base::block_k;
+  using Base::p;
   using Base::rank;
+  using Base::round;
   using Base::tile_k;
   using Base::tile_q;
   using typename Base::SharedMemory;
@@ -50,7 +50,8 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
   DLATTN_DEVICE int first_stored_key() const {
-    if constexpr (Problem::ragged) return p.ragged.items[1 + this->number()].x * tile_k + rank() * block_k;
+    if constexpr (Problem::ragged)
+      return p.ragged.items[1 + this->number()].x * tile_k + rank() * block_k;
     return keys.first;
   }
 

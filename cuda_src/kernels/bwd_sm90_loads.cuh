@@ -79,11 +79,10 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // The other block's keys, of which the columns of this block's dQ.
   DLATTN_DEVICE void load_other_keys(uint32& clearings, int i) {
     if (i % p.heads_per_k != 0) return;
-    using Tile = SlabTile<typename Base::T, Base::block_k, Base::own_columns>;
     const Interval others = this->keys_of_block(1 - Base::rank());
     const Place<1> place{0, this->fill_parity(i, p.heads_per_k)};
     fill_rows(shared.other_k_ring, place, shared.other_k, most(others.last - others.first, 0),
-              shared.landed[0], clearings, Tile::bytes, [&](int, uint64& full) {
+              shared.landed[0], clearings, Base::OtherKTile::bytes, [&](int, uint64& full) {
                 const MappedEntry entry = this->entry(Mapped::k);
                 shared.other_k[0].load(m.k, full, entry.row + others.first,
                                        (first_head() + i) / p.heads_per_k, entry.batch,
@@ -92,8 +91,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   }
   // Where the slabs begin that have those columns.
   static DLATTN_DEVICE int first_other_column() { return Base::rank() * other_columns; }
-  static constexpr int other_columns =
-      (Base::KTile::slabs - ceil_div(Base::own_columns, 64)) * 64;
+  static constexpr int other_columns = (Base::KTile::slabs - ceil_div(Base::own_columns, 64)) * 64;
 
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
@@ -168,8 +166,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                 at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,
                 [&](int stage, uint64& full) {
                   if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
-                  load_queries(shared.q[stage], m.q, Mapped::q, full,
-                               &full != &shared.landed[0], tile, head);
+                  load_queries(shared.q[stage], m.q, Mapped::q, full, &full != &shared.landed[0],
+                               tile, head);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
@@ -191,8 +189,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],
                 at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
-                  load_queries(shared.dO[stage], m.dO, Mapped::dO, full,
-                               &full != &shared.landed[1], tile, first_head() + i);
+                  load_queries(shared.dO[stage], m.dO, Mapped::dO, full, &full != &shared.landed[1],
+                               tile, first_head() + i);
                 });
       at.place.advance();
     });

@@ -12,11 +12,11 @@ template <class Problem, class Tiling>
 struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   using Base = BwdSm90Loads<Problem, Tiling>;
   using Base::Base;
-  using Base::own_pieces;
   using Base::dq_slots;
   using Base::end_of_item;
   using Base::first_head;
   using Base::gives_orders;
+  using Base::own_pieces;
   using Base::p;
   using Base::shared;
   using Base::sum;

@@ -21,13 +21,16 @@ DLATTN_DEVICE uint32 address_in_block(uint32 shared, int rank) {
 }
 
 // 9.7.13.5 (barrier.cluster): all threads of all blocks.
-DLATTN_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DLATTN_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
 DLATTN_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // 9.7.9.13 (st.async): a word into another block, whose barrier counts its bytes.
 DLATTN_DEVICE void store_in_block(uint32 address, int value, uint32 barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          address),
       "r"(value), "r"(barrier)
       : "memory");
 }
@@ -38,7 +41,8 @@ DLATTN_DEVICE void mbarrier_arrive_in_block(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 DLATTN_DEVICE void mbarrier_arrive_expect_in_block(uint32 barrier, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
                : "memory");
 }
 
@@ -46,8 +50,8 @@ DLATTN_DEVICE void mbarrier_arrive_expect_in_block(uint32 barrier, uint32 bytes)
 // block, whose barrier counts them.
 DLATTN_DEVICE void bulk_copy_to_block(uint32 address, uint32 shared, uint32 bytes, uint32 barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(address),
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(address),
       "r"(shared), "r"(bytes), "r"(barrier)
       : "memory");
 }

@@ -22,8 +22,8 @@ DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barr
 }
 
 // The same, to this address of all blocks in the mask, whose barriers at this address count the bytes.
-DLATTN_DEVICE void tma_load_4d_everywhere(uint32 shared, const TensorMap& map, uint64& barrier, int c0,
-                                          int c1, int c2, int c3, uint32 blocks) {
+DLATTN_DEVICE void tma_load_4d_everywhere(uint32 shared, const TensorMap& map, uint64& barrier,
+                                          int c0, int c1, int c2, int c3, uint32 blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
