@@ -16,6 +16,7 @@
 #include "attn/epilogue.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/decode_loads.cuh"
+#include "ptx/grid.cuh"
 #include "tile/unit.cuh"
 
 namespace dlattn {
@@ -41,6 +42,9 @@ struct Decode : DecodeLoads<Problem, Tiling> {
   using Base::tile_k;
   using T = typename Base::T;
   using Mask = typename Problem::Mask;
+  using typename Base::Left;
+  using typename Base::Packet;
+  using Base::row_units;
   using typename Base::Part;
   using typename Base::Products;
   using typename Base::SharedMemory;
@@ -52,12 +56,6 @@ struct Decode : DecodeLoads<Problem, Tiling> {
   using Scores = Accumulator<1, step_k / 8>;
   using Output = Accumulator<1, dim_v / 8>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
-
-  // What a block leaves to another one.
-  struct Left {
-    float o[rows][dim_v];
-    float reference[rows], sum[rows];
-  };
 
   // One of a lane's two rows: a query of a head.
   struct Row {
@@ -209,8 +207,7 @@ struct Decode : DecodeLoads<Problem, Tiling> {
     for (int i = 0; i < count; ++i) unit.add(other[i]);
   }
 
-  // Of the teams of warps, and if other blocks from the team `first` on have left parts, of these.
-  DLATTN_DEVICE Unit merge(int first, int row, int column) const {
+  DLATTN_DEVICE Unit merge_teams(int row, int column) const {
     Unit unit;
     add_units<teams>(unit, teams, [&](Unit& part, int t) {
       const float* s_o = &shared.stage[stage][t].part.o[row][column];
@@ -218,6 +215,12 @@ struct Decode : DecodeLoads<Problem, Tiling> {
       part.sum = shared.sum[t][row];
       load_unit(part.o, s_o);
     });
+    return unit;
+  }
+
+  // Of the teams of warps, and if other blocks from the team `first` on have left parts, of these.
+  DLATTN_DEVICE Unit merge(int first, int row, int column) const {
+    Unit unit = merge_teams(row, column);
     constexpr int at_a_time = 8;
     for (int other = first; other < work.team; other += at_a_time) {
       add_units<at_a_time>(unit, work.team - other, [&](Unit& part, int i) {
@@ -285,6 +288,59 @@ struct Decode : DecodeLoads<Problem, Tiling> {
     __syncthreads();
   }
 
+  // Units of an item that each block of a cluster puts together, and those of this one.
+  DLATTN_DEVICE int units_of_item() const { return p.seq_q * p.heads_per_block * row_units; }
+  DLATTN_DEVICE int units_of_block() const { return ceil_div(units_of_item(), work.blocks); }
+  DLATTN_DEVICE int own_units() const {
+    const int each = units_of_block();
+    return most(0, least(each, units_of_item() - work.rank * each));
+  }
+
+  // Ready to be sent parts by the other blocks of the cluster.
+  DLATTN_DEVICE void open_mailbox() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared.mailbox.full, 1);
+      fence_mbarrier_init();
+      mbarrier_arrive_expect(shared.mailbox.full, work.blocks * own_units() * Packet::bytes);
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+  }
+
+  // All threads of all blocks of a cluster, once every team has shared its part of the rows: what this
+  // block has of each unit goes to the block that puts it together.
+  DLATTN_DEVICE void conclude_together() {
+    cluster_wait();
+    const int each = units_of_block();
+    for (int i = threadIdx.x; i < units_of_item(); i += threads) {
+      const Unit unit = merge_teams(i / row_units, i % row_units * Unit::columns);
+      const int owner = i / each;
+      const Packet& packet = shared.mailbox.packets[work.rank * each + i % each];
+      const uint32 to = shared_address_in(&packet, owner);
+      const uint32 full = shared_address_in(&shared.mailbox.full, owner);
+      send(to, float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]}, full);
+      send(to + 16, float4{unit.o[4], unit.o[5], unit.o[6], unit.o[7]}, full);
+      send(to + 32, float2{unit.reference, unit.sum}, full);
+    }
+    if (threadIdx.x >= own_units()) return;
+    mbarrier_wait(shared.mailbox.full, 0);
+    for (int i = threadIdx.x; i < own_units(); i += threads) {
+      constexpr int at_a_time = 8;
+      Unit unit;
+#pragma unroll 1
+      for (int other = 0; other < work.blocks; other += at_a_time) {
+        add_units<at_a_time>(unit, work.blocks - other, [&](Unit& part, int block) {
+          const Packet& packet = shared.mailbox.packets[(other + block) * each + i];
+          load_unit(part.o, packet.o);
+          part.reference = packet.reference;
+          part.sum = packet.sum;
+        });
+      }
+      const int at = work.rank * each + i;
+      store(unit, at / row_units, at % row_units * Unit::columns);
+    }
+  }
+
   // One item, or what this block has of it.
   DLATTN_DEVICE void visit_item() {
     const Row row[2] = {row_of(16 * row_group + Scores::row(0, 0)),
@@ -295,19 +351,42 @@ struct Decode : DecodeLoads<Problem, Tiling> {
     Output output;
     output.clear();
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
-    const bool completes = work.completes();
-    const int first_team = work.first_team();
+    int warming = Tiling::warm && cold;
+    cold = false;
+    if constexpr (Tiling::clusters) {
+      if (work.left > 0) walk(full, queries, row, softmax, output, warming);
+      share(softmax, output);
+      conclude_together();
+      work.left = 0;
+    } else {
+      const bool completes = work.completes();
+      const int first_team = work.first_team();
+      walk(full, queries, row, softmax, output, warming);
+      share(softmax, output);
+      conclude(completes, first_team);
+      advance();
+    }
+  }
+  bool cold = true;
+  DLATTN_DEVICE void walk(Interval full, const Queries& queries, const Row (&row)[2],
+                          Softmax& softmax, Output& output, int warming) {
 #pragma unroll 1
     for (int rest = work.tile - work.last_of_item();; --rest) {
-      Base::await_tile();
-      load_next(stage == 0 ? stages - 1 : stage - 1);
+      if (!warming) {
+        Base::await_tile();
+        load_next(stage == 0 ? stages - 1 : stage - 1);
+      }
       attend(full, queries, row, softmax, output);
+      if (Tiling::warm && warming) {
+        warming = 0;
+        softmax = Softmax(Problem::Score::factor(values));
+        output.clear();
+        ++rest;
+        continue;
+      }
       if (rest == 0) break;
       advance();
     }
-    share(softmax, output);
-    conclude(completes, first_team);
-    advance();
   }
 
   DLATTN_DEVICE void advance() {
@@ -318,8 +397,12 @@ struct Decode : DecodeLoads<Problem, Tiling> {
   DLATTN_DEVICE void run() {
 #pragma unroll 1
     for (int ahead = 0; ahead < stages - 1; ++ahead) load_next(ahead);
+    if constexpr (Tiling::clusters) {
+      visit_item();
+    } else {
 #pragma unroll 1
-    while (work.left > 0) visit_item();
+      while (work.left > 0) visit_item();
+    }
   }
 };
 
@@ -330,7 +413,14 @@ DLATTN_DEVICE void decode(const Params& p) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
-  Kernel(p, shared).run();
+  if constexpr (Tiling::early) release_next_kernel();
+  const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
+                     p.seq_len_q.data != nullptr || p.seq_len_kv.data != nullptr;
+  if (Tiling::early && reads) await_kernels_before();
+  Kernel kernel(p, shared);
+  if constexpr (Tiling::clusters) kernel.open_mailbox();
+  if constexpr (Tiling::early) await_kernels_before();
+  kernel.run();
 }
 
 }  // namespace dlattn

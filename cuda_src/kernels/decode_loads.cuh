@@ -8,16 +8,20 @@
 #include "attn/problem.cuh"
 #include "attn/shares.cuh"
 #include "kernels/decode_products.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace dlattn {
 
-template <int warps_, int row_groups_, int stages_, bool warpgroups_>
+template <int warps_, int row_groups_, int stages_, bool warpgroups_, bool clusters_, bool warm_,
+          bool early_>
 struct DecodeTiling {
   static constexpr int warps = warps_;
   static constexpr int row_groups = row_groups_;   // of 16 rows, each of which a warp of a team has
   static constexpr int stages = stages_;           // key and value tiles of a team
   static constexpr bool warpgroups = warpgroups_;  // multiply together
+  static constexpr bool clusters = clusters_;      // each item by the blocks of a cluster
+  static constexpr bool warm = warm_, early = early_;
 };
 
 template <class Problem, class Tiling>
@@ -39,12 +43,18 @@ struct DecodeLoads {
   static constexpr int dim_qk = Products::dim_qk, dim_v = Products::dim_v;
   using KTile = typename Products::KTile;
   using VTile = typename Products::VTile;
-  using Tiles = Share<typename Problem::Mask, teams * tile_k>;
+  using Tiles = Either<Tiling::clusters, ClusterShare<typename Problem::Mask, teams * tile_k>,
+                       Share<typename Problem::Mask, teams * tile_k>>;
 
   // Partial rows: exponentials times values, which are relative to a reference, and their sum. Columns
   // beyond dim_v are banks between rows.
   struct Part {
     float o[rows][dim_v + 8];
+  };
+  // Rows of all teams of a block.
+  struct Left {
+    float o[rows][dim_v];
+    float reference[rows], sum[rows];
   };
   union Stage {
     struct {
@@ -53,24 +63,43 @@ struct DecodeLoads {
     } keys;
     Part part;  // of a team, when it is done with an item
   };
-  struct SharedMemory {
+  // What a block of a cluster sends to another one of eight columns of a row.
+  struct alignas(16) Packet {
+    static constexpr int bytes = 40;
+    float o[8], reference, sum;
+  };
+  static constexpr int row_units = Problem::head_dim_v / 8, most_blocks = 16;
+  struct Mailbox {
+    Packet packets[rows * row_units + most_blocks];
+    uint64 full;
+  };
+  struct BlockMemory {
     Stage stage[stages][teams];
     float reference[teams][rows], sum[teams][rows];
   };
+  struct ClusterMemory : BlockMemory {
+    Mailbox mailbox;
+  };
+  using SharedMemory = Either<Tiling::clusters, ClusterMemory, BlockMemory>;
 
   const Params& p;
   SharedMemory& shared;
   const int team, row_group;  // of this warp
   Tiles loads;                // where copies are
-  int page;                   // of the row that this lane finds for the next copies
+  // Pages of the rows that this lane finds for the next copies, and where the last of them is.
+  static constexpr int looked_up = Tiling::early ? 3 : 1;
+  int pages[looked_up];
+  Tiles found;
 
   DLATTN_DEVICE DecodeLoads(const Params& params, SharedMemory& shared_memory)
       : p(params),
         shared(shared_memory),
         team(warp_index() / row_groups),
         row_group(warp_index() % row_groups),
-        loads(params) {
-    look_up();
+        loads(params),
+        found(loads) {
+#pragma unroll
+    for (int i = 0; i < looked_up; ++i) look_up();
   }
 
   DLATTN_DEVICE int first_head(const Tiles& at) const { return at.group() * p.heads_per_block; }
@@ -107,17 +136,26 @@ struct DecodeLoads {
   }
 
  private:
-  // The first of 16 keys that this warp loads next.
-  DLATTN_DEVICE int first_loaded() const { return first_key(loads) + 16 * row_group; }
+  // The first of 16 keys of this warp.
+  DLATTN_DEVICE int first_loaded(const Tiles& at) const { return first_key(at) + 16 * row_group; }
 
   // Lanes find the pages of their rows, so early that copies need not wait: those of keys in the lower
   // half of the warp, those of values in the upper one.
   DLATTN_DEVICE void look_up() {
-    if (!paged || loads.left == 0) return;
+    if constexpr (paged) {
+#pragma unroll
+      for (int i = 0; i + 1 < looked_up; ++i) pages[i] = pages[i + 1];
+      if (found.left > 0) {
+        pages[looked_up - 1] = page_of_lane(found);
+        found.advance();
+      }
+    }
+  }
+  DLATTN_DEVICE int page_of_lane(const Tiles& at) const {
     const bool of_values = Problem::paged_v && (!Problem::paged_k || threadIdx.x % 32 >= 16);
     const PageTableRef& table = of_values ? p.v_pages : p.k_pages;
-    const int key = first_loaded() + threadIdx.x % 16;
-    page = key < loads.keys.last ? table.number(table.entries(loads.batch), key) : -1;
+    const int key = first_loaded(at) + threadIdx.x % 16;
+    return key < at.keys.last ? table.number(table.entries(at.batch), key) : -1;
   }
 
   // 16 keys or values of this warp, by all lanes together.
@@ -125,7 +163,7 @@ struct DecodeLoads {
   DLATTN_DEVICE void copy_rows(Tile& s_tile, const TensorRef& tensor, const PageTableRef& table,
                                int head, int first_lane) {
     const int lane = threadIdx.x % 32;
-    const int first = first_loaded();
+    const int first = first_loaded(loads), page = pages[0];
     if (is_paged && table.log2_rows >= 4) {  // the rows are in one page
       const int number = __shfl_sync(0xffffffffu, page, first_lane);
       const auto g_rows = strided(tensor.rows<T>(number, head, table.slot(first)), tensor.row);

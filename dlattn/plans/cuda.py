@@ -52,6 +52,8 @@ class KernelLaunch:
     block: int
     shared: int
     plain: bool = False
+    cluster: int = 1
+    programmatic: bool = False
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -204,6 +206,8 @@ class CudaPlan(Plan):
         for kernel, cubin in zip(kernels, compiled, strict=True):
             loaded = jit.load(cubin, self.target.index)
             loaded.set_shared(kernel.shared)
+            if kernel.cluster > 8:
+                loaded.allow_large_clusters()
             operations.append(
                 Launch(
                     loaded.function,
@@ -212,6 +216,8 @@ class CudaPlan(Plan):
                     kernel.shared,
                     ctypes.addressof(self._params if kernel.plain else self._argument),
                     name=kernel.source.name,
+                    cluster=kernel.cluster,
+                    programmatic=kernel.programmatic,
                 )
             )
         self._operations = operations

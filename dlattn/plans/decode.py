@@ -38,6 +38,9 @@ class DecodeTiling:
     row_groups: int
     stages: int
     warpgroups: bool = False
+    clusters: bool = False
+    warm: bool = False
+    early: bool = False
 
     @property
     def min_blocks(self) -> int:
@@ -49,8 +52,9 @@ class DecodeTiling:
 
     @property
     def cpp(self) -> str:
-        warpgroups = str(self.warpgroups).lower()
-        return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {warpgroups}>"
+        flags = (self.warpgroups, self.clusters, self.warm, self.early)
+        cpp = ", ".join(str(flag).lower() for flag in flags)
+        return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {cpp}>"
 
     @property
     def rows(self) -> int:
@@ -69,7 +73,10 @@ class DecodeTiling:
         keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
         stage = round_up(max(keys, 4 * self.rows * (dim_v + 8)), alignment)
         teams = self.warps // self.row_groups
-        return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+        shared = teams * (self.stages * stage + 8 * self.rows)
+        if self.clusters:
+            shared = round_up(shared, 16) + 48 * (self.rows * (problem.head_dim_v // 8) + 16) + 16
+        return round_up(shared, alignment)
 
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of what a block leaves to another one (``Left`` in the kernel)."""
@@ -196,7 +203,19 @@ class Decode(CudaPlan):
 
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
-        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+        blocks, cluster = self._blocks, 1
+        if self.tiling.clusters:
+            items = self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
+            cluster = self.cluster
+            blocks = items * cluster
+        return [KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared,
+                             cluster=cluster, programmatic=self.tiling.early)]
+
+    @property
+    def cluster(self):
+        items = self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
+        tiles = -(-self.geometry.seq_kv // (16 * self.tiling.warps))
+        return max((c for c in (1, 2, 4, 8, 16) if items * c <= self.target.multiprocessors and c <= tiles), default=1)
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem, self.target)
