@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd
 
+from dlattn.plans.argument import MappedDecodeParams
 from dlattn.plans.cuda import (
-    CudaPlan,
     KernelLaunch,
     refusal,
     round_up,
     tile_bytes,
 )
-from dlattn.plans.mapped import slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
+from dlattn.runtime.tensormap import L2_PROMOTION_128B
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,22 @@ class DecodeTiling:
     Attributes:
         warps: warps per block, each of which loads 16 keys and values of a tile.
         row_groups: warps that share keys, for 16 rows each.
-        stages: tiles of keys and values in shared memory.
+        stages: tiles of keys and values in shared memory; if boxes, of keys or of values.
         warpgroups: four warps multiply together, with Hopper's instructions.
+        boxes: the copy engine brings keys and values.
+        cluster: blocks of a cluster, which have an item together; 0 where all blocks share all items.
     """
 
     warps: int
     row_groups: int
     stages: int
     warpgroups: bool = False
-    clusters: bool = False
-    warm: bool = False
-    early: bool = False
+    boxes: bool = False
+    cluster: int = 0
 
     @property
     def min_blocks(self) -> int:
-        return 1
+        return 2 if self.cluster and self.row_groups == 1 else 1
 
     @property
     def threads(self) -> int:
@@ -52,7 +55,7 @@ class DecodeTiling:
 
     @property
     def cpp(self) -> str:
-        flags = (self.warpgroups, self.clusters, self.warm, self.early)
+        flags = (self.warpgroups, self.boxes, self.cluster > 0)
         cpp = ", ".join(str(flag).lower() for flag in flags)
         return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {cpp}>"
 
@@ -69,14 +72,18 @@ class DecodeTiling:
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dim_qk, dim_v = round_up(problem.head_dim_qk, 16), self.columns_v(problem)
-        alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
-        keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
-        stage = round_up(max(keys, 4 * self.rows * (dim_v + 8)), alignment)
-        teams = self.warps // self.row_groups
-        shared = teams * (self.stages * stage + 8 * self.rows)
-        if self.clusters:
-            shared = round_up(shared, 16) + 48 * (self.rows * (problem.head_dim_v // 8) + 16) + 16
-        return round_up(shared, alignment)
+        teams, part = self.warps // self.row_groups, 4 * self.rows * (dim_v + 8)
+        if not self.boxes:
+            alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
+            keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
+            stage = round_up(max(keys, part), alignment)
+            return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+        ring = self.stages * slab_bytes(self.rows, max(dim_qk, dim_v))
+        team = round_up(max(ring, part) if self.cluster else ring + part, 1024)
+        shared = round_up(teams * (team + 8 * self.stages + 8 * self.rows), 1024)
+        if self.cluster:
+            shared += 48 * (self.rows * (problem.head_dim_v // 8) + MOST_BLOCKS) + 16
+        return round_up(shared, 1024)
 
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of what a block leaves to another one (``Left`` in the kernel)."""
@@ -101,14 +108,29 @@ def items_side_by_side(geometry: Geometry, blocks: int) -> int:
     return max(enough, default=max(widths, key=lambda width: used[width]))
 
 
+def cluster_of(tiling: DecodeTiling, geometry: Geometry, target: Target) -> int:
+    """Blocks of a cluster, if it is best that one has each item; else 0."""
+    items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
+    tiles = -(-geometry.seq_kv // (16 * tiling.warps))
+    room = target.multiprocessors
+    fitting = [n for n in (1, 2, 4, 8, 16) if items * n <= room and n <= tiles]
+    return max(fitting, default=0)
+
+
 #: More of them fill tiles of their own.
 MOST_QUERIES = 16
 
 #: For which a warp has the registers.
 MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 
+#: Blocks of a cluster; more than 8 are Hopper's.
+MOST_BLOCKS = 16
+
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
+
+#: Bytes of keys and values on their way to a multiprocessor.
+_ON_THEIR_WAY = 96 * 1024
 
 
 def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling | None:
@@ -125,10 +147,20 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-class Decode(CudaPlan):
+def _with_boxes(tiling: DecodeTiling, problem: Problem) -> DecodeTiling:
+    """The same by the copy engine."""
+    dim = max(round_up(problem.head_dim_qk, 16), tiling.columns_v(problem))
+    tile = 8 // tiling.row_groups * slab_bytes(tiling.rows, dim)
+    stages = max(3, min(12, _ON_THEIR_WAY // tile))
+    return replace(tiling, warps=8, stages=stages, boxes=True)
+
+
+class Decode(MappedPlan):
     """Keys split among all blocks, and heads that share keys packed into the rows of products."""
 
     name = "decode"
+    argument_type = MappedDecodeParams
+    l2_promotion = L2_PROMOTION_128B
 
     def __init__(
         self,
@@ -142,6 +174,9 @@ class Decode(CudaPlan):
         self._params.heads_per_block = heads_per_item(geometry)
         self._params.heads_per_wave = items_side_by_side(geometry, target.multiprocessors)
         self._params.parts.mark = secrets.randbits(64) | 1
+
+    def box_rows(self) -> Mapping[str, int]:
+        return {"k": 16, "v": 16} if self.tiling.boxes else {}
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -182,40 +217,61 @@ class Decode(CudaPlan):
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[DecodeTiling]:
         rows = geometry.seq_q * heads_per_item(geometry)
-        return [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        if not cls._has_boxes(problem, geometry, target):
+            return portable
+        boxes = [_with_boxes(tiling, problem) for tiling in portable]
+        boxes = [it for it in boxes if it.shared_memory(problem) <= target.shared_memory]
+        together = [replace(it, cluster=cluster_of(it, geometry, target)) for it in boxes]
+        return [*(it for it in together if it.cluster), *boxes, *portable]
+
+    @classmethod
+    def _has_boxes(cls, problem: Problem, geometry: Geometry, target: Target) -> bool:
+        """Whether the copy engine can bring 16 rows at a time."""
+        pages = (geometry.page_size(role) for role in PAGE_TABLES)
+        if problem.ragged or any(page is not None and page % 16 for page in pages):
+            return False
+        return cls.mapping_refusal(problem, geometry, target) is None
+
+    @property
+    def _items(self) -> int:
+        return self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
 
     @cached_property
     def _blocks(self) -> int:
-        """As many as run at a time: none waits for one that has not begun."""
+        """Blocks of a cluster for each item; or as many as run at a time: none waits for one that
+        has not begun."""
+        if self.tiling.cluster:
+            return self._items * self.tiling.cluster
         geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
-        columns = geometry.batch * geometry.heads_q // (heads_per_item(geometry) * width)
-        tiles = columns * (1 + -(-geometry.seq_kv // keys))
+        tiles = self._items // width * (1 + -(-geometry.seq_kv // keys))
         return width * min(tiles, self.target.multiprocessors // width)
 
     @cached_property
     def scratch_bytes(self) -> int:
+        if self.tiling.cluster:
+            return 0
         return round_up(self._blocks * (self.tiling.part_bytes(self.problem) + 8), 256)
 
     def place_workspace(self, workspace: int) -> None:
+        if self.tiling.cluster:
+            return
         parts = self._params.parts
         parts.data = workspace
         parts.marks = workspace + self._blocks * self.tiling.part_bytes(self.problem)
 
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
-        blocks, cluster = self._blocks, 1
-        if self.tiling.clusters:
-            items = self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
-            cluster = self.cluster
-            blocks = items * cluster
-        return [KernelLaunch(source, (blocks, 1, 1), self.tiling.threads, shared,
-                             cluster=cluster, programmatic=self.tiling.early)]
-
-    @property
-    def cluster(self):
-        items = self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
-        tiles = -(-self.geometry.seq_kv // (16 * self.tiling.warps))
-        return max((c for c in (1, 2, 4, 8, 16) if items * c <= self.target.multiprocessors and c <= tiles), default=1)
+        return [
+            KernelLaunch(
+                source,
+                (self._blocks, 1, 1),
+                self.tiling.threads,
+                shared,
+                cluster=max(1, self.tiling.cluster),
+                programmatic=self.target.capability >= (9, 0),
+            )
+        ]
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem, self.target)
@@ -227,5 +283,6 @@ class Decode(CudaPlan):
             self.problem,
             tiling,
             tiling.shared_memory(self.problem),
+            argument=MappedDecodeParams,
             constants={"part_bytes": tiling.part_bytes(self.problem)},
         )
