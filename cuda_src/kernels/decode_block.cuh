@@ -61,7 +61,7 @@ struct DecodeBlock {
     static constexpr int bytes = 40;
     float o[8], reference, sum;
   };
-  static constexpr int row_units = Problem::head_dim_v / 8, most_blocks = 16;
+  static constexpr int row_units = Problem::head_dim_v / 8, most_blocks = 8;
   struct Mailbox {
     Packet packets[rows * row_units + most_blocks];
     uint64 full;

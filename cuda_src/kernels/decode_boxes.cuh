@@ -72,6 +72,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
 #pragma unroll
       for (int i = 0; i < stages; ++i) mbarrier_init(shared.full[team][i], row_groups);
       fence_mbarrier_init();
+      tma_prefetch(m.k);
+      tma_prefetch(m.v);
     }
     await_team();
     look_up();

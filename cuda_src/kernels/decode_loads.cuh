@@ -21,7 +21,6 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base::team;
   using Base::teams;
   using typename Base::KTile;
-  using typename Base::Mailbox;
   using typename Base::Part;
   using typename Base::Products;
   using typename Base::RowSums;
@@ -37,14 +36,10 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
     } keys;
     Part part;  // of a team, when it is done with an item
   };
-  struct BlockMemory {
+  struct SharedMemory {
     Stage stage[stages][teams];
     RowSums rows;
   };
-  struct ClusterMemory : BlockMemory {
-    Mailbox mailbox;
-  };
-  using SharedMemory = Either<Tiling::clusters, ClusterMemory, BlockMemory>;
 
   SharedMemory& shared;
   int stage = 0;  // where products are

@@ -45,6 +45,8 @@ class KernelLaunch:
         block: threads per block.
         shared: bytes of dynamic shared memory.
         plain: it takes ``Params`` where the plan's argument has more.
+        cluster: blocks of a cluster.
+        programmatic: it may begin before the kernel before it has ended, which it waits for itself.
     """
 
     source: jit.KernelSource
@@ -206,8 +208,6 @@ class CudaPlan(Plan):
         for kernel, cubin in zip(kernels, compiled, strict=True):
             loaded = jit.load(cubin, self.target.index)
             loaded.set_shared(kernel.shared)
-            if kernel.cluster > 8:
-                loaded.allow_large_clusters()
             operations.append(
                 Launch(
                     loaded.function,

@@ -35,7 +35,8 @@ class DecodeTiling:
         stages: tiles of keys and values in shared memory; if boxes, of keys or of values.
         warpgroups: four warps multiply together, with Hopper's instructions.
         boxes: the copy engine brings keys and values.
-        cluster: blocks of a cluster, which have an item together; 0 where all blocks share all items.
+        cluster: blocks of a cluster, which have an item together; 0 where all share all items.
+        min_blocks: of a multiprocessor.
     """
 
     warps: int
@@ -44,10 +45,7 @@ class DecodeTiling:
     warpgroups: bool = False
     boxes: bool = False
     cluster: int = 0
-
-    @property
-    def min_blocks(self) -> int:
-        return 2 if self.cluster and self.row_groups == 1 else 1
+    min_blocks: int = 1
 
     @property
     def threads(self) -> int:
@@ -108,29 +106,45 @@ def items_side_by_side(geometry: Geometry, blocks: int) -> int:
     return max(enough, default=max(widths, key=lambda width: used[width]))
 
 
-def cluster_of(tiling: DecodeTiling, geometry: Geometry, target: Target) -> int:
-    """Blocks of a cluster, if it is best that one has each item; else 0."""
-    items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
-    tiles = -(-geometry.seq_kv // (16 * tiling.warps))
-    room = target.multiprocessors
-    fitting = [n for n in (1, 2, 4, 8, 16) if items * n <= room and n <= tiles]
-    return max(fitting, default=0)
-
-
 #: More of them fill tiles of their own.
 MOST_QUERIES = 16
 
 #: For which a warp has the registers.
 MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 
-#: Blocks of a cluster; more than 8 are Hopper's.
-MOST_BLOCKS = 16
-
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
 
-#: Bytes of keys and values on their way to a multiprocessor.
-_ON_THEIR_WAY = 96 * 1024
+#: Warps of a block to which the copy engine brings keys and values.
+_BOX_WARPS = 8
+
+#: Bytes of a block's rings: what is to be on its way to a multiprocessor; and in a cluster, so much
+#: that no multiprocessor has room for two blocks, which would share what one can read.
+_ON_THEIR_WAY, _ALONE = 96 * 1024, 128 * 1024
+
+#: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
+#: at once: pairs all, more leave some out that have too few neighbours.
+MOST_BLOCKS = 8
+_ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
+
+#: Keys of a cluster's block, up to which items of unequal lengths are not shared by all blocks.
+_UNEVEN = 1024
+
+
+def cluster_of(geometry: Geometry, target: Target) -> int:
+    """Blocks of a cluster, if it is best that one has each item; else 0.
+
+    It is where all clusters run at once, and either have hardly any block less than there could be
+    or one tile for each of theirs. Lengths of several entries may differ: shares even that out.
+    """
+    items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
+    tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
+    fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
+    blocks = max(fitting, default=0)
+    if items * blocks < 0.9 * room and blocks < tiles:
+        return 0
+    differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
+    return 0 if differ and geometry.seq_kv > _UNEVEN * blocks else blocks
 
 
 def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling | None:
@@ -147,12 +161,15 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-def _with_boxes(tiling: DecodeTiling, problem: Problem) -> DecodeTiling:
-    """The same by the copy engine."""
-    dim = max(round_up(problem.head_dim_qk, 16), tiling.columns_v(problem))
-    tile = 8 // tiling.row_groups * slab_bytes(tiling.rows, dim)
-    stages = max(3, min(12, _ON_THEIR_WAY // tile))
-    return replace(tiling, warps=8, stages=stages, boxes=True)
+def box_tilings(problem: Problem, target: Target, cluster: int = 0) -> list[DecodeTiling]:
+    """The same by the copy engine, for clusters of so many blocks, or none."""
+    found = []
+    for tiling in tilings(problem, target):
+        dim = max(round_up(problem.head_dim_qk, 16), tiling.columns_v(problem))
+        tile = _BOX_WARPS // tiling.row_groups * slab_bytes(tiling.rows, dim)
+        stages = max(3, (_ALONE if cluster else _ON_THEIR_WAY) // tile)
+        found.append(replace(tiling, warps=_BOX_WARPS, stages=stages, boxes=True, cluster=cluster))
+    return [tiling for tiling in found if tiling.shared_memory(problem) <= target.shared_memory]
 
 
 class Decode(MappedPlan):
@@ -220,10 +237,10 @@ class Decode(MappedPlan):
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
         if not cls._has_boxes(problem, geometry, target):
             return portable
-        boxes = [_with_boxes(tiling, problem) for tiling in portable]
-        boxes = [it for it in boxes if it.shared_memory(problem) <= target.shared_memory]
-        together = [replace(it, cluster=cluster_of(it, geometry, target)) for it in boxes]
-        return [*(it for it in together if it.cluster), *boxes, *portable]
+        cluster = cluster_of(geometry, target)
+        boxes = box_tilings(problem, target, cluster) if cluster else []
+        boxes += box_tilings(problem, target)
+        return [*(tiling for tiling in boxes if tiling.rows >= rows), *portable]
 
     @classmethod
     def _has_boxes(cls, problem: Problem, geometry: Geometry, target: Target) -> bool:
@@ -245,7 +262,8 @@ class Decode(MappedPlan):
             return self._items * self.tiling.cluster
         geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
         tiles = self._items // width * (1 + -(-geometry.seq_kv // keys))
-        return width * min(tiles, self.target.multiprocessors // width)
+        at_once = self.target.multiprocessors * self.tiling.min_blocks
+        return width * min(tiles, at_once // width)
 
     @cached_property
     def scratch_bytes(self) -> int:
@@ -274,8 +292,11 @@ class Decode(MappedPlan):
         ]
 
     def companions(self) -> list[KernelSource]:
-        others = tilings(self.problem, self.target)
-        return [self._source(tiling) for tiling in others if tiling != self.tiling]
+        if self.tiling.boxes:
+            found = [it for n in (0, 2) for it in box_tilings(self.problem, self.target, n)]
+        else:
+            found = [*tilings(self.problem, self.target)]
+        return [self._source(tiling) for tiling in found if tiling.cpp != self.tiling.cpp]
 
     def _source(self, tiling: DecodeTiling) -> KernelSource:
         return kernel_source(

@@ -343,13 +343,6 @@ class Kernel:
         self._shared = nbytes
 
 
-    def allow_large_clusters(self) -> None:
-        import cupy
-
-        with self._device:
-            cupy.cuda.driver.funcSetAttribute(self.function, 14, 1)
-
-
 _kernels: dict[tuple[Path, int], Kernel] = {}
 _kernels_lock = threading.Lock()
 
