@@ -62,8 +62,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   };
 
   SharedMemory& shared;
-  Place place;                // of products
-  bool values_next = false;   // of the tile that copies are at
+  Place place;                 // of products
+  bool values_next = false;    // of the tile that copies are at
   int page_k = 0, page_v = 0;  // of the rows that this warp loads next
 
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory)
@@ -97,8 +97,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     mbarrier_wait(shared.full[team][values.slot], values.parity);
     VTile& s_v = shared.of[team].slot[values.slot].v;
     const int existing = at.keys.last - first_key(at);
-    if (existing < tile_k) {
-      s_v.clear_rows(most(0, existing), threadIdx.x % (32 * row_groups), 32 * row_groups);
+    if (existing > 0 && existing < tile_k) {
+      s_v.clear_rows(existing, threadIdx.x % (32 * row_groups), 32 * row_groups);
       fence_proxy_async();
       await_team();
     }

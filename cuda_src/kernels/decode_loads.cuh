@@ -63,9 +63,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
     return shared.stage[stage][team].keys.k;
   }
   DLATTN_DEVICE void keys_read() {}
-  DLATTN_DEVICE const VTile& await_values(const Tiles&) {
-    return shared.stage[stage][team].keys.v;
-  }
+  DLATTN_DEVICE const VTile& await_values(const Tiles&) { return shared.stage[stage][team].keys.v; }
   DLATTN_DEVICE void values_read() { stage = stage + 1 == stages ? 0 : stage + 1; }
 
   // Where a team leaves its rows: where the last tile was.

@@ -50,8 +50,8 @@ struct WarpProductsOf {
   // c += probabilities x values from first_key on.
   template <int n_tiles, int k_steps>
   static DLATTN_DEVICE void add(Accumulator<1, n_tiles>& c,
-                                const RegisterLeft<T, 1, k_steps>& probabilities, const VTile& s_values,
-                                int first_key) {
+                                const RegisterLeft<T, 1, k_steps>& probabilities,
+                                const VTile& s_values, int first_key) {
     gemm<T, k_steps>(c, probabilities, SharedRight<VTile, true>(s_values, 0, first_key));
   }
 };
@@ -82,8 +82,8 @@ struct WarpgroupProducts {
   }
   template <int n_tiles, int k_steps>
   static DLATTN_DEVICE void add(Accumulator<1, n_tiles>& c,
-                                const RegisterLeft<T, 1, k_steps>& probabilities, const VTile& s_values,
-                                int first_key) {
+                                const RegisterLeft<T, 1, k_steps>& probabilities,
+                                const VTile& s_values, int first_key) {
     start_accumulation(c, probabilities, s_values, first_key / 16);
     wgmma_wait<0>();
     tie(c);

@@ -45,8 +45,8 @@ DLATTN_DEVICE void send(uint32 address, float4 v, uint32 barrier) {
 }
 DLATTN_DEVICE void send(uint32 address, float2 v, uint32 barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(
-          address),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::
+          "r"(address),
       "f"(v.x), "f"(v.y), "r"(barrier)
       : "memory");
 }
