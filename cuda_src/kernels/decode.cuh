@@ -2,15 +2,14 @@
 //
 // It takes as long as reading K and V, so all is about having enough of them on their way. The queries of
 // all heads that share keys are the rows of one item (so that grouped heads read each key once), and
-// blocks, one per multiprocessor, have equal shares of the key tiles of all items (attn/shares.cuh). In a
-// block, teams of warps have keys of their own, and rings of key and value tiles that they fill by
-// themselves: between items there is no barrier but a team's, and a team of one warp needs none. A
-// block's copies run ahead of its products, across items.
+// blocks, one per multiprocessor, have equal shares of the key tiles of all items, or a cluster of them has
+// an item to itself (attn/shares.cuh). In a block, teams of warps have keys of their own, and rings of key
+// and value tiles that they fill by themselves (decode_boxes.cuh, decode_loads.cuh): between items there is
+// no barrier but a team's, and a team of one warp needs none. A block's copies run ahead of its products,
+// across items.
 //
-// At the end of an item the teams' partial outputs meet in shared memory. If other blocks have tiles of
-// the item, the one that has its last tile collects what they leave in the workspace. A block says that
-// its part is there by a mark which is drawn when the plan is made, and which the collector takes away:
-// nobody has to clear the workspace, whose other contents differ from the mark.
+// At the end of an item the teams' partial outputs meet in shared memory, and then those of the blocks
+// that had tiles of it (decode_parts.cuh).
 #pragma once
 
 #include "kernels/decode_parts.cuh"
@@ -159,10 +158,10 @@ DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
   release_next_kernel();
-  const Params& p = m.p;
+  // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
-                     p.seq_len_q.data != nullptr || p.seq_len_kv.data != nullptr ||
-                     p.attn_scale_device != nullptr;
+                     m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||
+                     m.p.attn_scale_device != nullptr;
   if (reads) await_kernels_before();
   Kernel kernel(m, shared);
   if constexpr (Tiling::clusters) kernel.open_mailbox();
