@@ -38,8 +38,7 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using typename Base::Row;
   using typename Base::Softmax;
   // Keys of which a warp has scores at a time: as many as registers allow.
-  static constexpr int step_k =
-      least(tile_k, (Tiling::warpgroups ? 64 : 32) / (dim_qk > 128 ? 2 : 1));
+  static constexpr int step_k = least(tile_k, Tiling::warpgroups ? 64 : dim_qk > 128 ? 16 : 32);
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;
   using Scores = Accumulator<1, step_k / 8>;
 

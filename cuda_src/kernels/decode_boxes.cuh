@@ -1,6 +1,7 @@
-// How keys and values reach a team of warps of a decode on Hopper: by the copy engine, in boxes of 16 rows,
-// of which each warp orders its own, ahead of the products and across items. A team's ring has tiles of
-// keys and of values in turn, and each is refilled as soon as it has been read.
+// How keys and values reach a warp of a decode on Hopper, if 16 rows are all that there are: by the copy
+// engine, in boxes of 16 keys or values, which the warp orders for itself, ahead of the products and across
+// items. Its ring has tiles of keys and of values in turn, and each is ordered anew as soon as it has been
+// read.
 #pragma once
 
 #include "kernels/decode_block.cuh"
@@ -17,8 +18,6 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using Base::loads;
   using Base::m;
   using Base::p;
-  using Base::row_group;
-  using Base::row_groups;
   using Base::stages;
   using Base::team;
   using Base::teams;
@@ -29,7 +28,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using typename Base::RowSums;
   using typename Base::Tiles;
   using typename Base::VTile;
-  static_assert(!Problem::ragged);
+  static_assert(Base::row_groups == 1 && !Problem::ragged);
 
   union Slot {
     KTile k;
@@ -68,9 +67,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
 
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory)
       : Base(params), shared(shared_memory) {
-    if (row_group == 0 && threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int i = 0; i < stages; ++i) mbarrier_init(shared.full[team][i], row_groups);
+      for (int i = 0; i < stages; ++i) mbarrier_init(shared.full[team][i], 1);
       fence_mbarrier_init();
       tma_prefetch(m.k);
       tma_prefetch(m.v);
@@ -98,7 +97,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     VTile& s_v = shared.of[team].slot[values.slot].v;
     const int existing = at.keys.last - first_key(at);
     if (existing > 0 && existing < tile_k) {
-      s_v.clear_rows(existing, threadIdx.x % (32 * row_groups), 32 * row_groups);
+      s_v.clear_rows(existing, threadIdx.x % 32, 32);
       fence_proxy_async();
       await_team();
     }
@@ -142,7 +141,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void order(Tile& s_tile, const TensorMap& map, uint64& full,
                            const PageTableRef& table, int first, int head, int page) const {
     mbarrier_arrive_expect(full, Tile::slabs * 16 * 128);
-    s_tile.load_rows(16 * row_group, map, full, paged ? table.slot(first) : first, head,
+    s_tile.load_rows(0, map, full, paged ? table.slot(first) : first, head,
                      paged ? page : loads.batch);
   }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import gcd
 
@@ -36,7 +35,6 @@ class DecodeTiling:
         warpgroups: four warps multiply together, with Hopper's instructions.
         boxes: the copy engine brings keys and values.
         cluster: blocks of a cluster, which have an item together; 0 where all share all items.
-        min_blocks: of a multiprocessor.
     """
 
     warps: int
@@ -45,7 +43,10 @@ class DecodeTiling:
     warpgroups: bool = False
     boxes: bool = False
     cluster: int = 0
-    min_blocks: int = 1
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
 
     @property
     def threads(self) -> int:
@@ -118,24 +119,26 @@ _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2)
 #: Warps of a block to which the copy engine brings keys and values.
 _BOX_WARPS = 8
 
-#: Bytes of a block's rings: what is to be on its way to a multiprocessor; and in a cluster, so much
-#: that no multiprocessor has room for two blocks, which would share what one can read.
-_ON_THEIR_WAY, _ALONE = 96 * 1024, 128 * 1024
+#: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little on
+#: its way is best for memory, more for ends of items; and blocks of clusters must be so large that no
+#: multiprocessor has room for two, which would share what one can read.
+_LONG_KEYS = 4096
+_LONG, _SHORT, _ALONE = 64 * 1024, 96 * 1024, 128 * 1024
 
 #: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
 #: at once: pairs all, more leave some out that have too few neighbours.
 MOST_BLOCKS = 8
 _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 
-#: Keys of a cluster's block, up to which items of unequal lengths are not shared by all blocks.
-_UNEVEN = 1024
+#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out.
+_MOST_KEYS, _MOST_UNEVEN_KEYS = 4096, 1024
 
 
 def cluster_of(geometry: Geometry, target: Target) -> int:
     """Blocks of a cluster, if it is best that one has each item; else 0.
 
     It is where all clusters run at once, and either have hardly any block less than there could be
-    or one tile for each of theirs. Lengths of several entries may differ: shares even that out.
+    or one tile for each of theirs.
     """
     items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
     tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
@@ -144,7 +147,8 @@ def cluster_of(geometry: Geometry, target: Target) -> int:
     if items * blocks < 0.9 * room and blocks < tiles:
         return 0
     differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
-    return 0 if differ and geometry.seq_kv > _UNEVEN * blocks else blocks
+    most_keys = _MOST_UNEVEN_KEYS if differ else _MOST_KEYS
+    return blocks if geometry.seq_kv <= most_keys * blocks else 0
 
 
 def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling | None:
@@ -161,15 +165,11 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-def box_tilings(problem: Problem, target: Target, cluster: int = 0) -> list[DecodeTiling]:
-    """The same by the copy engine, for clusters of so many blocks, or none."""
-    found = []
-    for tiling in tilings(problem, target):
-        dim = max(round_up(problem.head_dim_qk, 16), tiling.columns_v(problem))
-        tile = _BOX_WARPS // tiling.row_groups * slab_bytes(tiling.rows, dim)
-        stages = max(3, (_ALONE if cluster else _ON_THEIR_WAY) // tile)
-        found.append(replace(tiling, warps=_BOX_WARPS, stages=stages, boxes=True, cluster=cluster))
-    return [tiling for tiling in found if tiling.shared_memory(problem) <= target.shared_memory]
+def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
+    """For at most 16 rows: the copy engine fills so many bytes, for a cluster or for shares."""
+    dim = max(round_up(problem.head_dim_qk, 16), round_up(problem.head_dim_v, 16))
+    stages = max(2, ring // (_BOX_WARPS * slab_bytes(16, dim)))
+    return DecodeTiling(_BOX_WARPS, 1, stages, boxes=True, cluster=cluster)
 
 
 class Decode(MappedPlan):
@@ -235,12 +235,14 @@ class Decode(MappedPlan):
     ) -> Sequence[DecodeTiling]:
         rows = geometry.seq_q * heads_per_item(geometry)
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
-        if not cls._has_boxes(problem, geometry, target):
+        if rows > 16 or not cls._has_boxes(problem, geometry, target):
             return portable
+        ring = _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT
+        boxes = [box_tiling(problem, ring)]
         cluster = cluster_of(geometry, target)
-        boxes = box_tilings(problem, target, cluster) if cluster else []
-        boxes += box_tilings(problem, target)
-        return [*(tiling for tiling in boxes if tiling.rows >= rows), *portable]
+        if cluster:
+            boxes.insert(0, box_tiling(problem, _ALONE, cluster))
+        return [*boxes, *portable]
 
     @classmethod
     def _has_boxes(cls, problem: Problem, geometry: Geometry, target: Target) -> bool:
@@ -262,8 +264,7 @@ class Decode(MappedPlan):
             return self._items * self.tiling.cluster
         geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
         tiles = self._items // width * (1 + -(-geometry.seq_kv // keys))
-        at_once = self.target.multiprocessors * self.tiling.min_blocks
-        return width * min(tiles, at_once // width)
+        return width * min(tiles, self.target.multiprocessors // width)
 
     @cached_property
     def scratch_bytes(self) -> int:
@@ -292,11 +293,12 @@ class Decode(MappedPlan):
         ]
 
     def companions(self) -> list[KernelSource]:
-        if self.tiling.boxes:
-            found = [it for n in (0, 2) for it in box_tilings(self.problem, self.target, n)]
-        else:
-            found = [*tilings(self.problem, self.target)]
-        return [self._source(tiling) for tiling in found if tiling.cpp != self.tiling.cpp]
+        found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
+        if self._has_boxes(self.problem, self.geometry, self.target):
+            rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
+            boxes = [box_tiling(self.problem, *ring) for ring in rings]
+            found |= {tiling.cpp: tiling for tiling in boxes}
+        return [self._source(it) for cpp, it in found.items() if cpp != self.tiling.cpp]
 
     def _source(self, tiling: DecodeTiling) -> KernelSource:
         return kernel_source(
