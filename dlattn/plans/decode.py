@@ -120,8 +120,8 @@ _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2)
 _BOX_WARPS = 8
 
 #: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little
-#: on its way is best for memory, more for ends of items; blocks of clusters must be so large that no
-#: multiprocessor has room for two, which would share what one can read.
+#: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
+#: no multiprocessor has room for two, which would share what one can read.
 _LONG_KEYS = 4096
 _LONG, _SHORT, _ALONE = 64 * 1024, 96 * 1024, 128 * 1024
 
