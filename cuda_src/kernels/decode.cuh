@@ -156,15 +156,15 @@ DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
-  release_next_kernel();
+  launch_dependents();
   // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
                      m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||
                      m.p.attn_scale_device != nullptr;
-  if (reads) await_kernels_before();
+  if (reads) await_kernel_before();
   Kernel kernel(m, shared);
   if constexpr (Tiling::clusters) kernel.open_mailbox();
-  await_kernels_before();
+  await_kernel_before();
   kernel.run();
 }
 

@@ -1,21 +1,21 @@
-// Kernels that begin before the one before them has ended. PTX ISA 9.7.13.14 (griddepcontrol).
+// Kernels that begin before the one in front of them has ended. PTX ISA 9.7.13.13 (griddepcontrol). Before
+// sm_90, none does.
 #pragma once
 
 #include "base/types.cuh"
 
 namespace dlattn {
 
-// Waits until all that the kernels before have written is there.
-DLATTN_DEVICE void await_kernels_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next kernel begin once every block has said so.
-DLATTN_DEVICE void release_next_kernel() {
+// Lets the next kernel's blocks begin, as soon as all of this one say so.
+DLATTN_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel before has ended, and what it wrote is visible.
+DLATTN_DEVICE void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

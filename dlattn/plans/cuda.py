@@ -45,8 +45,8 @@ class KernelLaunch:
         block: threads per block.
         shared: bytes of dynamic shared memory.
         plain: it takes ``Params`` where the plan's argument has more.
+        programmatic: it waits by itself for the kernel before, and may be begun earlier.
         cluster: blocks of a cluster.
-        programmatic: it may begin before the kernel before it has ended, which it waits for itself.
     """
 
     source: jit.KernelSource
@@ -54,8 +54,8 @@ class KernelLaunch:
     block: int
     shared: int
     plain: bool = False
-    cluster: int = 1
     programmatic: bool = False
+    cluster: int = 1
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -215,9 +215,9 @@ class CudaPlan(Plan):
                     kernel.block,
                     kernel.shared,
                     ctypes.addressof(self._params if kernel.plain else self._argument),
+                    programmatic=kernel.programmatic,
                     name=kernel.source.name,
                     cluster=kernel.cluster,
-                    programmatic=kernel.programmatic,
                 )
             )
         self._operations = operations
