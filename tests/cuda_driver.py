@@ -26,10 +26,12 @@ Done = tuple[Any, ...]
 
 @dataclass
 class Node:
-    """Of a graph: what it does, and the nodes that it waits for, with the data of each edge."""
+    """Of a graph: what it does, the nodes that it waits for, with the data of each edge, and the
+    blocks of its clusters."""
 
     done: Done
     after: dict[int, bytes] = field(default_factory=dict)
+    cluster: tuple[int, ...] = (1, 1, 1)
 
 
 class Driver:
@@ -111,7 +113,7 @@ class Driver:
         for node, name in names.items():
             it = self.graphs[graph][node]
             after = {names[other]: edge for other, edge in it.after.items()}
-            self.graphs[copied][name] = Node(it.done, after)
+            self.graphs[copied][name] = Node(it.done, after, it.cluster)
         return copied
 
     def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
@@ -172,6 +174,13 @@ class Driver:
         assert it.done[0] == done[0], "a node stays what it is"
         it.done = done
         return 0
+
+    def cuGraphKernelNodeSetAttribute(self, node: Any, name: int, value: Any) -> int:  # noqa: N802
+        assert name == 4, "the dimension of clusters"
+        address = ctypes.cast(value, ctypes.c_void_p).value
+        assert address is not None
+        self._find(node.value)[1].cluster = tuple((ctypes.c_int * 3).from_address(address))
+        return INVALID_VALUE if self._find(node.value)[1].cluster[0] > 8 else 0
 
     def cuGraphDestroyNode(self, node: Any) -> int:  # noqa: N802
         nodes, _ = self._find(node.value)

@@ -11,6 +11,7 @@
 
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
+#include "ptx/cluster.cuh"
 
 namespace dlattn {
 
@@ -113,6 +114,36 @@ struct Share {
     for (int b = threadIdx.x % 32; b < p.batch; b += 32) sum += tiles_of(b);
     return __reduce_add_sync(0xffffffffu, sum);
   }
+};
+
+// The tiles of one item that a block of a cluster has: the cluster has the item, and its blocks divide it
+// evenly. The clusters of the heads of a batch entry are neighbours.
+template <class Mask, int tile_k>
+struct ClusterShare {
+  using Keys = ItemKeys<Mask, tile_k>;
+  const Params& p;
+  const int rank, blocks;  // in the cluster
+  int batch, head_group;
+  Lengths length;
+  Keys keys;
+  int tile, left;  // may be none
+
+  DLATTN_DEVICE explicit ClusterShare(const Params& params)
+      : p(params), rank(cluster_rank()), blocks(cluster_blocks()), length(params) {
+    const int item = blockIdx.x / blocks, groups = p.heads_q / p.heads_per_block;
+    batch = item / groups;
+    head_group = item % groups;
+    length = Lengths(p, batch);
+    keys = Keys(length, p);
+    const int end = (rank + 1) * keys.tiles / blocks;
+    tile = end - 1;
+    left = end - rank * keys.tiles / blocks;
+  }
+
+  DLATTN_DEVICE int group() const { return head_group; }
+  DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
+  DLATTN_DEVICE int last_of_item() const { return tile - left + 1; }
+  DLATTN_DEVICE void advance() { --left, --tile; }
 };
 
 }  // namespace dlattn

@@ -1,51 +1,34 @@
-// How keys and values reach a team of warps of a decode: rings of tiles that each warp fills with 16 rows
-// of its own, ahead of the products and across items. By cp.async: bulk copies of single rows are slower
-// (half of the bandwidth), and boxes of several need pages of as many.
+// How keys and values reach a team of warps of a decode anywhere: rings of tiles that each warp fills with
+// 16 rows of its own by cp.async, ahead of the products and across items.
 #pragma once
 
 #include "attn/pages.cuh"
-#include "attn/params.cuh"
-#include "attn/problem.cuh"
-#include "attn/shares.cuh"
-#include "kernels/decode_products.cuh"
-#include "ptx/warpgroup.cuh"
+#include "kernels/decode_block.cuh"
 
 namespace dlattn {
 
-template <int warps_, int row_groups_, int stages_, bool warpgroups_>
-struct DecodeTiling {
-  static constexpr int warps = warps_;
-  static constexpr int row_groups = row_groups_;   // of 16 rows, each of which a warp of a team has
-  static constexpr int stages = stages_;           // key and value tiles of a team
-  static constexpr bool warpgroups = warpgroups_;  // multiply together
-};
-
 template <class Problem, class Tiling>
-struct DecodeLoads {
-  using T = typename Problem::Element;
-  static constexpr bool ragged = Problem::ragged;
+struct DecodeLoads : DecodeBlock<Problem, Tiling> {
+  using Base = DecodeBlock<Problem, Tiling>;
+  using Base::await_team;
+  using Base::first_head;
+  using Base::first_loaded;
+  using Base::loads;
+  using Base::p;
+  using Base::ragged;
+  using Base::row_group;
+  using Base::stages;
+  using Base::team;
+  using Base::teams;
+  using typename Base::KTile;
+  using typename Base::Part;
+  using typename Base::Products;
+  using typename Base::RowSums;
+  using typename Base::T;
+  using typename Base::Tiles;
+  using typename Base::VTile;
   static constexpr bool paged = Problem::paged_k || Problem::paged_v;
-  static constexpr int warps = Tiling::warps, stages = Tiling::stages;
-  static constexpr int row_groups = Tiling::row_groups, teams = warps / row_groups;
-  static constexpr int rows = 16 * row_groups;
-  static constexpr int tile_k = 16 * row_groups;  // of a team
-  static_assert(warps % row_groups == 0 && stages >= 2);
-  static_assert(!Tiling::warpgroups || row_groups % 4 == 0);
 
-  template <template <class, int, int, int> class Kind>
-  using ProductsOf = Kind<T, tile_k, Problem::head_dim_qk, Problem::head_dim_v>;
-  using Products =
-      Either<Tiling::warpgroups, ProductsOf<WarpgroupProducts>, ProductsOf<WarpProducts>>;
-  static constexpr int dim_qk = Products::dim_qk, dim_v = Products::dim_v;
-  using KTile = typename Products::KTile;
-  using VTile = typename Products::VTile;
-  using Tiles = Share<typename Problem::Mask, teams * tile_k>;
-
-  // Partial rows: exponentials times values, which are relative to a reference, and their sum. Columns
-  // beyond dim_v are banks between rows.
-  struct Part {
-    float o[rows][dim_v + 8];
-  };
   union Stage {
     struct {
       KTile k;
@@ -55,42 +38,40 @@ struct DecodeLoads {
   };
   struct SharedMemory {
     Stage stage[stages][teams];
-    float reference[teams][rows], sum[teams][rows];
+    RowSums rows;
   };
 
-  const Params& p;
   SharedMemory& shared;
-  const int team, row_group;  // of this warp
-  Tiles loads;                // where copies are
-  int page;                   // of the row that this lane finds for the next copies
+  int stage = 0;  // where products are
+  int page;       // of the row that this lane finds for the next copies
 
-  DLATTN_DEVICE DecodeLoads(const Params& params, SharedMemory& shared_memory)
-      : p(params),
-        shared(shared_memory),
-        team(warp_index() / row_groups),
-        row_group(warp_index() % row_groups),
-        loads(params) {
+  DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory)
+      : Base(params), shared(shared_memory) {
     look_up();
   }
 
-  DLATTN_DEVICE int first_head(const Tiles& at) const { return at.group() * p.heads_per_block; }
-  DLATTN_DEVICE int first_key(const Tiles& at) const { return at.first_key() + team * tile_k; }
-
-  DLATTN_DEVICE void await_team() const {
-    if constexpr (row_groups == 1) {
-      __syncwarp();
-    } else {
-      named_barrier_sync(1 + team, 32 * row_groups);
-    }
+  DLATTN_DEVICE void start() {
+#pragma unroll 1
+    for (int ahead = 0; ahead < stages - 1; ++ahead) load_next(ahead);
   }
-
   // The oldest tile has landed, and the team is done with the one before.
-  DLATTN_DEVICE void await_tile() const {
+  DLATTN_DEVICE const KTile& await_keys() {
     cp_async_wait<stages - 2>();
     Products::publish();
     await_team();
+    load_next(stage == 0 ? stages - 1 : stage - 1);
+    return shared.stage[stage][team].keys.k;
+  }
+  DLATTN_DEVICE void keys_read() {}
+  DLATTN_DEVICE const VTile& await_values(const Tiles&) { return shared.stage[stage][team].keys.v; }
+  DLATTN_DEVICE void values_read() { stage = stage + 1 == stages ? 0 : stage + 1; }
+
+  // Where a team leaves its rows: where the last tile was.
+  DLATTN_DEVICE Part& part(int of_team) const {
+    return shared.stage[stage == 0 ? stages - 1 : stage - 1][of_team].part;
   }
 
+ private:
   // Starts copying the next tile, if there is one.
   DLATTN_DEVICE void load_next(int stage) {
     if (loads.left > 0) {
@@ -106,17 +87,13 @@ struct DecodeLoads {
     cp_async_commit();
   }
 
- private:
-  // The first of 16 keys that this warp loads next.
-  DLATTN_DEVICE int first_loaded() const { return first_key(loads) + 16 * row_group; }
-
   // Lanes find the pages of their rows, so early that copies need not wait: those of keys in the lower
   // half of the warp, those of values in the upper one.
   DLATTN_DEVICE void look_up() {
     if (!paged || loads.left == 0) return;
     const bool of_values = Problem::paged_v && (!Problem::paged_k || threadIdx.x % 32 >= 16);
     const PageTableRef& table = of_values ? p.v_pages : p.k_pages;
-    const int key = first_loaded() + threadIdx.x % 16;
+    const int key = first_loaded(loads) + threadIdx.x % 16;
     page = key < loads.keys.last ? table.number(table.entries(loads.batch), key) : -1;
   }
 
@@ -125,7 +102,7 @@ struct DecodeLoads {
   DLATTN_DEVICE void copy_rows(Tile& s_tile, const TensorRef& tensor, const PageTableRef& table,
                                int head, int first_lane) {
     const int lane = threadIdx.x % 32;
-    const int first = first_loaded();
+    const int first = first_loaded(loads);
     if (is_paged && table.log2_rows >= 4) {  // the rows are in one page
       const int number = __shfl_sync(0xffffffffu, page, first_lane);
       const auto g_rows = strided(tensor.rows<T>(number, head, table.slot(first)), tensor.row);

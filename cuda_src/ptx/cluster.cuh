@@ -1,4 +1,4 @@
-// Blocks of a cluster: their shared memory, and barriers in it.
+// Blocks of a cluster: who they are, how they meet, each other's shared memory, and barriers in it.
 #pragma once
 
 #include "base/types.cuh"
@@ -6,11 +6,16 @@
 
 namespace dlattn {
 
-// 10.12 (%cluster_ctarank).
+// 10.13, 10.14 (%cluster_ctarank, %cluster_nctarank): which block of how many.
 DLATTN_DEVICE int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+DLATTN_DEVICE int cluster_blocks() {
+  int blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
 }
 
 // 9.7.9.24 (mapa): where this address is in the shared memory of another block.
@@ -24,14 +29,31 @@ DLATTN_DEVICE uint32 address_in_block(uint32 shared, int rank) {
 DLATTN_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
+DLATTN_DEVICE void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 DLATTN_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// 9.7.9.13 (st.async): a word into another block, whose barrier counts its bytes.
+// 9.7.9.13 (st.async): words into another block, whose barrier counts their bytes.
 DLATTN_DEVICE void store_in_block(uint32 address, int value, uint32 barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
           address),
       "r"(value), "r"(barrier)
+      : "memory");
+}
+DLATTN_DEVICE void store_in_block(uint32 address, float4 v, uint32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::
+          "r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
+DLATTN_DEVICE void store_in_block(uint32 address, float2 v, uint32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::
+          "r"(address),
+      "f"(v.x), "f"(v.y), "r"(barrier)
       : "memory");
 }
 

@@ -1,17 +1,22 @@
-// Kernels that begin before the one in front of them has ended. PTX ISA 9.7.13.13 (griddepcontrol).
+// Kernels that begin before the one in front of them has ended. PTX ISA 9.7.13.13 (griddepcontrol). Before
+// sm_90, none does.
 #pragma once
 
 #include "base/types.cuh"
 
 namespace dlattn {
 
-// Lets the next kernel's blocks begin, as soon as all of this one say so. Before sm_90, none does.
+// Lets the next kernel's blocks begin, as soon as all of this one say so.
 DLATTN_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 // Until the kernel before has ended, and what it wrote is visible.
-DLATTN_DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DLATTN_DEVICE void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 }  // namespace dlattn

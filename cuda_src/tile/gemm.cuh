@@ -88,7 +88,7 @@ template <class Tile, bool row_major>
 struct SharedRight {
   uint32 base;
 
-  DLATTN_DEVICE SharedRight(Tile& s_tile, int first_n, int first_k = 0) {
+  DLATTN_DEVICE SharedRight(const Tile& s_tile, int first_n, int first_k = 0) {
     const int lane = threadIdx.x % 32;
     base = row_major
                ? s_tile.address(first_k + lane % 16, first_n + lane / 16 * 8)

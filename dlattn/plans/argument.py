@@ -228,9 +228,11 @@ class MappedParams(ctypes.Structure):
         return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
+def _mapped_fields(
+    required: tuple[str, ...], optional: tuple[str, ...] = MappedParams.optional
+) -> list[tuple[str, type]]:
     return [
-        *((role, ctypes.c_uint8 * 128) for role in (*required, *MappedParams.optional)),
+        *((role, ctypes.c_uint8 * 128) for role in (*required, *optional)),
         ("p", Params),
         ("unused", ctypes.c_uint8 * (-ctypes.sizeof(Params) % 64)),
     ]
@@ -248,3 +250,11 @@ class MappedBwdParams(MappedParams):
 
     required = ("q", "k", "v", "dO", "dK", "dV")
     _fields_ = _mapped_fields(required)
+
+
+class MappedDecodeParams(MappedParams):
+    """Of the decode, whose maps are used where the copy engine brings keys and values."""
+
+    required = ("k", "v")
+    optional = ()
+    _fields_ = _mapped_fields(required, optional)

@@ -46,6 +46,7 @@ class KernelLaunch:
         shared: bytes of dynamic shared memory.
         plain: it takes ``Params`` where the plan's argument has more.
         programmatic: it waits by itself for the kernel before, and may be begun earlier.
+        cluster: blocks of a cluster.
     """
 
     source: jit.KernelSource
@@ -54,6 +55,7 @@ class KernelLaunch:
     shared: int
     plain: bool = False
     programmatic: bool = False
+    cluster: int = 1
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -215,6 +217,7 @@ class CudaPlan(Plan):
                     ctypes.addressof(self._params if kernel.plain else self._argument),
                     programmatic=kernel.programmatic,
                     name=kernel.source.name,
+                    cluster=kernel.cluster,
                 )
             )
         self._operations = operations

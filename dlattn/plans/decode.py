@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import gcd
 
+from dlattn.plans.argument import MappedDecodeParams
 from dlattn.plans.cuda import (
-    CudaPlan,
     KernelLaunch,
     refusal,
     round_up,
     tile_bytes,
 )
-from dlattn.plans.mapped import slab_bytes
+from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, Problem
+from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
+from dlattn.runtime.tensormap import L2_PROMOTION_128B
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,18 @@ class DecodeTiling:
     Attributes:
         warps: warps per block, each of which loads 16 keys and values of a tile.
         row_groups: warps that share keys, for 16 rows each.
-        stages: tiles of keys and values in shared memory.
+        stages: tiles of keys and values in shared memory; if boxes, of keys or of values.
         warpgroups: four warps multiply together, with Hopper's instructions.
+        boxes: the copy engine brings keys and values.
+        cluster: blocks of a cluster, which have an item together; 0 where all share all items.
     """
 
     warps: int
     row_groups: int
     stages: int
     warpgroups: bool = False
+    boxes: bool = False
+    cluster: int = 0
 
     @property
     def min_blocks(self) -> int:
@@ -49,8 +54,9 @@ class DecodeTiling:
 
     @property
     def cpp(self) -> str:
-        warpgroups = str(self.warpgroups).lower()
-        return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {warpgroups}>"
+        flags = (self.warpgroups, self.boxes, self.cluster > 0)
+        cpp = ", ".join(str(flag).lower() for flag in flags)
+        return f"DecodeTiling<{self.warps}, {self.row_groups}, {self.stages}, {cpp}>"
 
     @property
     def rows(self) -> int:
@@ -65,11 +71,18 @@ class DecodeTiling:
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dim_qk, dim_v = round_up(problem.head_dim_qk, 16), self.columns_v(problem)
-        alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
-        keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
-        stage = round_up(max(keys, 4 * self.rows * (dim_v + 8)), alignment)
-        teams = self.warps // self.row_groups
-        return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+        teams, part = self.warps // self.row_groups, 4 * self.rows * (dim_v + 8)
+        if not self.boxes:
+            alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
+            keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
+            stage = round_up(max(keys, part), alignment)
+            return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+        ring = self.stages * slab_bytes(self.rows, max(dim_qk, dim_v))
+        team = round_up(max(ring, part) if self.cluster else ring + part, 1024)
+        shared = round_up(teams * (team + 8 * self.stages + 8 * self.rows), 1024)
+        if self.cluster:
+            shared += 48 * (self.rows * (problem.head_dim_v // 8) + MOST_BLOCKS) + 16
+        return round_up(shared, 1024)
 
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of what a block leaves to another one (``Left`` in the kernel)."""
@@ -103,6 +116,40 @@ MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
 
+#: Warps of a block to which the copy engine brings keys and values.
+_BOX_WARPS = 8
+
+#: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little
+#: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
+#: no multiprocessor has room for two, which would share what one can read.
+_LONG_KEYS = 4096
+_LONG, _SHORT, _ALONE = 64 * 1024, 96 * 1024, 128 * 1024
+
+#: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
+#: at once: pairs all, more leave some out that have too few neighbours.
+MOST_BLOCKS = 8
+_ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
+
+#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out.
+_MOST_KEYS, _MOST_UNEVEN_KEYS = 4096, 1024
+
+
+def cluster_of(geometry: Geometry, target: Target) -> int:
+    """Blocks of a cluster, if it is best that one has each item; else 0.
+
+    It is where all clusters run at once, and either have hardly any block less than there could be
+    or one tile for each of theirs.
+    """
+    items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
+    tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
+    fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
+    blocks = max(fitting, default=0)
+    if items * blocks < 0.9 * room and blocks < tiles:
+        return 0
+    differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
+    most_keys = _MOST_UNEVEN_KEYS if differ else _MOST_KEYS
+    return blocks if geometry.seq_kv <= most_keys * blocks else 0
+
 
 def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling | None:
     """The best for so many groups of rows, if shared memory has room for one."""
@@ -118,10 +165,19 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-class Decode(CudaPlan):
+def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
+    """For at most 16 rows: the copy engine fills so many bytes, for a cluster or for shares."""
+    dim = max(round_up(problem.head_dim_qk, 16), round_up(problem.head_dim_v, 16))
+    stages = max(2, ring // (_BOX_WARPS * slab_bytes(16, dim)))
+    return DecodeTiling(_BOX_WARPS, 1, stages, boxes=True, cluster=cluster)
+
+
+class Decode(MappedPlan):
     """Keys split among all blocks, and heads that share keys packed into the rows of products."""
 
     name = "decode"
+    argument_type = MappedDecodeParams
+    l2_promotion = L2_PROMOTION_128B
 
     def __init__(
         self,
@@ -135,6 +191,9 @@ class Decode(CudaPlan):
         self._params.heads_per_block = heads_per_item(geometry)
         self._params.heads_per_wave = items_side_by_side(geometry, target.multiprocessors)
         self._params.parts.mark = secrets.randbits(64) | 1
+
+    def box_rows(self) -> Mapping[str, int]:
+        return {"k": 16, "v": 16} if self.tiling.boxes else {}
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -175,32 +234,71 @@ class Decode(CudaPlan):
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[DecodeTiling]:
         rows = geometry.seq_q * heads_per_item(geometry)
-        return [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        if rows > 16 or not cls._has_boxes(problem, geometry, target):
+            return portable
+        ring = _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT
+        boxes = [box_tiling(problem, ring)]
+        cluster = cluster_of(geometry, target)
+        if cluster:
+            boxes.insert(0, box_tiling(problem, _ALONE, cluster))
+        return [*boxes, *portable]
+
+    @classmethod
+    def _has_boxes(cls, problem: Problem, geometry: Geometry, target: Target) -> bool:
+        """Whether the copy engine can bring 16 rows at a time."""
+        pages = (geometry.page_size(role) for role in PAGE_TABLES)
+        if problem.ragged or any(page is not None and page % 16 for page in pages):
+            return False
+        return cls.mapping_refusal(problem, geometry, target) is None
+
+    @property
+    def _items(self) -> int:
+        return self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
 
     @cached_property
     def _blocks(self) -> int:
-        """As many as run at a time: none waits for one that has not begun."""
+        """Blocks of a cluster for each item; or as many as run at a time: none waits for one that
+        has not begun."""
+        if self.tiling.cluster:
+            return self._items * self.tiling.cluster
         geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
-        columns = geometry.batch * geometry.heads_q // (heads_per_item(geometry) * width)
-        tiles = columns * (1 + -(-geometry.seq_kv // keys))
+        tiles = self._items // width * (1 + -(-geometry.seq_kv // keys))
         return width * min(tiles, self.target.multiprocessors // width)
 
     @cached_property
     def scratch_bytes(self) -> int:
+        if self.tiling.cluster:
+            return 0
         return round_up(self._blocks * (self.tiling.part_bytes(self.problem) + 8), 256)
 
     def place_workspace(self, workspace: int) -> None:
+        if self.tiling.cluster:
+            return
         parts = self._params.parts
         parts.data = workspace
         parts.marks = workspace + self._blocks * self.tiling.part_bytes(self.problem)
 
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
-        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+        return [
+            KernelLaunch(
+                source,
+                (self._blocks, 1, 1),
+                self.tiling.threads,
+                shared,
+                cluster=max(1, self.tiling.cluster),
+                programmatic=self.target.capability >= (9, 0),
+            )
+        ]
 
     def companions(self) -> list[KernelSource]:
-        others = tilings(self.problem, self.target)
-        return [self._source(tiling) for tiling in others if tiling != self.tiling]
+        found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
+        if self._has_boxes(self.problem, self.geometry, self.target):
+            rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
+            boxes = [box_tiling(self.problem, *ring) for ring in rings]
+            found |= {tiling.cpp: tiling for tiling in boxes}
+        return [self._source(it) for cpp, it in found.items() if cpp != self.tiling.cpp]
 
     def _source(self, tiling: DecodeTiling) -> KernelSource:
         return kernel_source(
@@ -208,5 +306,6 @@ class Decode(CudaPlan):
             self.problem,
             tiling,
             tiling.shared_memory(self.problem),
+            argument=MappedDecodeParams,
             constants={"part_bytes": tiling.part_bytes(self.problem)},
         )

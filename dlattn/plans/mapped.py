@@ -56,6 +56,7 @@ class MappedPlan(CudaPlan):
 
     #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
+    l2_promotion: ClassVar[int] = tensormap.L2_PROMOTION_256B
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(problem, geometry, target)
@@ -102,11 +103,14 @@ class MappedPlan(CudaPlan):
         for role, rows in self.box_rows().items():
             spec = self.geometry.tensors[role]
             _, dim, stride = map_of(spec)
-            tensormap.encode(self._maps[role], spec.dtype, dim, stride, (1, 1, rows, 64))
+            box = (1, 1, rows, 64)
+            tensormap.encode(self._maps[role], spec.dtype, dim, stride, box, self.l2_promotion)
         super().build()
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
+        if not self._maps:
+            return
         addresses = self._addresses(pointers)
         if addresses != self._mapped_addresses:
             for role, address, begin in zip(self._maps, addresses, self._begins, strict=True):

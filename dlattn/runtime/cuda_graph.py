@@ -14,7 +14,14 @@ from typing import Any
 
 from dlattn.errors import DlattnError, InvalidArgumentError
 from dlattn.runtime import launch
-from dlattn.runtime.launch import Clear, Launch, Operation, call_in_context, error_name
+from dlattn.runtime.launch import (
+    Clear,
+    Launch,
+    LaunchAttribute,
+    Operation,
+    call_in_context,
+    error_name,
+)
 
 _KERNEL_NODE, _MEMSET_NODE = 0, 2  # CUgraphNodeType
 _NODE_TYPES = ("kernel", "memcpy", "memset", "host", "graph", "empty")
@@ -152,14 +159,19 @@ def _add(graph: int, operation: Operation, before: Operation | None, after: Sequ
         arguments.append(_current_context(graph))
     _check(_call(f"cuGraph{_KIND[type(operation)][0]}", *arguments), "Populating", graph)
     made = node.value or 0
-    if programmatic:
+    status = 0
+    if isinstance(operation, Launch) and operation.cluster is not None:
+        attribute = operation.cluster
+        value = ctypes.byref(attribute, LaunchAttribute.value.offset)
+        status = _call("cuGraphKernelNodeSetAttribute", node, attribute.id, value)
+    if programmatic and not status:
         edge = EdgeData(*_PROGRAMMATIC_EDGE)
         ends = [ctypes.byref(_handle(it)) for it in (*after, made)]
         one = ctypes.c_size_t(1)
         status = _call("cuGraphAddDependencies_v2", _handle(graph), *ends, ctypes.byref(edge), one)
-        if status:
-            _call("cuGraphDestroyNode", node)
-        _check(status, "Populating", graph)
+    if status:
+        _call("cuGraphDestroyNode", node)
+    _check(status, "Populating", graph)
     return made
 
 

@@ -1,7 +1,7 @@
 """Launching kernels through the driver's ``cuLaunchKernelEx``, by ctypes.
 
 A launch is configured once and then costs about a microsecond of Python; unlike CuPy's, it can
-carry launch attributes (programmatic dependent launch).
+carry launch attributes (programmatic dependent launch, clusters).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from dlattn.errors import DlattnError
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _ERROR_INVALID_CONTEXT = 201  # CUresult
 
 
 class LaunchAttribute(ctypes.Structure):
-    """``CUlaunchAttribute``: the value is a union of 64 bytes, of which we set one int."""
+    """``CUlaunchAttribute``: the value is a union of 64 bytes, of which we set ints."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -40,6 +40,11 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+def cluster_attribute(blocks: int) -> LaunchAttribute:
+    """The attribute of clusters of so many blocks in a row."""
+    return LaunchAttribute(_CLUSTER_DIMENSION, b"", (blocks, 1, 1))
+
+
 class Launch:
     """A kernel with its grid and its one parameter, a struct whose address is fixed.
 
@@ -55,6 +60,8 @@ class Launch:
         params_address: host address of the struct, which the caller keeps alive.
         programmatic: let the kernel start before its predecessor on the stream has ended; it must
             wait with ``griddepcontrol.wait`` before it reads what the predecessor wrote.
+        cluster: blocks, neighbours in x, that run at the same time and see each other's shared
+            memory; what divides the grid.
         name: for messages.
     """
 
@@ -67,20 +74,25 @@ class Launch:
         params_address: int,
         *,
         programmatic: bool = False,
+        cluster: int = 1,
         name: str = "kernel",
     ) -> None:
         self.name = name
         self.function = function
         self.programmatic = programmatic
+        self.cluster = cluster_attribute(cluster) if cluster > 1 else None
         self.is_empty = 0 in grid
-        self._attribute = LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", (1,))
+        attributes = [self.cluster] if self.cluster else []
+        if programmatic:
+            attributes.append(LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", (1,)))
+        self._attributes = (LaunchAttribute * len(attributes))(*attributes)
         self.config = LaunchConfig(
             grid,
             (block, 1, 1),
             shared,
             None,
-            ctypes.pointer(self._attribute),
-            int(programmatic),
+            self._attributes,
+            len(attributes),
         )
         self.params = (ctypes.c_void_p * 1)(params_address)
         self._launch = driver().cuLaunchKernelEx

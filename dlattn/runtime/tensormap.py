@@ -16,7 +16,7 @@ from dlattn.runtime.launch import call_in_context, driver
 
 _DATA_TYPES = {data_type.HALF: 6, data_type.BFLOAT16: 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle
-_L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
+L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3  # CUtensorMapL2promotion
 
 #: Any aligned address: :func:`set_address` gives the real one.
 _NOWHERE = 1 << 20
@@ -28,6 +28,7 @@ def encode(
     dim: Sequence[int],
     stride: Sequence[int],
     box: Sequence[int],
+    l2_promotion: int = L2_PROMOTION_256B,
 ) -> None:
     """Write a map of a tensor whose address is not known yet.
 
@@ -61,7 +62,7 @@ def encode(
         steps,
         0,
         _SWIZZLE_128B,
-        _L2_PROMOTION_256B,
+        l2_promotion,
         0,
     )
     status = call_in_context(driver().cuTensorMapEncodeTiled, *arguments)

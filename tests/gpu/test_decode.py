@@ -25,6 +25,12 @@ CASES = {
         **_WIDE, batch=3, heads_q=8, heads_k=2, heads_v=2, seq_kv=5000, right=0, bottom_right=True
     ),
     "more items than blocks": Case(**_WIDE, batch=150, heads_q=2, seq_kv=200),
+    "clusters, one tile each": Case(**_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_kv=1000),
+    "pairs": Case(**_WIDE, heads_q=64, heads_k=64, heads_v=64, seq_kv=700),
+    "clusters with few keys": Case(
+        **_WIDE, heads_q=16, heads_k=8, heads_v=8, seq_kv=1024, len_q=(1,), len_kv=(100,), sink=0.0,
+        page_k=16, page_v=32,
+    ),
     "no keys": Case(**_WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
                     len_q=(1, 1), len_kv=(700, 0)),
     "several queries, sink, lengths": Case(
@@ -69,11 +75,13 @@ def test_decode(name: str, dtype: str) -> None:
     check(replace(CASES[name], dtype=dtype), gpu_library(), run_graph)
 
 
-def test_a_workspace_serves_again() -> None:
-    """Each of many calls with one workspace, which held other things before, has the same bits."""
+@pytest.mark.parametrize("keys", [1000, 6000])
+def test_a_workspace_serves_again(keys: int) -> None:
+    """Each of many calls with one workspace, which held other things before, has the same bits;
+    also where clusters need none."""
     cupy = pytest.importorskip("cupy")
     q = cupy.random.default_rng(0).standard_normal((2, 8, 1, 128)).astype(cupy.float16)
-    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, 6000, 128)).astype(cupy.float16)
+    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, keys, 128)).astype(cupy.float16)
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.HALF,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -84,7 +92,7 @@ def test_a_workspace_serves_again() -> None:
     output.set_output(True).set_dim(q.shape).set_stride([stride // 2 for stride in q.strides])
     graph.build([dlattn.heur_mode.A])
     assert graph.get_plan_name_at_index(0) == "decode"
-    workspace = cupy.full(graph.get_workspace_size(), 0xFF, cupy.uint8)
+    workspace = cupy.full(max(1, graph.get_workspace_size()), 0xFF, cupy.uint8)
     results = []
     for _ in range(20):
         results.append(cupy.empty_like(q))

@@ -120,6 +120,19 @@ def test_programmatic_edges(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
+def test_clusters(driver: Driver) -> None:
+    """A node has the clusters of its launch; if the driver refuses them, it is taken away."""
+    plain, _ = kernel(driver, 16, 1)
+    clustered, _ = kernel(driver, 32, 2, cluster=2, programmatic=True)
+    graph = driver.create()
+    populate(graph, [plain, clustered])
+    assert [it.cluster for it in driver.graphs[graph].values()] == [(1, 1, 1), (2, 1, 1)]
+    graph = driver.create()
+    with pytest.raises(DlattnError, match="CUDA_ERROR_INVALID_VALUE"):
+        populate(graph, [plain, kernel(driver, 48, 3, cluster=16)[0]])
+    assert driver.graphs[graph] == {}
+
+
 def test_only_empty_graphs_are_populated(driver: Driver) -> None:
     """As in cuDNN; a null pointer is no graph."""
     operations = [kernel(driver, 16, 1)[0]]

@@ -13,6 +13,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans.decode import Decode, heads_per_item, items_side_by_side, tilings
 from dlattn.plans.select import select
 from dlattn.problem import (
+    PAGE_TABLES,
     BlockMask,
     Direction,
     Geometry,
@@ -96,8 +97,9 @@ def test_tilings_fit(arch: str, dim_qk: int, dim_v: int) -> None:
     keys=st.integers(1, 70000),
 )
 def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, keys: int) -> None:
-    """There are no more than multiprocessors, in whole teams, with a part of the workspace each;
-    where there is work for all, hardly one is left out that a narrower team would use."""
+    """There are no more than multiprocessors. Where all share all items, they are in whole teams,
+    with a part of the workspace each; where there is work for all, hardly one is left out that a
+    narrower team would use. Else each item has a cluster, and needs no workspace."""
     assume(heads_q % groups[0] == 0 and heads_q % groups[1] == 0)
     sizes = geometry(
         batch=batch, heads=(heads_q, heads_q // groups[0], heads_q // groups[1]), keys=keys
@@ -108,7 +110,12 @@ def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, k
     width = items_side_by_side(sizes, HOPPER.multiprocessors)
     assert heads_q // shared % width == 0
     blocks = plan.kernels()[0].grid[0]
-    assert 0 < blocks <= HOPPER.multiprocessors and blocks % width == 0
+    assert 0 < blocks <= HOPPER.multiprocessors
+    if plan.tiling.cluster:
+        assert blocks == batch * heads_q // shared * plan.tiling.cluster
+        assert plan.workspace_size == 0
+        return
+    assert blocks % width == 0
     assert plan.workspace_size >= blocks * (plan.tiling.part_bytes(PROBLEM) + 8)
     if batch * keys > 128 * HOPPER.multiprocessors:
         best = max(
@@ -117,3 +124,62 @@ def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, k
             if heads_q // shared % w == 0
         )
         assert blocks > 0.95 * HOPPER.multiprocessors or blocks == best
+
+
+#: Batch, heads of q and k, keys -> blocks of a cluster.
+CLUSTERS = {
+    (1, 64, 8, 1024): 8,
+    (1, 64, 8, 512): 4,
+    (8, 64, 8, 8192): 2,
+    (1, 32, 32, 1024): 0,  # pairs would leave half of the chip to wait
+    (64, 64, 8, 8192): 0,
+    (1, 8, 8, 100): 0,  # one tile
+}
+
+
+@pytest.mark.parametrize("sizes", CLUSTERS)
+def test_few_items_have_clusters(sizes: tuple[int, int, int, int]) -> None:
+    """Of as many blocks as have tiles and run at once; the launch says so, and begins early."""
+    batch, heads, heads_k, keys = sizes
+    given = geometry(batch=batch, heads=(heads, heads_k, heads_k), keys=keys)
+    plan = Decode(PROBLEM, given, HOPPER)
+    assert plan.tiling.boxes and plan.tiling.cluster == CLUSTERS[sizes]
+    (kernel,) = plan.kernels()
+    assert kernel.cluster == max(1, CLUSTERS[sizes]) and kernel.programmatic
+    assert kernel.grid[0] % kernel.cluster == 0
+    portable = Decode(PROBLEM, given, KNOWN["sm_80"])
+    assert not portable.tiling.boxes and not portable.kernels()[0].programmatic
+
+
+def test_unequal_lengths_are_shared() -> None:
+    """Clusters would wait for the longest entry: they are for short ones, and for one alone."""
+
+    def cluster(batch: int, keys: int) -> int:
+        sizes = geometry(batch=batch, heads=(64, 8, 8), keys=keys)
+        lengths = TensorSpec("seq_len_kv", (batch, 1, 1, 1), (1, 1, 1, 1), data_type.INT32)
+        tensors = {**sizes.tensors, "seq_len_kv": lengths}
+        return Decode(PROBLEM, Geometry(tensors), HOPPER).tiling.cluster
+
+    assert cluster(8, 2048) == 2 and cluster(8, 2049) == 0
+    assert cluster(1, 1024) == 8
+
+
+@pytest.mark.parametrize("page, boxes", [(8, False), (16, True), (64, True)])
+def test_boxes_lie_in_pages(page: int, boxes: bool) -> None:
+    """The copy engine brings 16 rows at a time, if a page has them."""
+    sizes = geometry(keys=1024)
+    tensors = dict(sizes.tensors)
+    count = 2 * 1024 // page
+    for role in ("k", "v"):
+        dim, stride = (count, 2, page, 128), (2 * page * 128, page * 128, 128, 1)
+        tensors[role] = replace(tensors[role], dim=dim, stride=stride)
+    entries = (2, 1, 1024 // page, 1)
+    for role in PAGE_TABLES.values():
+        stride = (1024 // page, 1024 // page, 1, 1)
+        tensors[role] = TensorSpec(role, entries, stride, data_type.INT32)
+    for role in ("seq_len_q", "seq_len_kv"):
+        tensors[role] = TensorSpec(role, (2, 1, 1, 1), (1, 1, 1, 1), data_type.INT32)
+    paged = Geometry(tensors, max_seq_kv=1024)
+    plan = Decode(replace(PROBLEM, paged_k=True, paged_v=True), paged, HOPPER)
+    assert plan.tiling.boxes == boxes
+    assert set(plan.box_rows().values()) == ({16} if boxes else set())

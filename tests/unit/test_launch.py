@@ -115,6 +115,14 @@ def test_programmatic(driver: Driver) -> None:
     assert driver.launches[0].attributes == [(6, 1)]
 
 
+def test_cluster(driver: Driver) -> None:
+    """Clusters are attribute 4, blocks in x, y and z; both attributes may stand together."""
+    clustered = Launch(1, (8, 1, 1), 32, 0, 0, cluster=4, programmatic=True)
+    clustered(0)
+    assert driver.launches[0].attributes == [(4, 4), (6, 1)]
+    assert clustered.cluster is not None and [*clustered.cluster.value[:3]] == [4, 1, 1]
+
+
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_empty_grid(driver: Driver, grid: tuple[int, int, int]) -> None:
     """The driver refuses an empty grid; there is nothing to do."""

@@ -1,0 +1,96 @@
+// What is where in a block of a decode, however keys and values reach it.
+#pragma once
+
+#include "attn/params.cuh"
+#include "attn/problem.cuh"
+#include "attn/shares.cuh"
+#include "kernels/decode_products.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+
+namespace dlattn {
+
+template <int warps_, int row_groups_, int stages_, bool warpgroups_, bool boxes_, bool clusters_>
+struct DecodeTiling {
+  static constexpr int warps = warps_;
+  static constexpr int row_groups = row_groups_;   // of 16 rows, each of which a warp of a team has
+  static constexpr int stages = stages_;           // of a team's ring: tiles, or half ones if boxes
+  static constexpr bool warpgroups = warpgroups_;  // multiply together
+  static constexpr bool boxes = boxes_;            // the copy engine brings keys and values
+  static constexpr bool clusters = clusters_;      // each item by the blocks of a cluster
+};
+
+struct alignas(64) MappedDecodeParams {
+  TensorMap k, v;  // boxes of 16 rows and 64 columns; if the copy engine brings them
+  Params p;
+};
+
+template <class Problem, class Tiling>
+struct DecodeBlock {
+  using T = typename Problem::Element;
+  static constexpr bool ragged = Problem::ragged;
+  static constexpr int warps = Tiling::warps, stages = Tiling::stages;
+  static constexpr int row_groups = Tiling::row_groups, teams = warps / row_groups;
+  static constexpr int rows = 16 * row_groups;
+  static constexpr int tile_k = 16 * row_groups;  // of a team
+  static_assert(warps % row_groups == 0 && stages >= 2);
+  static_assert(!Tiling::warpgroups || row_groups % 4 == 0);
+
+  template <template <class, int, int, int> class Kind>
+  using ProductsOf = Kind<T, tile_k, Problem::head_dim_qk, Problem::head_dim_v>;
+  using Products =
+      Either<Tiling::warpgroups, ProductsOf<WarpgroupProducts>,
+             Either<Tiling::boxes, ProductsOf<BoxedWarpProducts>, ProductsOf<WarpProducts>>>;
+  static constexpr int dim_qk = Products::dim_qk, dim_v = Products::dim_v;
+  using KTile = typename Products::KTile;
+  using VTile = typename Products::VTile;
+  using Tiles = Either<Tiling::clusters, ClusterShare<typename Problem::Mask, teams * tile_k>,
+                       Share<typename Problem::Mask, teams * tile_k>>;
+
+  // Partial rows: exponentials times values, which are relative to a reference, and their sum. Columns
+  // beyond dim_v are banks between rows.
+  struct Part {
+    float o[rows][dim_v + 8];
+  };
+  struct RowSums {
+    float reference[teams][rows], sum[teams][rows];
+  };
+
+  // What a block of a cluster sends to another one of eight columns of a row.
+  struct alignas(16) Packet {
+    static constexpr int bytes = 40;
+    float o[8], reference, sum;
+  };
+  static constexpr int row_units = Problem::head_dim_v / 8, most_blocks = 8;
+  struct Mailbox {
+    Packet packets[rows * row_units + most_blocks];
+    uint64 full;
+  };
+
+  const MappedDecodeParams& m;
+  const Params& p;
+  const int team, row_group;  // of this warp
+  Tiles loads;                // where copies are
+
+  DLATTN_DEVICE explicit DecodeBlock(const MappedDecodeParams& params)
+      : m(params),
+        p(params.p),
+        team(warp_index() / row_groups),
+        row_group(warp_index() % row_groups),
+        loads(params.p) {}
+
+  DLATTN_DEVICE int first_head(const Tiles& at) const { return at.group() * p.heads_per_block; }
+  DLATTN_DEVICE int first_key(const Tiles& at) const { return at.first_key() + team * tile_k; }
+  // The first of 16 keys that this warp loads.
+  DLATTN_DEVICE int first_loaded(const Tiles& at) const { return first_key(at) + 16 * row_group; }
+
+  DLATTN_DEVICE void await_team() const {
+    if constexpr (row_groups == 1) {
+      __syncwarp();
+    } else {
+      named_barrier_sync(1 + team, 32 * row_groups);
+    }
+  }
+};
+
+}  // namespace dlattn

@@ -1,0 +1,281 @@
+// How the parts of an item meet: those of a block's teams in its shared memory; those of blocks in each
+// other's if a cluster has the item, else in the workspace. There the block that has the item's last tile
+// collects what others leave. A block says that its part is there by a mark which is drawn when the plan is
+// made, and which the collector takes away: nobody has to clear the workspace, whose other contents differ
+// from the mark.
+#pragma once
+
+#include "attn/epilogue.cuh"
+#include "attn/softmax.cuh"
+#include "kernels/decode_boxes.cuh"
+#include "kernels/decode_loads.cuh"
+#include "tile/unit.cuh"
+
+namespace dlattn {
+
+template <class Problem, class Tiling>
+using DecodeCopies =
+    Either<Tiling::boxes, DecodeBoxes<Problem, Tiling>, DecodeLoads<Problem, Tiling>>;
+
+template <class Problem, class Tiling>
+struct DecodeParts : DecodeCopies<Problem, Tiling> {
+  using Base = DecodeCopies<Problem, Tiling>;
+  using Base::await_team;
+  using Base::dim_v;
+  using Base::first_head;
+  using Base::p;
+  using Base::ragged;
+  using Base::row_group;
+  using Base::row_units;
+  using Base::rows;
+  using Base::shared;
+  using Base::team;
+  using Base::teams;
+  using T = typename Base::T;
+  using typename Base::Packet;
+  using typename Base::Part;
+  using typename Base::SharedMemory;
+  using typename Base::Tiles;
+  static constexpr int threads = 32 * Base::warps;
+  using Output = Accumulator<1, dim_v / 8>;
+  using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
+
+  // What a block leaves to another one.
+  struct Left {
+    float o[rows][dim_v];
+    float reference[rows], sum[rows];
+  };
+
+  // One of a lane's two rows: a query of a head.
+  struct Row {
+    int query, head;  // head in the item's
+  };
+
+  const ScoreValues values;
+  Tiles work;  // where products are
+
+  DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory)
+      : Base(params, shared_memory), values(params.p), work(Base::loads) {}
+
+  DLATTN_DEVICE Row row_of(int row) const {
+    return {row / p.heads_per_block, row % p.heads_per_block};
+  }
+
+  // Leaves this warp's rows where the team's last tile was.
+  DLATTN_DEVICE void share(const Softmax& softmax, Output& output) {
+    Part& s_part = Base::part(team);
+    await_team();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * row_group + Output::row(0, 2 * i);
+      const float sum = reduce_row(softmax.row_sum[i], [](float a, float b) { return a + b; });
+      if (threadIdx.x % 4 == 0) {
+        shared.rows.reference[team][row] = softmax.reference[i];
+        shared.rows.sum[team][row] = sum;
+      }
+#pragma unroll
+      for (int n = 0; n < dim_v / 8; ++n) {
+        *reinterpret_cast<float2*>(&s_part.o[row][Output::column(n, 0)]) =
+            float2{output.at[0][n][2 * i], output.at[0][n][2 * i + 1]};
+      }
+    }
+    __syncthreads();
+  }
+
+  // Eight columns of a partial row.
+  struct Unit {
+    static constexpr int columns = 8;
+    float reference = Softmax::no_key, sum = 0.f, o[columns] = {};
+
+    // Makes another one of it, that nothing will exceed.
+    DLATTN_DEVICE void raise(float other) {
+      const float raised = fmaxf(reference, other), weight = exp2_approx(reference - raised);
+      reference = raised;
+      sum *= weight;
+#pragma unroll
+      for (int i = 0; i < columns; ++i) o[i] *= weight;
+    }
+    DLATTN_DEVICE void add(const Unit& other) {
+      const float weight = exp2_approx(other.reference - reference);
+      sum = fmaf(weight, other.sum, sum);
+#pragma unroll
+      for (int i = 0; i < columns; ++i) o[i] = fmaf(weight, other.o[i], o[i]);
+    }
+    DLATTN_DEVICE void take(int first, float4 four) {
+      o[first] = four.x, o[first + 1] = four.y, o[first + 2] = four.z, o[first + 3] = four.w;
+    }
+  };
+
+  // Adds `count` units or fewer, all of which are loaded before the first is waited for.
+  template <int count, class Load>
+  static DLATTN_DEVICE void add_units(Unit& unit, int existing, Load load) {
+    Unit other[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (i < existing) load(other[i], i);
+    }
+    float largest = other[0].reference;
+#pragma unroll
+    for (int i = 1; i < count; ++i) largest = fmaxf(largest, other[i].reference);
+    unit.raise(largest);
+#pragma unroll
+    for (int i = 0; i < count; ++i) unit.add(other[i]);
+  }
+
+  DLATTN_DEVICE Unit merge_teams(int row, int column) const {
+    Unit unit;
+    add_units<teams>(unit, teams, [&](Unit& part, int t) {
+      const float* s_o = &Base::part(t).o[row][column];
+      part.reference = shared.rows.reference[t][row];
+      part.sum = shared.rows.sum[t][row];
+      load_unit(part.o, s_o);
+    });
+    return unit;
+  }
+
+  DLATTN_DEVICE void store(Unit& unit, int row, int column) const {
+    const auto [query, head_in_item] = row_of(row);
+    const int head = first_head(work) + head_in_item;
+    const bool padded = query >= work.length.q;
+    if constexpr (Problem::sink) {
+      const float sink = p.sink(head) * log2_e;
+      unit.raise(sink);
+      unit.sum += exp2_approx(sink - unit.reference);
+    }
+    if (wants_row_stats<Problem> && column == 0) {
+      const float factor = Problem::Score::factor(values);
+      Softmax softmax(factor);
+      softmax.reference[0] = unit.reference;
+      softmax.row_sum[0] = unit.sum;
+      const RowStats stats = padded ? RowStats() : RowStats(softmax, 0, factor);
+      stats.store<Problem>(p, work.batch, head, query, padded);
+    }
+    if (query >= p.o.template stored_rows<ragged>(work.length.q, p.seq_q)) return;
+    const float scale = padded || unit.sum == 0.f ? 0.f : reciprocal_approx(unit.sum);
+    float values[Unit::columns];
+#pragma unroll
+    for (int i = 0; i < Unit::columns; ++i) values[i] = padded ? 0.f : unit.o[i] * scale;
+    store_unit(p.o.template rows<T, ragged>(work.batch, head, query) + column, values);
+  }
+
+  // ---- Blocks that share items, through the workspace ----
+
+  DLATTN_DEVICE Left& left_by(int block) const { return static_cast<Left*>(p.parts.data)[block]; }
+
+  // What the teams of blocks from `first` to this one have left of this item is there.
+  DLATTN_DEVICE void await_parts(int first) const {
+    for (int other = first + threadIdx.x; other < work.team; other += threads) {
+      uint64& mark = p.parts.marks[work.block_of(other)];
+      while (load_acquire(&mark) != p.parts.mark) {
+      }
+      mark = 0;
+    }
+    __syncthreads();
+  }
+  DLATTN_DEVICE void say_part() const {
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(p.parts.marks + blockIdx.x, p.parts.mark);
+  }
+
+  DLATTN_DEVICE void leave(const Unit& unit, int row, int column) const {
+    Left& left = left_by(blockIdx.x);
+    store_unit(&left.o[row][column], unit.o);
+    if (column == 0) {
+      left.reference[row] = unit.reference;
+      left.sum[row] = unit.sum;
+    }
+  }
+
+  // Of the teams of warps, and if other blocks from the team `first` on have left parts, of these.
+  DLATTN_DEVICE Unit merge(int first, int row, int column) const {
+    Unit unit = merge_teams(row, column);
+    constexpr int at_a_time = 8;
+    for (int other = first; other < work.team; other += at_a_time) {
+      add_units<at_a_time>(unit, work.team - other, [&](Unit& part, int i) {
+        const Left& left = left_by(work.block_of(other + i));
+        const auto* g_o = reinterpret_cast<const float4*>(&left.o[row][column]);
+        part.reference = load_relaxed(&left.reference[row]);
+        part.sum = load_relaxed(&left.sum[row]);
+        part.take(0, load_relaxed(g_o));
+        part.take(4, load_relaxed(g_o + 1));
+      });
+    }
+    return unit;
+  }
+
+  // All threads, once every team has shared its part of the rows.
+  DLATTN_DEVICE void conclude(bool completes, int first) {
+    constexpr int units = Problem::head_dim_v / Unit::columns;
+    const bool collects = completes && first < work.team;
+    if (collects) await_parts(first);
+    const int existing = p.seq_q * p.heads_per_block;
+    for (int i = threadIdx.x; i < existing * units; i += threads) {
+      const int row = i / units, column = i % units * Unit::columns;
+      Unit unit = merge(collects ? first : work.team, row, column);
+      if (completes) {
+        store(unit, row, column);
+      } else {
+        leave(unit, row, column);
+      }
+    }
+    if (!completes) say_part();
+    __syncthreads();
+  }
+
+  // ---- Blocks of a cluster, which have an item together ----
+
+  // Units of an item that each block of a cluster puts together, and those of this one.
+  DLATTN_DEVICE int units_of_item() const { return p.seq_q * p.heads_per_block * row_units; }
+  DLATTN_DEVICE int units_of_block() const { return ceil_div(units_of_item(), work.blocks); }
+  DLATTN_DEVICE int own_units() const {
+    const int each = units_of_block();
+    return most(0, least(each, units_of_item() - work.rank * each));
+  }
+
+  // Ready to be sent parts by the other blocks of the cluster.
+  DLATTN_DEVICE void open_mailbox() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared.mailbox.full, 1);
+      fence_mbarrier_init();
+      mbarrier_arrive_expect(shared.mailbox.full, work.blocks * own_units() * Packet::bytes);
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+  }
+
+  // All threads of all blocks of a cluster, once every team has shared its part of the rows: what this
+  // block has of each unit goes to the block that puts it together.
+  DLATTN_DEVICE void conclude_together() {
+    cluster_wait();
+    const int each = units_of_block();
+    for (int i = threadIdx.x; i < units_of_item(); i += threads) {
+      const Unit unit = merge_teams(i / row_units, i % row_units * Unit::columns);
+      const int owner = i / each;
+      const Packet& packet = shared.mailbox.packets[work.rank * each + i % each];
+      const uint32 to = address_in_block(shared_address(&packet), owner);
+      const uint32 full = address_in_block(shared_address(&shared.mailbox.full), owner);
+      store_in_block(to, float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]}, full);
+      store_in_block(to + 16, float4{unit.o[4], unit.o[5], unit.o[6], unit.o[7]}, full);
+      store_in_block(to + 32, float2{unit.reference, unit.sum}, full);
+    }
+    if (threadIdx.x >= own_units()) return;
+    mbarrier_wait(shared.mailbox.full, 0);
+    for (int i = threadIdx.x; i < own_units(); i += threads) {
+      constexpr int at_a_time = 8;
+      Unit unit;
+#pragma unroll 1
+      for (int other = 0; other < work.blocks; other += at_a_time) {
+        add_units<at_a_time>(unit, work.blocks - other, [&](Unit& part, int block) {
+          const Packet& packet = shared.mailbox.packets[(other + block) * each + i];
+          load_unit(part.o, packet.o);
+          part.reference = packet.reference;
+          part.sum = packet.sum;
+        });
+      }
+      const int at = work.rank * each + i;
+      store(unit, at / row_units, at % row_units * Unit::columns);
+    }
+  }
+};
+
+}  // namespace dlattn
