@@ -16,7 +16,7 @@ import numpy as np
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Plan
-from dlattn.plans.params import address_slot, number_slot, params_for
+from dlattn.plans.params import Place, address_slot, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
@@ -161,7 +161,7 @@ class CudaPlan(Plan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of the workspace that :meth:`place_workspace` divides; a multiple of 16."""
+        """Bytes of the workspace that :meth:`scratch_places` divides; a multiple of 16."""
         return 0
 
     @cached_property
@@ -174,8 +174,28 @@ class CudaPlan(Plan):
         for role, slot in self._slots:
             slot.value = pointers[role]
 
+    def scratch_places(self) -> list[Place]:
+        """Where addresses of what the kernels leave each other go."""
+        return []
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        """The same of all that is in the workspace."""
+        places, begin = self.scratch_places(), self.scratch_bytes
+        for scratch in self._first_scratch:
+            places += [(slot, begin + offset) for slot, offset in scratch.places(self._params)]
+            begin += scratch.nbytes
+        return places
+
     def place_workspace(self, workspace: int) -> None:
-        """Writes the addresses of scratch arrays into the argument."""
+        """Writes the addresses of scratch arrays into the argument, if they are others."""
+        if workspace == self._scratch_at:
+            return
+        for slot, offset in self._places:
+            slot.value = workspace + offset
+        if self._clear is not None:
+            self._clear.address = workspace
+        self._scratch_at = workspace
 
     def _all_kernels(self) -> list[KernelLaunch]:
         return [
@@ -195,6 +215,8 @@ class CudaPlan(Plan):
         if self._operations is not None:
             return
         self._place_slopes()
+        if self.ragged is not None:
+            self.ragged.describe(self._params)
         kernels, compiled = self._all_kernels(), self.compile()
         self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
         operations: list[Operation] = []
@@ -246,14 +268,6 @@ class CudaPlan(Plan):
             value = ctypes.string_at(pointers[role], dtype.itemsize)
             slot.value = np.frombuffer(value, dtype)[0].item()
         self.place_workspace(workspace)
-        if workspace != self._scratch_at:
-            address = workspace + self.scratch_bytes
-            for scratch in self._first_scratch:
-                scratch.place(self._params, address)
-                address += scratch.nbytes
-            self._scratch_at = workspace
-        if self._clear is not None:
-            self._clear.address = workspace
         return self._operations
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
-from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.argument import MappedParams, Params
@@ -57,10 +56,6 @@ class MappedPlan(CudaPlan):
     #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
 
-    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
-        super().__init__(problem, geometry, target)
-        self._mapped_addresses: tuple[int, ...] = ()
-
     @cached_property
     def _maps(self) -> dict[str, int]:
         """Where each map is."""
@@ -70,12 +65,12 @@ class MappedPlan(CudaPlan):
         }
 
     @cached_property
-    def _begins(self) -> list[int]:
-        return [map_of(self.geometry.tensors[role])[0] for role in self._maps]
-
-    @cached_property
-    def _addresses(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-        return itemgetter(*self._maps)
+    def _map_slots(self) -> list[tuple[str, ctypes.c_uint64 | tensormap.AddressSlot, int]]:
+        """Of each map the role, where its address goes, and how far that is from the tensor's."""
+        return [
+            (role, tensormap.address_slot(place), map_of(self.geometry.tensors[role])[0])
+            for role, place in self._maps.items()
+        ]
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -107,11 +102,8 @@ class MappedPlan(CudaPlan):
 
     def place_tensors(self, pointers: Mapping[str, int]) -> None:
         super().place_tensors(pointers)
-        addresses = self._addresses(pointers)
-        if addresses != self._mapped_addresses:
-            for role, address, begin in zip(self._maps, addresses, self._begins, strict=True):
-                tensormap.set_address(self._maps[role], address + begin)
-            self._mapped_addresses = addresses
+        for role, slot, begin in self._map_slots:
+            slot.value = pointers[role] + begin
 
     @classmethod
     def mapping_refusal(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
