@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -25,7 +25,7 @@ from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.records import dataclass
 from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
-from dlattn.runtime.launch import Clear, Launch, Operation, device_guard
+from dlattn.runtime.launch import Clear, Launch, Operation, turns
 from dlattn.runtime.target import Target, cuda_device_count
 
 #: Blocks of a launch grid along x, and along y or z.
@@ -90,10 +90,9 @@ class CudaPlan(Plan):
             self.score_blocks.describe(self._params)
         if problem.dropout is not None:
             self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
-        self._lock = Lock()
+        self._turns: AbstractContextManager[object] = Lock()
         self._clear: Clear | None = None
         self._operations: list[Operation] | None = None
-        self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
         self._scratch_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
@@ -218,7 +217,7 @@ class CudaPlan(Plan):
         if self.ragged is not None:
             self.ragged.describe(self._params)
         kernels, compiled = self._all_kernels(), self.compile()
-        self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
+        self._turns = turns(self.target.index, cuda_device_count())
         operations: list[Operation] = []
         if self.cleared_bytes:
             self._clear = Clear(self.cleared_bytes)
@@ -247,8 +246,8 @@ class CudaPlan(Plan):
             self._params.alibi_slopes = SlopeRef(self._slopes.data.ptr, 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        # The driver copies Params during the launch call, so the lock covers no device work.
-        with self._lock, self._guard:
+        # The driver copies Params during the launch call, so a turn covers no device work.
+        with self._turns:
             for operation in self._placed(pointers, workspace):
                 operation(stream)
 
@@ -256,7 +255,7 @@ class CudaPlan(Plan):
     def operations(
         self, pointers: Mapping[str, int], workspace: int
     ) -> Iterator[Sequence[Operation]]:
-        with self._lock, self._guard:
+        with self._turns:
             yield self._placed(pointers, workspace)
 
     def _placed(self, pointers: Mapping[str, int], workspace: int) -> Sequence[Operation]:

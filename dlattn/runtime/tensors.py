@@ -24,6 +24,8 @@ _frameworks: dict[type, Framework] = {}
 _views: dict[type, Callable[[Any], TensorView]] = {}
 #: The same of ``signature``.
 _signatures: dict[type, Callable[[Any], tuple[int, Any]]] = {}
+#: And of ``address``.
+_addresses: dict[type, Callable[[Any], int]] = {}
 #: Types for which :func:`order_before` has nothing to do, as far as seen.
 ORDERED_TYPES: set[type] = set()
 
@@ -39,6 +41,7 @@ def _recognise(kind: type) -> Framework:
     known = _frameworks[kind] = made()
     _views[kind] = known.view
     _signatures[kind] = known.signature
+    _addresses[kind] = known.address
     if type(known).order_before is Framework.order_before:
         ORDERED_TYPES.add(kind)
     return known
@@ -70,7 +73,7 @@ def matcher(like: Any) -> Callable[[Any], int]:
 
 def address(obj: Any) -> int:
     """Where a tensor lies; without elements, anywhere."""
-    return framework(obj).address(obj)
+    return (_addresses.get(type(obj)) or framework(obj).address)(obj)
 
 
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:

@@ -12,7 +12,7 @@ import pytest
 
 from dlattn.errors import DlattnError
 from dlattn.runtime import launch
-from dlattn.runtime.launch import Launch, LaunchAttribute, LaunchConfig, device_guard
+from dlattn.runtime.launch import Launch, LaunchAttribute, LaunchConfig, device_guard, turns
 
 PROTOTYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -164,3 +164,22 @@ def test_device_guard(runtime: Runtime) -> None:
         assert runtime.device == 1
         raise ZeroDivisionError
     assert runtime.calls == [1, 0]
+
+
+def test_turns_are_one_threads_at_a_time(runtime: Runtime) -> None:
+    """Of one device, no device is switched; of more, it is, and the next one has its turn after an
+    error, too."""
+    for devices, calls in ((1, []), (2, [1, 0, 1, 0])):
+        turn = turns(1, devices)
+        with pytest.raises(ZeroDivisionError), turn:
+            raise ZeroDivisionError
+        others: list[bool] = []
+        with turn:
+            other = Thread(target=lambda turn=turn: (turn.__enter__(), others.append(True)))
+            other.start()
+            other.join(0.05)
+            assert not others
+        other.join()
+        turn.__exit__(None, None, None)
+        assert runtime.calls == calls + [1, 0] * (devices > 1)
+        runtime.calls.clear()
