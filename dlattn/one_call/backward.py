@@ -95,7 +95,7 @@ def attention_backward(
         lengths, cu_seqlens, max_seqlens, None, dropout,
     )  # fmt: skip
     return run(
-        (*tensors[:3], dout, out, lse, *tensors[3:], dlse, dq, dk, dv),
+        (*tensors[:3], out, lse, dout, *tensors[3:], dlse, dq, dk, dv),
         (*options, bias_gradient, sinks_gradient, deterministic),
         hosts,
     )
@@ -118,7 +118,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
 
 
 #: Its tensors, in order: first those of every call.
-NAMES = (*TENSORS[:3], "dout", "out", "lse", *TENSORS[3:], "dlse", "dq", "dk", "dv")
+NAMES = (*TENSORS[:3], "out", "lse", "dout", *TENSORS[3:], "dlse", "dq", "dk", "dv")
 
 
 def wanted(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Clear, Launch, Operation, turns
 from dlattn.runtime.target import Target, cuda_device_count
+
+if TYPE_CHECKING:
+    from dlattn.runtime.tensormap import AddressSlot
 
 #: Blocks of a launch grid along x, and along y or z.
 MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
@@ -101,8 +104,9 @@ class CudaPlan(Plan):
             for role, spec in by_value.items()
         ]
         given = "block_mask" if self.score_blocks is None else "given_block_mask"
-        self._slots = [
-            (role, address_slot(self._params, geometry, given if role == "block_mask" else role))
+        #: Of each address the role, the field, and what is added to it.
+        self._slots: list[tuple[str, AddressSlot, int]] = [
+            (role, address_slot(self._params, geometry, given if role == "block_mask" else role), 0)
             for role in geometry.tensors
             if role not in by_value
         ]
@@ -167,11 +171,6 @@ class CudaPlan(Plan):
     def cleared_bytes(self) -> int:
         """Bytes at the start of the workspace that are zero when the first kernel starts."""
         return 0
-
-    def place_tensors(self, pointers: Mapping[str, int]) -> None:
-        """Writes the addresses of the call's tensors into the argument."""
-        for role, slot in self._slots:
-            slot.value = pointers[role]
 
     def scratch_places(self) -> list[Place]:
         """Where addresses of what the kernels leave each other go."""
@@ -262,10 +261,11 @@ class CudaPlan(Plan):
         """The operations, with the addresses and numbers of one call."""
         if self._operations is None:
             raise RuntimeError(f"{self.name}: build() comes before execute()")
-        self.place_tensors(pointers)
-        for role, dtype, slot in self._host_numbers:
+        for role, slot, begin in self._slots:
+            slot.value = pointers[role] + begin
+        for role, dtype, number in self._host_numbers:
             value = ctypes.string_at(pointers[role], dtype.itemsize)
-            slot.value = np.frombuffer(value, dtype)[0].item()
+            number.value = np.frombuffer(value, dtype)[0].item()
         self.place_workspace(workspace)
         return self._operations
 

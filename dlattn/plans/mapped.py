@@ -64,14 +64,6 @@ class MappedPlan(CudaPlan):
             role: argument + getattr(self.argument_type, role).offset for role in self.box_rows()
         }
 
-    @cached_property
-    def _map_slots(self) -> list[tuple[str, ctypes.c_uint64 | tensormap.AddressSlot, int]]:
-        """Of each map the role, where its address goes, and how far that is from the tensor's."""
-        return [
-            (role, tensormap.address_slot(place), map_of(self.geometry.tensors[role])[0])
-            for role, place in self._maps.items()
-        ]
-
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
         """Rows that one copy moves, by role; it moves 64 columns."""
@@ -94,16 +86,14 @@ class MappedPlan(CudaPlan):
     def build(self) -> None:
         if self._operations is not None:
             return
+        of_maps = []
         for role, rows in self.box_rows().items():
-            spec = self.geometry.tensors[role]
-            _, dim, stride = map_of(spec)
-            tensormap.encode(self._maps[role], spec.dtype, dim, stride, (1, 1, rows, 64))
+            spec, place = self.geometry.tensors[role], self._maps[role]
+            begin, dim, stride = map_of(spec)
+            tensormap.encode(place, spec.dtype, dim, stride, (1, 1, rows, 64))
+            of_maps.append((role, tensormap.address_slot(place), begin))
+        self._slots += of_maps
         super().build()
-
-    def place_tensors(self, pointers: Mapping[str, int]) -> None:
-        super().place_tensors(pointers)
-        for role, slot, begin in self._map_slots:
-            slot.value = pointers[role] + begin
 
     @classmethod
     def mapping_refusal(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,9 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, element_strides
 
 Dims = tuple[int, ...]
+
+#: Of some objects: their addresses, or ``None``.
+Look = Callable[..., list[int] | None]
 
 #: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
 new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__
@@ -47,6 +50,10 @@ class Framework(ABC):
             return seen[0] if seen[1:] == wanted else 0
 
         return match
+
+    def lookalikes(self, objs: Sequence[Any]) -> Look | None:
+        """See :func:`lookalikes`."""
+        return None
 
     def address(self, obj: Any) -> int:
         """See :func:`address`."""

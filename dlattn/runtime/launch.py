@@ -85,6 +85,7 @@ class Launch:
             int(programmatic),
         )
         self.params = (ctypes.c_void_p * 1)(params_address)
+        self._stream = 0
         self._launch = driver().cuLaunchKernelEx
         self._arguments = (
             ctypes.byref(self.config),
@@ -104,7 +105,8 @@ class Launch:
         """
         if self.is_empty:
             return
-        self.config.stream = stream
+        if stream != self._stream:
+            self.config.stream = self._stream = stream
         status = self._launch(*self._arguments)  # as every call pays for it, without a wrapper
         if status == _ERROR_INVALID_CONTEXT:
             make_context_current()

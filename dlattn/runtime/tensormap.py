@@ -79,7 +79,7 @@ def encode(
         )
 
 
-class AddressSlot:
+class ReplacedAddress:
     """Where the driver puts an address into an encoded map: assign its ``value``."""
 
     def __init__(self, map_address: int) -> None:
@@ -94,11 +94,15 @@ class AddressSlot:
     value = property(fset=_assign)
 
 
-def address_slot(map_address: int) -> ctypes.c_uint64 | AddressSlot:
+#: What takes an address as its ``value``.
+AddressSlot = ctypes.c_uint64 | ReplacedAddress
+
+
+def address_slot(map_address: int) -> AddressSlot:
     """Where the address of an encoded map's tensor goes, 16-byte aligned: assign its ``value``."""
     if begins_with_address():
         return ctypes.c_uint64.from_address(map_address)
-    return AddressSlot(map_address)
+    return ReplacedAddress(map_address)
 
 
 @cache
@@ -108,7 +112,7 @@ def begins_with_address() -> bool:
     memory = ctypes.create_string_buffer(_MAP_BYTES + 63)
     place = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
     encode(place, data_type.HALF, (256, 64), (64, 1), (64, 64))
-    slot = AddressSlot(place)
+    slot = ReplacedAddress(place)
     for address in _ANYWHERE:
         expected = address.to_bytes(8, sys.byteorder) + ctypes.string_at(place, _MAP_BYTES)[8:]
         slot.value = address

@@ -6,12 +6,12 @@ on, reading a tensor costs one dictionary look-up and a few attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.runtime.framework import Dims, Framework
+from dlattn.runtime.framework import Dims, Framework, Look
 from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
 
@@ -99,6 +99,18 @@ def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
         if pointer & 15 or not pointer:
             see((pointer & 15, not pointer))
     return tuple(key), addresses
+
+
+def lookalikes(objs: Sequence[Any]) -> Look | None:
+    """A quick test for objects of which :func:`signatures` would say the same, if there is one.
+
+    Returns:
+        A function of as many objects: their addresses, or ``None`` if they look otherwise, or if it
+        cannot tell.
+    """
+    if any(obj is None for obj in objs):
+        return None
+    return framework(objs[0]).lookalikes(objs)
 
 
 def order_before(objs: Iterable[Any], stream: int) -> None:

@@ -138,7 +138,7 @@ def backward(
         wanted: of the bias, and of the sinks; without, theirs is ``None``.
     """
     q, k, v, *others = tensors.all
-    given = (q, k, v, movable(dout), out, lse, *others, dlse, None, None, None)
+    given = (q, k, v, out, lse, movable(dout), *others, dlse, None, None, None)
     return backward_pass.run(given, words(options, *wanted, deterministic))
 
 

@@ -12,7 +12,7 @@ from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import Options, forward, options_of
 from dlattn.torch.functions import Transformed, apply_eagerly, tensors_of
-from dlattn.torch.plain import PLAIN, Words, attend_plainly
+from dlattn.torch.plain import PLAIN, attend_plainly
 
 
 def attention(
@@ -61,7 +61,7 @@ def attention(
     if not dropout_p and (
         bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
     ):
-        said = Words(layout, causal, window, alignment, scale, softcap)
+        said = layout, causal, window, alignment, scale, softcap, True
         found = attend_plainly(q, k, v, said, deterministic, return_lse)
         if found is not None:
             return found

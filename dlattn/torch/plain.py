@@ -7,7 +7,8 @@ in each direction, and nothing is asked of it again that its looks say.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +27,13 @@ from dlattn.torch.rows import is_in_rows, is_movable
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Words(NamedTuple):
-    """What else a call says, as it was said."""
-
-    layout: str
-    causal: Any
-    window: Any
-    alignment: Any
-    scale: Any
-    softcap: Any
-    enable_gqa: Any = True
+#: What else a call says, as it was said: the layout, whether it is causal, the window, the
+#: alignment, the scale, the soft cap, and whether heads of q may share those of k and v.
+Words = tuple[str, Any, Any, Any, Any, Any, Any]
 
 
-class Known(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Known:
     """What is known of calls that look alike.
 
     Attributes:
@@ -58,29 +53,37 @@ def attend_plainly(
 ) -> Any:
     """As :func:`dlattn.torch.differentiable.attend`; ``None`` if there is more to do than to run
     it, or to say what is wrong."""
-    if (
-        torch.compiler.is_compiling()
-        or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if torch.compiler.is_compiling():
         return None
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = q, k, v
     try:
-        known, addresses = _FORWARDS.find(tensors, (said, learns or return_lse))
-    except (TypeError, InvalidVariantPackError):
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        asked = said, learns or return_lse
+        # Which looks at types and transforms, too.
+        found = _FORWARDS.latest(tensors, asked)
+        if found is None:
+            if not all(type(x) in PLAIN for x in tensors) or _is_transformed():
+                return None
+            found = _FORWARDS.find(tensors, asked)
+    except (AttributeError, TypeError, InvalidVariantPackError):
         return None
-    call, options, dtype, device = known
-    if call is None or (
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
+    known, addresses = found
+    if known.call is None or (
+        torch.is_autocast_enabled(known.device)
+        and torch.get_autocast_dtype(known.device) is not known.dtype
     ):
         return None
     if not learns:
-        found = call(tensors, addresses)
-        return tuple(found) if return_lse else found[0]
+        results = known.call(tensors, addresses)
+        return tuple(results) if return_lse else results[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return _apply(q, k, v, (call, addresses, options, deterministic, return_lse))
+    return _apply(q, k, v, (known, addresses, deterministic, return_lse))
+
+
+def _is_transformed() -> bool:
+    is_transformed: bool = torch._C._are_functorch_transforms_active()
+    return is_transformed
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
@@ -93,13 +96,13 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Kn
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
     """Whether there is neither anything to copy, nor anything wrong with heads and batch."""
-    tensors = q, k, v
-    if sorted(said.layout) != sorted("bshd"):
+    tensors, layout, enable_gqa = (q, k, v), said[0], said[-1]
+    if sorted(layout) != sorted("bshd"):
         return False
     if any(x.is_nested or x.dim() != 4 or not is_in_rows(x) for x in tensors):
         return False
-    batches, heads = ({x.shape[said.layout.index(letter)] for x in tensors} for letter in "bh")
-    return len(batches) == 1 and bool(said.enable_gqa or len(heads) == 1)
+    batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
+    return len(batches) == 1 and bool(enable_gqa or len(heads) == 1)
 
 
 _FORWARDS = CallCache(_prepare)
@@ -111,12 +114,13 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor,
-        constants: tuple[Call, list[int], Options, bool, bool],
+        constants: tuple[Known, list[int], bool, bool],
     ) -> Any:  # fmt: skip
-        call, addresses, options, deterministic, return_lse = constants
-        out, lse = call((q, k, v), addresses)
+        known, addresses, deterministic, return_lse = constants
+        assert known.call is not None
+        out, lse = known.call((q, k, v), addresses)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.constants = options, deterministic
+        ctx.asked = known, deterministic
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -124,16 +128,16 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        options, deterministic = ctx.constants
+        tensors = (*ctx.saved_tensors, dout)
         if dlse is None and dout is not None and not torch.is_grad_enabled():
-            tensors = q, k, v, dout, out, lse
-            known, addresses = _BACKWARDS.find(tensors, (options, deterministic))
-            if known.call is not None:
-                return (*known.call(tensors, addresses), None)
+            found, addresses = _BACKWARDS.find(tensors, ctx.asked)
+            if found.call is not None:
+                return (*found.call(tensors, addresses), None)
         if dout is dlse is None:
             return None, None, None, None
-        asked = options, (False, False), deterministic
+        known, deterministic = ctx.asked
+        q, k, v, out, lse, _ = tensors
+        asked = known.options, (False, False), deterministic
         dq, dk, dv, *_ = differentiated(dout, out, lse, dlse, Tensors(q, k, v), *asked)
         return dq, dk, dv, None
 
@@ -142,17 +146,19 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
 
 #: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
 _apply = super(torch.autograd.Function, _Function).apply
+# What autograd calls, without looking first which function it is that has a backward.
+_Function._backward_cls.apply = _Function.backward
 
 
 def _prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor,
-    options: Options, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    forward: Known, deterministic: bool,
 ) -> Known:  # fmt: skip
     call = None
     if is_movable(dout):
-        said = words(options, False, False, deterministic)
-        call = backward_pass.prepare(q, k, v, dout, out, lse, said)
-    return Known(call, options, q.dtype, q.device.type)
+        said = words(forward.options, False, False, deterministic)
+        call = backward_pass.prepare(q, k, v, out, lse, dout, said)
+    return replace(forward, call=call)
 
 
 _BACKWARDS = CallCache(_prepare_backward)

@@ -12,7 +12,7 @@ from dlattn.one_call.arguments import shared
 from dlattn.torch.arguments import options_of
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
-from dlattn.torch.plain import Words, attend_plainly
+from dlattn.torch.plain import attend_plainly
 from dlattn.torch.rows import in_rows
 
 
@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
-        said = Words("bhsd", is_causal, window, alignment, scale, softcap, enable_gqa)
+        said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
         if found is not None:
             return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,20 +167,21 @@ def test_device_guard(runtime: Runtime) -> None:
     assert runtime.calls == [1, 0]
 
 
-def test_turns_are_one_threads_at_a_time(runtime: Runtime) -> None:
-    """Of one device, no device is switched; of more, it is, and the next one has its turn after an
-    error, too."""
-    for devices, calls in ((1, []), (2, [1, 0, 1, 0])):
-        turn = turns(1, devices)
-        with pytest.raises(ZeroDivisionError), turn:
-            raise ZeroDivisionError
-        others: list[bool] = []
+@pytest.mark.parametrize(("devices", "switches"), [(1, []), (2, [1, 0])])
+def test_turns_are_one_threads_at_a_time(runtime: Runtime, devices: int, switches: list) -> None:
+    """Of one device, none is switched to; and the next thread has its turn after an error, too."""
+    turn, done = turns(1, devices), []
+
+    def take() -> None:
         with turn:
-            other = Thread(target=lambda turn=turn: (turn.__enter__(), others.append(True)))
-            other.start()
-            other.join(0.05)
-            assert not others
-        other.join()
-        turn.__exit__(None, None, None)
-        assert runtime.calls == calls + [1, 0] * (devices > 1)
-        runtime.calls.clear()
+            done.append(runtime.device)
+
+    with pytest.raises(ZeroDivisionError), turn:
+        other = Thread(target=take)
+        other.start()
+        other.join(0.05)
+        assert not done
+        raise ZeroDivisionError
+    other.join()
+    assert done == [int(devices > 1)]
+    assert runtime.calls == 2 * switches
