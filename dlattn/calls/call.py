@@ -26,11 +26,11 @@ from dlattn.runtime.streams import current_stream_of
 from dlattn.runtime.target import CPU, Target, cuda_target
 from dlattn.runtime.tensors import (
     ORDERED_TYPES,
-    address,
     allocator,
     assign,
     hands_over,
     order_before,
+    reader,
     to_caller,
 )
 
@@ -107,10 +107,15 @@ class Call:
         kind, index = device
         on_cpu = kind == "cpu"
         like = values[0]
-        offsets = byte_offsets or {}
-        self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
-        self._outputs = [_output(like, output) for output in outputs]
-        given = {at for _, at, make, _ in self._outputs if make is None}
+        outputs = list(outputs)
+        self._inputs = list(inputs.items())
+        self._offsets = [(role, offset) for role, offset in (byte_offsets or {}).items() if offset]
+        self._outputs = [(output.role or "", *_memory(like, output)) for output in outputs]
+        self._fills = [
+            (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
+        ]
+        self._address = reader(like)
+        given = {at for _, at, make in self._outputs if make is None}
         self._unordered = [
             at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
@@ -138,24 +143,22 @@ class Call:
         Returns:
             The outputs, those that were made in the framework of the first tensor.
         """
-        like = values[0]
-        pointers = {role: addresses[at] + offset for role, at, offset in self._inputs}
-        buffers = []
-        for role, given, allocate, filling in self._outputs:
-            if allocate is None:
-                buffer = values[given]
-                if role is not None:
-                    pointers[role] = addresses[given]
+        pointers = {role: addresses[at] for role, at in self._inputs}
+        results, read = [], self._address
+        for role, given, make in self._outputs:
+            if make is None:
+                result, pointers[role] = values[given], addresses[given]
             else:
-                buffer = allocate()
-                if role is not None:
-                    pointers[role] = address(buffer)
-            if filling is not None:
-                if isinstance(filling, Argument):
-                    filling = values[filling.position].reshape(-1, 1)
-                assign(buffer, filling)
-            buffers.append(buffer)
+                result = make()
+                pointers[role] = read(result)
+            results.append(result)
+        for number, filling in self._fills:
+            if isinstance(filling, Argument):
+                filling = values[filling.position].reshape(-1, 1)
+            assign(results[number], filling)
         if self.plan is not None:
+            for role, offset in self._offsets:
+                pointers[role] += offset
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
@@ -166,12 +169,12 @@ class Call:
             else:
                 # Freed as it was made, in the order of the stream.
                 scratch = self._workspace()
-                self.plan.execute(pointers, address(scratch), stream)
+                self.plan.execute(pointers, read(scratch), stream)
         if not self._hands_over:
-            return buffers
+            return results
         return [
-            buffer if made is None else to_caller(buffer, like)
-            for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
+            made if make is None else to_caller(made, values[0])
+            for made, (*_, make) in zip(results, self._outputs, strict=True)
         ]
 
 
@@ -197,14 +200,11 @@ def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] 
     return check if there else None
 
 
-def _output(
-    like: Any, output: Output
-) -> tuple[str | None, int, Callable[[], Any] | None, float | Argument | None]:
-    """Role, position of the caller's memory, what makes memory, and what fills it."""
+def _memory(like: Any, output: Output) -> tuple[int, Callable[[], Any] | None]:
+    """Position of the caller's memory, or what makes memory."""
     if output.given is not None:
-        return output.role, output.given.position, None, output.fill
-    make = allocator(like, output.shape, output.stride, output.dtype)
-    return output.role, -1, make, output.fill
+        return output.given.position, None
+    return -1, allocator(like, output.shape, output.stride, output.dtype)
 
 
 def built(request: Request, target: Target) -> Plan:

@@ -31,9 +31,11 @@ class Framework(ABC):
 
     Attributes:
         name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
+        reader: a function that gives the address of all of its tensors, and of its buffers.
     """
 
     name: ClassVar[str]
+    reader: Callable[[Any], int] | None = None
 
     @abstractmethod
     def view(self, obj: Any) -> TensorView:

@@ -32,6 +32,7 @@ class _Torch(Framework):
 
     def __init__(self) -> None:
         self._torch: Any = sys.modules["torch"]
+        self.reader = self._torch.Tensor.data_ptr
 
     def view(self, obj: Any) -> TensorView:
         try:

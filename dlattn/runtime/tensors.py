@@ -76,6 +76,11 @@ def address(obj: Any) -> int:
     return (_addresses.get(type(obj)) or framework(obj).address)(obj)
 
 
+def reader(like: Any) -> Callable[[Any], int]:
+    """:func:`address`, for what :func:`allocator` makes and other tensors like this one."""
+    return framework(like).reader or address
+
+
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
     """What tells tensors apart that calls treat differently, hashable, and their addresses.
 
