@@ -28,7 +28,11 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         return None
     try:
         check = _check(guards, tensors)
-    except (TypeError, RuntimeError):  # one is no tensor of torch's, or has no strides
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # one is no tensor of torch's, or has no strides
         return None
     read: Callable[[Any], int] = sys.modules["torch"].Tensor.data_ptr
 
