@@ -43,8 +43,8 @@ class CallCache(Generic[Prepared]):
         self._prepare = prepare
         self._most = most
         self._calls: OrderedDict[Any, _Kept[Prepared]] = OrderedDict()
-        #: By options, those that were found last; with a quick test.
-        self._latest: dict[Any, _Kept[Prepared]] = {}
+        #: By options, what was found last, if there is a quick test for it.
+        self._latest: dict[Any, tuple[Look, Prepared]] = {}
         self._lock = Lock()
         _caches.add(self)
 
@@ -53,11 +53,12 @@ class CallCache(Generic[Prepared]):
     ) -> tuple[Prepared, list[int]] | None:
         """As :meth:`find`, if the last call with such options had tensors like these, and there is
         a quick test for it."""
-        kept = self._latest.get(options)
-        if kept is None or kept.look is None:
+        latest = self._latest.get(options)
+        if latest is None:
             return None
-        addresses = kept.look(*tensors)
-        return None if addresses is None else (kept.prepared, addresses)
+        look, prepared = latest
+        addresses = look(*tensors)
+        return None if addresses is None else (prepared, addresses)
 
     def find(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> tuple[Prepared, list[int]]:
         """What was prepared for tensors like these, and their addresses.
@@ -85,7 +86,7 @@ class CallCache(Generic[Prepared]):
             # It sees what does not matter here, such as grad mode.
             kept.look = lookalikes(tensors)
         if kept.look is not None:
-            self._latest[options] = kept
+            self._latest[options] = kept.look, kept.prepared
         if len(self._calls) > self._most // 2:
             self._touch((options, key))
         return kept.prepared, addresses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -106,6 +105,8 @@ class Framework(ABC):
                 f"gen_: expected a seed, a pair of seed and offset, or None, with {self.name} "
                 f"tensors, got {generator!r:.100}."
             )
+        import secrets  # as hardly any call draws one here
+
         return secrets.randbits(63), 0
 
     def order_before(self, obj: Any, stream: int) -> None:
