@@ -15,7 +15,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
-from dlattn.plans.base import Plan
+from dlattn.plans.base import Bound, Places, Plan
 from dlattn.plans.params import Place, address_slot, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
@@ -249,6 +249,22 @@ class CudaPlan(Plan):
         with self._turns:
             for operation in self._placed(pointers, workspace):
                 operation(stream)
+
+    def bind(self, places: Places) -> Bound:
+        operations = self._operations
+        if self._host_numbers or operations is None:
+            return super().bind(places)
+        placed = [(it, places[role][0], places[role][1] + to) for role, it, to in self._slots]
+
+        def run(addresses: Sequence[int], workspace: int, stream: int) -> None:
+            with self._turns:
+                for slot, at, more in placed:
+                    slot.value = addresses[at] + more
+                self.place_workspace(workspace)
+                for operation in operations:
+                    operation(stream)
+
+        return run
 
     @contextmanager
     def operations(
