@@ -62,16 +62,13 @@ def attend_plainly(
         # Which looks at types and transforms, too.
         found = _FORWARDS.latest(tensors, asked)
         if found is None:
-            if not all(type(x) in PLAIN for x in tensors) or _is_transformed():
+            if not all(type(x) in PLAIN for x in tensors) or _is_changed(q):
                 return None
             found = _FORWARDS.find(tensors, asked)
     except (AttributeError, TypeError, InvalidVariantPackError):
         return None
     known, addresses = found
-    if known.call is None or (
-        torch.is_autocast_enabled(known.device)
-        and torch.get_autocast_dtype(known.device) is not known.dtype
-    ):
+    if known.call is None or _is_cast(known.device, known.dtype):
         return None
     if not learns:
         results = known.call(tensors, addresses)
@@ -81,9 +78,17 @@ def attend_plainly(
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
-def _is_transformed() -> bool:
-    is_transformed: bool = torch._C._are_functorch_transforms_active()
-    return is_transformed
+def _is_cast(device: str, dtype: torch.dtype) -> bool:
+    """Whether autocasting wants another type."""
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
+
+
+def _is_changed(q: Tensor) -> bool:
+    """Whether attention of such tensors is, at present, that of others."""
+    device = q.device.type
+    return torch._C._are_functorch_transforms_active() or (
+        device != "meta" and _is_cast(device, q.dtype)
+    )
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
@@ -95,11 +100,14 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Kn
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
-    """Whether there is neither anything to copy, nor anything wrong with heads and batch."""
+    """Whether there is neither anything to copy or to cast, nor anything wrong with heads and
+    batch."""
     tensors, layout, enable_gqa = (q, k, v), said[0], said[-1]
     if sorted(layout) != sorted("bshd"):
         return False
     if any(x.is_nested or x.dim() != 4 or not is_in_rows(x) for x in tensors):
+        return False
+    if not q.dtype is k.dtype is v.dtype:
         return False
     batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
     return len(batches) == 1 and bool(enable_gqa or len(heads) == 1)
