@@ -11,12 +11,10 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Bound, Places, Plan
-from dlattn.plans.params import Place, address_slot, number_slot, params_for
+from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
@@ -283,8 +281,7 @@ class CudaPlan(Plan):
         for role, slot, begin in self._slots:
             slot.value = pointers[role] + begin
         for role, dtype, number in self._host_numbers:
-            value = ctypes.string_at(pointers[role], dtype.itemsize)
-            number.value = np.frombuffer(value, dtype)[0].item()
+            number.value = number_at(pointers[role], dtype)
         self.place_workspace(workspace)
         return self._operations
 

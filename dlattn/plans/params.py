@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -208,6 +209,11 @@ def number_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_float
     ref = type(getattr(params, role))
     kind = ctypes.c_float if ref is FloatRef else ctypes.c_int64
     return kind.from_buffer(params, getattr(Params, role).offset + ref.number.offset)
+
+
+def number_at(address: int, dtype: np.dtype[Any]) -> Any:
+    """A number in host memory."""
+    return np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0].item()
 
 
 def _integer_ref(geometry: Geometry, role: str) -> IntegerRef:
