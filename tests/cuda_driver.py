@@ -275,9 +275,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     def to_device(array: Any, index: int) -> Any:
         return SimpleNamespace(data=SimpleNamespace(ptr=next(memory)))
 
-    def set_address(place: int, address: int) -> None:
-        ctypes.c_uint64.from_address(place).value = address & (2**64 - 1)
-
     for module in (launch, cuda_graph.launch, tensormap):
         monkeypatch.setattr(module, "driver", lambda: driver)
     for module in (cuda, fwd_sm90):
@@ -286,5 +283,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(cuda, "cuda_device_count", lambda: 1)
     monkeypatch.setattr(tensormap, "encode", lambda *arguments: None)
-    monkeypatch.setattr(tensormap, "set_address", set_address)
+    monkeypatch.setattr(tensormap, "address_slot", ctypes.c_uint64.from_address)
     return driver

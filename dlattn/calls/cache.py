@@ -8,12 +8,27 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from dlattn.runtime.tensors import signatures
+from dlattn.runtime.framework import Look
+from dlattn.runtime.tensors import lookalikes, signatures
 
 Prepared = TypeVar("Prepared")
 
 #: Every cache, for :func:`forget_calls`.
 _caches: WeakSet[CallCache[Any]] = WeakSet()
+
+
+class _Kept(Generic[Prepared]):
+    """What is kept of a kind of calls.
+
+    Attributes:
+        look: a quick test for tensors of such a call, if there is one.
+    """
+
+    __slots__ = ("look", "prepared")
+
+    def __init__(self, prepared: Prepared, look: Look | None) -> None:
+        self.prepared = prepared
+        self.look = look
 
 
 class CallCache(Generic[Prepared]):
@@ -27,9 +42,23 @@ class CallCache(Generic[Prepared]):
     def __init__(self, prepare: Callable[..., Prepared], most: int = 512) -> None:
         self._prepare = prepare
         self._most = most
-        self._calls: OrderedDict[Any, Prepared] = OrderedDict()
+        self._calls: OrderedDict[Any, _Kept[Prepared]] = OrderedDict()
+        #: By options, what was found last, if there is a quick test for it.
+        self._latest: dict[Any, tuple[Look, Prepared]] = {}
         self._lock = Lock()
         _caches.add(self)
+
+    def latest(
+        self, tensors: Sequence[Any], options: tuple[Any, ...]
+    ) -> tuple[Prepared, list[int]] | None:
+        """As :meth:`find`, if the last call with such options had tensors like these, and there is
+        a quick test for it."""
+        latest = self._latest.get(options)
+        if latest is None:
+            return None
+        look, prepared = latest
+        addresses = look(*tensors)
+        return None if addresses is None else (prepared, addresses)
 
     def find(self, tensors: Sequence[Any], options: tuple[Any, ...]) -> tuple[Prepared, list[int]]:
         """What was prepared for tensors like these, and their addresses.
@@ -42,28 +71,37 @@ class CallCache(Generic[Prepared]):
             Whatever ``prepare`` does.
         """
         try:
+            quickly = self.latest(tensors, options)
+            if quickly is not None:
+                return quickly
             key, addresses = signatures(tensors)
-            found = self._calls.get((options, key))
+            kept = self._calls.get((options, key))
         except (TypeError, ValueError):  # no tensor, or an option that is none
             self._prepare(*tensors, *options)
             raise
-        if found is None:
-            found = self._prepare(*tensors, *options)
-            self._keep((options, key), found)
-        elif len(self._calls) > self._most // 2:
+        if kept is None:
+            kept = _Kept(self._prepare(*tensors, *options), lookalikes(tensors))
+            self._keep((options, key), kept)
+        elif kept.look is not None and kept.look(*tensors) is None:
+            # It sees what does not matter here, such as grad mode.
+            kept.look = lookalikes(tensors)
+        if kept.look is not None:
+            self._latest[options] = kept.look, kept.prepared
+        if len(self._calls) > self._most // 2:
             self._touch((options, key))
-        return found, addresses
+        return kept.prepared, addresses
 
     def _touch(self, key: Any) -> None:
         with self._lock:
             if key in self._calls:
                 self._calls.move_to_end(key)
 
-    def _keep(self, key: Any, prepared: Prepared) -> None:
+    def _keep(self, key: Any, kept: _Kept[Prepared]) -> None:
         with self._lock:
-            self._calls[key] = prepared
+            self._calls[key] = kept
             while len(self._calls) > self._most:
                 self._calls.popitem(last=False)
+                self._latest.clear()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -72,6 +110,7 @@ class CallCache(Generic[Prepared]):
         """Forget all."""
         with self._lock:
             self._calls.clear()
+            self._latest.clear()
 
 
 def forget_calls() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.plans.base import Plan
+from dlattn.plans.base import Bound, Executable, Plan, bound
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
@@ -26,11 +26,11 @@ from dlattn.runtime.streams import current_stream_of
 from dlattn.runtime.target import CPU, Target, cuda_target
 from dlattn.runtime.tensors import (
     ORDERED_TYPES,
-    address,
     allocator,
     assign,
     hands_over,
     order_before,
+    reader,
     to_caller,
 )
 
@@ -68,15 +68,6 @@ class Output:
         return compact_strides(self.shape)
 
 
-class Runnable(Protocol):
-    """A plan, or what else can be built and run as one."""
-
-    @property
-    def workspace_size(self) -> int: ...
-    def build(self) -> None: ...
-    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None: ...
-
-
 class Call:
     """What a function does for all calls that look alike.
 
@@ -101,22 +92,26 @@ class Call:
         device: tuple[str, int],
         inputs: Mapping[str, int],
         outputs: Iterable[Output],
-        request: Request | Runnable | None,
+        request: Request | Executable | None,
         byte_offsets: Mapping[str, int] | None = None,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
         like = values[0]
-        offsets = byte_offsets or {}
-        self._inputs = [(role, at, offsets.get(role, 0)) for role, at in inputs.items()]
-        self._outputs = [_output(like, output) for output in outputs]
-        given = {at for _, at, make, _ in self._outputs if make is None}
+        outputs = list(outputs)
+        self._outputs = [_memory(like, output) for output in outputs]
+        self._fills = [
+            (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
+        ]
+        self._address = reader(like)
+        given = {at for at, make in self._outputs if make is None}
         self._unordered = [
             at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
         self._current_stream = None if on_cpu else current_stream_of(like, index)
         self._hands_over = hands_over(like)
-        self.plan: Runnable | None = None
+        self.plan: Executable | None = None
+        self._run: Bound | None = None
         self._workspace: Callable[[], Any] | None = None
         self._check: Callable[[Mapping[str, int]], None] | None = None
         if isinstance(request, Request):
@@ -126,85 +121,85 @@ class Call:
         elif request is not None:
             self.plan = request
             self.plan.build()
-        if self.plan is not None and (size := self.plan.workspace_size):
-            self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
+        if self.plan is not None:
+            offsets = byte_offsets or {}
+            self._places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
+            # Addresses of results follow those of the tensors, of which some may be left out.
+            results = enumerate(outputs, -len(outputs))
+            self._places |= {out.role: (at, 0) for at, out in results if out.role}
+            self._run = bound(self.plan, self._places)
+            if size := self.plan.workspace_size:
+                self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
 
-    def __call__(self, values: Sequence[Any], addresses: Sequence[int]) -> list[Any]:
+    def __call__(self, values: Sequence[Any], addresses: list[int]) -> list[Any]:
         """Runs the plan on tensors that look like the first call's.
 
         Args:
-            addresses: of ``values``.
+            addresses: of ``values``; those of the results are added.
 
         Returns:
             The outputs, those that were made in the framework of the first tensor.
         """
-        like = values[0]
-        pointers = {role: addresses[at] + offset for role, at, offset in self._inputs}
-        buffers = []
-        for role, given, allocate, filling in self._outputs:
-            if allocate is None:
-                buffer = values[given]
-                if role is not None:
-                    pointers[role] = addresses[given]
+        results, read = [], self._address
+        for given, make in self._outputs:
+            if make is None:
+                results.append(values[given])
+                addresses.append(addresses[given])
             else:
-                buffer = allocate()
-                if role is not None:
-                    pointers[role] = address(buffer)
-            if filling is not None:
-                if isinstance(filling, Argument):
-                    filling = values[filling.position].reshape(-1, 1)
-                assign(buffer, filling)
-            buffers.append(buffer)
-        if self.plan is not None:
+                result = make()
+                results.append(result)
+                addresses.append(read(result))
+        for number, filling in self._fills:
+            if isinstance(filling, Argument):
+                filling = values[filling.position].reshape(-1, 1)
+            assign(results[number], filling)
+        if self._run is not None:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
             if self._check is not None:
-                self._check(pointers)
+                self._check({role: addresses[at] for role, (at, _) in self._places.items()})
             if self._workspace is None:
-                self.plan.execute(pointers, 0, stream)
+                self._run(addresses, 0, stream)
             else:
                 # Freed as it was made, in the order of the stream.
                 scratch = self._workspace()
-                self.plan.execute(pointers, address(scratch), stream)
+                self._run(addresses, read(scratch), stream)
         if not self._hands_over:
-            return buffers
+            return results
         return [
-            buffer if made is None else to_caller(buffer, like)
-            for buffer, (_, _, made, _) in zip(buffers, self._outputs, strict=True)
+            made if make is None else to_caller(made, values[0])
+            for made, (_, make) in zip(results, self._outputs, strict=True)
         ]
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:
     """What refuses cumulative lengths, in host memory, that leave the tensors; of addresses."""
-    most = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
+    bounds = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
     there = [
-        (role, geometry.tensors[role], bound or 0)
-        for role, bound in most.items()
+        (role, geometry.tensors[role], most or 0)
+        for role, most in bounds.items()
         if role in geometry.tensors
     ]
 
     def check(pointers: Mapping[str, int]) -> None:
-        for role, spec, bound in there:
+        for role, spec, most in there:
             numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
             memory = np.ctypeslib.as_array(numbers)
-            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > bound:
+            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > most:
                 raise InvalidArgumentError(
-                    f"{spec.name}: expected numbers that never fall, from 0 to at most {bound}, "
+                    f"{spec.name}: expected numbers that never fall, from 0 to at most {most}, "
                     f"the tokens there are, got {memory.tolist()}."
                 )
 
     return check if there else None
 
 
-def _output(
-    like: Any, output: Output
-) -> tuple[str | None, int, Callable[[], Any] | None, float | Argument | None]:
-    """Role, position of the caller's memory, what makes memory, and what fills it."""
+def _memory(like: Any, output: Output) -> tuple[int, Callable[[], Any] | None]:
+    """Position of the caller's memory, or what makes memory."""
     if output.given is not None:
-        return output.role, output.given.position, None, output.fill
-    make = allocator(like, output.shape, output.stride, output.dtype)
-    return output.role, -1, make, output.fill
+        return output.given.position, None
+    return -1, allocator(like, output.shape, output.stride, output.dtype)
 
 
 def built(request: Request, target: Target) -> Plan:

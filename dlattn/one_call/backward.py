@@ -95,7 +95,7 @@ def attention_backward(
         lengths, cu_seqlens, max_seqlens, None, dropout,
     )  # fmt: skip
     return run(
-        (*tensors, dout, out, lse, dlse, dq, dk, dv),
+        (*tensors[:3], out, lse, dout, *tensors[3:], dlse, dq, dk, dv),
         (*options, bias_gradient, sinks_gradient, deterministic),
         hosts,
     )
@@ -105,7 +105,7 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
     """The gradients.
 
     Args:
-        tensors: as :data:`NAMES`.
+        tensors: as :data:`NAMES`, or the first six.
         options: as :class:`dlattn.one_call.arguments.Options`, and what follows them in
             :func:`wanted`; hashable.
         hosts: arrays of one number in host memory.
@@ -117,8 +117,8 @@ def run(tensors: tuple[Any, ...], options: tuple[Any, ...], hosts: Sequence[Any]
     )
 
 
-#: Its tensors, in order.
-NAMES = (*TENSORS, "dout", "out", "lse", "dlse", "dq", "dk", "dv")
+#: Its tensors, in order: first those of every call.
+NAMES = (*TENSORS[:3], "out", "lse", "dout", *TENSORS[3:], "dlse", "dq", "dk", "dv")
 
 
 def wanted(
@@ -156,11 +156,12 @@ def wanted(
     return Wanted(it.values, positions, outputs, request)
 
 
-def _prepare(*given: Any) -> Call:
+def prepare(*given: Any) -> Call:
+    """What a call does, of its tensors as of :func:`run`, and then its options in a tuple."""
     return call_of(NAMES, wanted, given)
 
 
-_CALLS = CallCache(_prepare)
+_CALLS = CallCache(prepare)
 
 
 def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[Output]:

@@ -140,11 +140,12 @@ def wanted(
     return Wanted(it.values, it.positions, outputs, request)
 
 
-def _prepare(*given: Any) -> Call:
+def prepare(*given: Any) -> Call:
+    """What a call does, of its tensors as of :func:`run`, and then its options in a tuple."""
     return call_of(NAMES, wanted, given)
 
 
-_CALLS = CallCache(_prepare)
+_CALLS = CallCache(prepare)
 
 
 def _filled(outputs: list[Output], sinks: Argument | None) -> list[Output]:

@@ -19,6 +19,7 @@ from dlattn.plans.cuda import (
     round_up,
     tile_bytes,
 )
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import BlockMask, Direction, Geometry, Mask, Padding, Philox, Problem
@@ -138,17 +139,21 @@ class BackwardPlan(CudaPlan):
         return self._dq_places * self._heads_per_block * self._query_tiles
 
     @cached_property
-    def _dq_accum_bytes(self) -> int:
-        return 4 * self._sums * self.tiling.tile_q * self._dq_columns
-
-    @cached_property
-    def _row_stats_bytes(self) -> int:
-        return 4 * self._row_tiles * 2 * self.tiling.tile_q
-
-    @cached_property
-    def _sink_parts_bytes(self) -> int:
+    def _arrays(self) -> dict[str, int]:
+        """What is in the workspace: bytes, in order, by the field that has the address."""
         tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
-        return 4 * tiles if self.problem.sink else 0
+        arrays = {
+            "dq_accum": 4 * self._sums * self.tiling.tile_q * self._dq_columns,
+            "row_stats": 4 * self._row_tiles * 2 * self.tiling.tile_q,
+            "sink_parts": 4 * tiles if self.problem.sink else 0,
+        }
+        if self.stores_dq:
+            counts = {"dq_arrivals": self._sums, "dq_stored": self._dq_places}
+            counts |= {"items_taken": 1, "shares_taken": 1}
+            if self._counts_additions:
+                counts["dq_additions"] = self._row_tiles
+            arrays |= {name: 4 * count for name, count in counts.items()}
+        return arrays
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:
@@ -158,9 +163,7 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
-        arrays = self._dq_accum_bytes + self._row_stats_bytes + self._sink_parts_bytes
-        return round_up(arrays + counts + self._additions_bytes, 256)
+        return round_up(sum(self._arrays.values()), 256)
 
     @property
     def _counts_additions(self) -> bool:
@@ -168,22 +171,8 @@ class BackwardPlan(CudaPlan):
         mask drops others (``counts_additions`` in ``bwd_tile.cuh``)."""
         return self.stores_dq and self.problem.has_blocks and not self.problem.deterministic
 
-    @property
-    def _additions_bytes(self) -> int:
-        return 4 * self._row_tiles if self._counts_additions else 0
-
-    def place_workspace(self, workspace: int) -> None:
-        params = self._params
-        params.dq_accum = workspace
-        params.row_stats = workspace + self._dq_accum_bytes
-        params.sink_parts = params.row_stats + self._row_stats_bytes
-        if self.stores_dq:
-            params.dq_arrivals = params.sink_parts + self._sink_parts_bytes
-            params.dq_stored = params.dq_arrivals + 4 * self._sums
-            params.items_taken = params.dq_stored + 4 * self._dq_places
-            params.shares_taken = params.items_taken + 4
-        if self._counts_additions:
-            params.dq_additions = params.shares_taken + 4
+    def scratch_places(self) -> list[Place]:
+        return places_of((self._params, name, nbytes) for name, nbytes in self._arrays.items())
 
     def kernels(self) -> list[KernelLaunch]:
         items = self._pairs * self._key_tiles

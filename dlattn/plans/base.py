@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import ClassVar, Protocol
 
 from dlattn.errors import cudnnGraphNotSupportedError
@@ -103,12 +104,46 @@ class Runnable(ABC):
         )
 
 
+#: A plan's ``execute`` of addresses in a fixed order: they, the workspace, the stream.
+Bound = Callable[[Sequence[int], int, int], None]
+
+#: Of each role the number of its address in an order, and what is added to that address.
+Places = Mapping[str, tuple[int, int]]
+
+
+class Executable(Protocol):
+    """What can be built and run as a plan."""
+
+    @property
+    def workspace_size(self) -> int: ...
+    def build(self) -> None: ...
+    def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None: ...
+
+
+def bound(plan: Executable, places: Places) -> Bound:
+    """What executes a plan that was built, of addresses in a fixed order."""
+    if isinstance(plan, Plan):
+        return plan.bind(places)
+    return partial(_execute, plan, places)
+
+
+def _execute(
+    plan: Executable, places: Places, addresses: Sequence[int], workspace: int, stream: int
+) -> None:
+    pointers = {role: addresses[at] + more for role, (at, more) in places.items()}
+    plan.execute(pointers, workspace, stream)
+
+
 class Plan(Runnable):
     """One way to run one problem; ``supports`` comes first."""
 
     def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
         super().__init__(geometry, target)
         self.problem = problem
+
+    def bind(self, places: Places) -> Bound:
+        """See :func:`bound`."""
+        return partial(_execute, self, places)
 
     @classmethod
     @abstractmethod

@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
-from dlattn.plans.base import Plan
-from dlattn.plans.params import address_slot, number_slot, params_for
+from dlattn.plans.base import Bound, Places, Plan
+from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
@@ -25,8 +23,11 @@ from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.records import dataclass
 from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
-from dlattn.runtime.launch import Clear, Launch, Operation, device_guard
+from dlattn.runtime.launch import Clear, Launch, Operation, turns
 from dlattn.runtime.target import Target, cuda_device_count
+
+if TYPE_CHECKING:
+    from dlattn.runtime.tensormap import AddressSlot
 
 #: Blocks of a launch grid along x, and along y or z.
 MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
@@ -94,10 +95,9 @@ class CudaPlan(Plan):
             self.score_blocks.describe(self._params)
         if problem.dropout is not None:
             self._params.dropout_addend = problem.dropout.addend(geometry.dropout_p)
-        self._lock = Lock()
+        self._turns: AbstractContextManager[object] = Lock()
         self._clear: Clear | None = None
         self._operations: list[Operation] | None = None
-        self._guard: AbstractContextManager[None] = nullcontext()
         self._slopes: Any = None
         self._scratch_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
@@ -106,8 +106,9 @@ class CudaPlan(Plan):
             for role, spec in by_value.items()
         ]
         given = "block_mask" if self.score_blocks is None else "given_block_mask"
-        self._slots = [
-            (role, address_slot(self._params, geometry, given if role == "block_mask" else role))
+        #: Of each address the role, the field, and what is added to it.
+        self._slots: list[tuple[str, AddressSlot, int]] = [
+            (role, address_slot(self._params, geometry, given if role == "block_mask" else role), 0)
             for role in geometry.tensors
             if role not in by_value
         ]
@@ -165,7 +166,7 @@ class CudaPlan(Plan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Bytes of the workspace that :meth:`place_workspace` divides; a multiple of 16."""
+        """Bytes of the workspace that :meth:`scratch_places` divides; a multiple of 16."""
         return 0
 
     @cached_property
@@ -173,13 +174,28 @@ class CudaPlan(Plan):
         """Bytes at the start of the workspace that are zero when the first kernel starts."""
         return 0
 
-    def place_tensors(self, pointers: Mapping[str, int]) -> None:
-        """Writes the addresses of the call's tensors into the argument."""
-        for role, slot in self._slots:
-            slot.value = pointers[role]
+    def scratch_places(self) -> list[Place]:
+        """Where addresses of what the kernels leave each other go."""
+        return []
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        """The same of all that is in the workspace."""
+        places, begin = self.scratch_places(), self.scratch_bytes
+        for scratch in self._first_scratch:
+            places += [(slot, begin + offset) for slot, offset in scratch.places(self._params)]
+            begin += scratch.nbytes
+        return places
 
     def place_workspace(self, workspace: int) -> None:
-        """Writes the addresses of scratch arrays into the argument."""
+        """Writes the addresses of scratch arrays into the argument, if they are others."""
+        if workspace == self._scratch_at:
+            return
+        for slot, offset in self._places:
+            slot.value = workspace + offset
+        if self._clear is not None:
+            self._clear.address = workspace
+        self._scratch_at = workspace
 
     def _all_kernels(self) -> list[KernelLaunch]:
         return [
@@ -199,8 +215,10 @@ class CudaPlan(Plan):
         if self._operations is not None:
             return
         self._place_slopes()
+        if self.ragged is not None:
+            self.ragged.describe(self._params)
         kernels, compiled = self._all_kernels(), self.compile()
-        self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
+        self._turns = turns(self.target.index, cuda_device_count())
         operations: list[Operation] = []
         if self.cleared_bytes:
             self._clear = Clear(self.cleared_bytes)
@@ -231,35 +249,43 @@ class CudaPlan(Plan):
             self._params.alibi_slopes = SlopeRef(self._slopes.data.ptr, 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        # The driver copies Params during the launch call, so the lock covers no device work.
-        with self._lock, self._guard:
+        # The driver copies Params during the launch call, so a turn covers no device work.
+        with self._turns:
             for operation in self._placed(pointers, workspace):
                 operation(stream)
+
+    def bind(self, places: Places) -> Bound:
+        operations = self._operations
+        if self._host_numbers or operations is None:
+            return super().bind(places)
+        placed = [(it, places[role][0], places[role][1] + to) for role, it, to in self._slots]
+
+        def run(addresses: Sequence[int], workspace: int, stream: int) -> None:
+            with self._turns:
+                for slot, at, more in placed:
+                    slot.value = addresses[at] + more
+                self.place_workspace(workspace)
+                for operation in operations:
+                    operation(stream)
+
+        return run
 
     @contextmanager
     def operations(
         self, pointers: Mapping[str, int], workspace: int
     ) -> Iterator[Sequence[Operation]]:
-        with self._lock, self._guard:
+        with self._turns:
             yield self._placed(pointers, workspace)
 
     def _placed(self, pointers: Mapping[str, int], workspace: int) -> Sequence[Operation]:
         """The operations, with the addresses and numbers of one call."""
         if self._operations is None:
             raise RuntimeError(f"{self.name}: build() comes before execute()")
-        self.place_tensors(pointers)
-        for role, dtype, slot in self._host_numbers:
-            value = ctypes.string_at(pointers[role], dtype.itemsize)
-            slot.value = np.frombuffer(value, dtype)[0].item()
+        for role, slot, begin in self._slots:
+            slot.value = pointers[role] + begin
+        for role, dtype, number in self._host_numbers:
+            number.value = number_at(pointers[role], dtype)
         self.place_workspace(workspace)
-        if workspace != self._scratch_at:
-            address = workspace + self.scratch_bytes
-            for scratch in self._first_scratch:
-                scratch.place(self._params, address)
-                address += scratch.nbytes
-            self._scratch_at = workspace
-        if self._clear is not None:
-            self._clear.address = workspace
         return self._operations
 
 

@@ -16,6 +16,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.source import kernel_source
 from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem
 from dlattn.records import dataclass
@@ -272,12 +273,11 @@ class Decode(MappedPlan):
             return 0
         return round_up(self._blocks * (self.tiling.part_bytes(self.problem) + 8), 256)
 
-    def place_workspace(self, workspace: int) -> None:
+    def scratch_places(self) -> list[Place]:
         if self.tiling.cluster:
-            return
-        parts = self._params.parts
-        parts.data = workspace
-        parts.marks = workspace + self._blocks * self.tiling.part_bytes(self.problem)
+            return []
+        parts, nbytes = self._params.parts, self._blocks * self.tiling.part_bytes(self.problem)
+        return places_of([(parts, "data", nbytes), (parts, "marks", 8 * self._blocks)])
 
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)

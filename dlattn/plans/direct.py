@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from dlattn.problem import TensorSpec
 from dlattn.problem.layout import WIDEST_ACCESS, is_wide
 from dlattn.problem.score import Array
 from dlattn.runtime import jit
-from dlattn.runtime.launch import Launch, device_guard
+from dlattn.runtime.launch import Launch, turns
 from dlattn.runtime.target import Target, cuda_device_count
 
 #: Lanes of a warp, and the fewest that have a row: threads with rows of their own go more ways than
@@ -55,9 +55,8 @@ class DirectPlan(ABC):
             for role, spec in tensors.items()
             if spec.by_value
         ]
-        self._lock = Lock()
+        self._turns: AbstractContextManager[object] = Lock()
         self._launch: Launch | None = None
-        self._guard: AbstractContextManager[None] = nullcontext()
 
     @abstractmethod
     def make_argument(self) -> ctypes.Structure:
@@ -81,7 +80,7 @@ class DirectPlan(ABC):
             return
         kernel = self.kernel()
         loaded = jit.load(jit.compile_kernel(kernel.source, self.target.arch), self.target.index)
-        self._guard = device_guard(self.target.index) if cuda_device_count() > 1 else nullcontext()
+        self._turns = turns(self.target.index, cuda_device_count())
         self._launch = Launch(
             loaded.function,
             kernel.grid,
@@ -102,7 +101,7 @@ class DirectPlan(ABC):
             self.on_host({role: host_array(pointers[role], spec) for role, spec in tensors})
             return
         assert self._launch is not None, "build() comes before execute()"
-        with self._lock, self._guard:
+        with self._turns:
             for role, slot in self._slots:
                 slot.value = pointers[role]
             for role, number in self._numbers:

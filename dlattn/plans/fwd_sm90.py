@@ -18,6 +18,7 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
@@ -235,9 +236,8 @@ class FwdSm90(MappedPlan):
     def cleared_bytes(self) -> int:
         return 0 if self.problem.ragged else self.scratch_bytes
 
-    def place_workspace(self, workspace: int) -> None:
-        if self._asks_for_tiles:
-            self._params.items_taken = workspace
+    def scratch_places(self) -> list[Place]:
+        return places_of([(self._params, "items_taken", 256)] if self._asks_for_tiles else [])
 
     @property
     def _blocks(self) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
-from operator import itemgetter
 from typing import ClassVar
 
 from dlattn.plans.argument import MappedParams, Params
@@ -58,10 +57,6 @@ class MappedPlan(CudaPlan):
     argument_type: ClassVar[type[MappedParams]]
     l2_promotion: ClassVar[int] = tensormap.L2_PROMOTION_256B
 
-    def __init__(self, problem: Problem, geometry: Geometry, target: Target) -> None:
-        super().__init__(problem, geometry, target)
-        self._mapped_addresses: tuple[int, ...] = ()
-
     @cached_property
     def _maps(self) -> dict[str, int]:
         """Where each map is."""
@@ -69,14 +64,6 @@ class MappedPlan(CudaPlan):
         return {
             role: argument + getattr(self.argument_type, role).offset for role in self.box_rows()
         }
-
-    @cached_property
-    def _begins(self) -> list[int]:
-        return [map_of(self.geometry.tensors[role])[0] for role in self._maps]
-
-    @cached_property
-    def _addresses(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-        return itemgetter(*self._maps)
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
@@ -100,22 +87,15 @@ class MappedPlan(CudaPlan):
     def build(self) -> None:
         if self._operations is not None:
             return
+        of_maps = []
         for role, rows in self.box_rows().items():
-            spec = self.geometry.tensors[role]
-            _, dim, stride = map_of(spec)
+            spec, place = self.geometry.tensors[role], self._maps[role]
+            begin, dim, stride = map_of(spec)
             box = (1, 1, rows, 64)
-            tensormap.encode(self._maps[role], spec.dtype, dim, stride, box, self.l2_promotion)
+            tensormap.encode(place, spec.dtype, dim, stride, box, self.l2_promotion)
+            of_maps.append((role, tensormap.address_slot(place), begin))
+        self._slots += of_maps
         super().build()
-
-    def place_tensors(self, pointers: Mapping[str, int]) -> None:
-        super().place_tensors(pointers)
-        if not self._maps:
-            return
-        addresses = self._addresses(pointers)
-        if addresses != self._mapped_addresses:
-            for role, address, begin in zip(self._maps, addresses, self._begins, strict=True):
-                tensormap.set_address(self._maps[role], address + begin)
-            self._mapped_addresses = addresses
 
     @classmethod
     def mapping_refusal(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

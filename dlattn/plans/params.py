@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -96,7 +98,27 @@ def params_for(geometry: Geometry) -> Params:
 
 def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:
     """A view of the field that holds the address of ``role``; assign its ``value``."""
-    holder, field = _field(params, geometry, role)
+    return _slot(*_field(params, geometry, role))
+
+
+#: A view of a field that holds an address, and how far that is from where scratch memory begins.
+Place = tuple[ctypes.c_uint64, int]
+
+
+def places_of(arrays: Iterable[tuple[ctypes.Structure, str, int]]) -> list[Place]:
+    """Of arrays in scratch memory, one behind the other.
+
+    Args:
+        arrays: of each the struct and its field that hold the address, and the bytes.
+    """
+    places, begin = [], 0
+    for holder, field, nbytes in arrays:
+        places.append((_slot(holder, field), begin))
+        begin += nbytes
+    return places
+
+
+def _slot(holder: ctypes.Structure, field: str) -> ctypes.c_uint64:
     return ctypes.c_uint64.from_buffer(holder, getattr(type(holder), field).offset)
 
 
@@ -187,6 +209,11 @@ def number_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_float
     ref = type(getattr(params, role))
     kind = ctypes.c_float if ref is FloatRef else ctypes.c_int64
     return kind.from_buffer(params, getattr(Params, role).offset + ref.number.offset)
+
+
+def number_at(address: int, dtype: np.dtype[Any]) -> Any:
+    """A number in host memory."""
+    return np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0].item()
 
 
 def _integer_ref(geometry: Geometry, role: str) -> IntegerRef:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import LengthRef, Params
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.source import kernel_source
 from dlattn.problem import RAGGED_ROLES, Direction, Geometry, Padding, Problem, Scale
 from dlattn.records import dataclass
@@ -66,27 +68,28 @@ class RaggedScratch:
         size = persistent + (_ENTRY + offsets + 3 * _LENGTH) * batch
         return -(-size // 256) * 256
 
-    def place(self, params: Params, address: int) -> None:
-        """Writes addresses and parameters; ``address`` is aligned to 16 bytes."""
-        batch, ref = self.geometry.batch, params.ragged
+    def describe(self, params: Params) -> None:
+        """Writes what is no address."""
+        ref = params.ragged
         ref.tile_q, ref.row_tiles = self.tile_q, self.row_tiles
-        ref.entries = address
-        address += _ENTRY * batch
+        ref.item_rows = 1
         if self.items is not None:
-            ref.items = address
-            address += _ITEM * (1 + self.items.most)
-            ref.mapped = address
-            address += _MAPPED * batch
             ref.item_rows, ref.items_of_keys = self.items.rows, self.items.of_keys
             ref.last_first = self.items.last_first
-        else:
-            ref.item_rows = 1
-        for role in self._by_tokens:
-            getattr(params, role).offsets = address
-            address += _OFFSET * batch
-        ref.order = address
-        params.seq_len_q = LengthRef(address + _LENGTH * batch, 1, 0, 0)
-        params.seq_len_kv = LengthRef(address + 2 * _LENGTH * batch, 1, 0, 0)
+        params.seq_len_q = params.seq_len_kv = LengthRef(0, 1, 0, 0)
+
+    def places(self, params: Params) -> list[Place]:
+        """Where addresses go; the memory is aligned to 16 bytes."""
+        batch, ref = self.geometry.batch, params.ragged
+        arrays: list[tuple[ctypes.Structure, str, int]] = [(ref, "entries", _ENTRY * batch)]
+        if self.items is not None:
+            arrays += [(ref, "items", _ITEM * (1 + self.items.most))]
+            arrays += [(ref, "mapped", _MAPPED * batch)]
+        refs = [getattr(params, role) for role in self._by_tokens]
+        arrays += [(it, "offsets", _OFFSET * batch) for it in refs]
+        arrays += [(ref, "order", _LENGTH * batch)]
+        lengths = params.seq_len_q, params.seq_len_kv
+        return places_of([*arrays, *((it, "data", _LENGTH * batch) for it in lengths)])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import BlockMaskRef, Params
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.score_source import element_type, literal
 from dlattn.plans.source import kernel_source
 from dlattn.problem import (
@@ -108,10 +109,10 @@ class ScoreBlocksScratch:
             0, heads * head * (batch > 1), head * (heads > 1), self._row_bytes, 1
         )
 
-    def place(self, params: Params, address: int) -> None:
-        """Writes addresses; ``address`` is a multiple of 4."""
-        params.block_mask.data = address
-        params.whole_blocks = address + self._mask_bytes
+    def places(self, params: Params) -> list[Place]:
+        """Where addresses go; the memory is aligned to 4 bytes."""
+        masks = (params.block_mask, "data"), (params, "whole_blocks")
+        return places_of((*it, self._mask_bytes) for it in masks)
 
     def source(self) -> KernelSource:
         any_problem = Problem(Direction.FORWARD, data_type.HALF, 8, 8, (Scale(),), (Padding(),))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +13,9 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, element_strides
 
 Dims = tuple[int, ...]
+
+#: Of some objects: their addresses, or ``None``.
+Look = Callable[..., list[int] | None]
 
 #: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
 new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__
@@ -28,9 +30,11 @@ class Framework(ABC):
 
     Attributes:
         name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
+        reader: a function that gives the address of all of its tensors, and of its buffers.
     """
 
     name: ClassVar[str]
+    reader: Callable[[Any], int] | None = None
 
     @abstractmethod
     def view(self, obj: Any) -> TensorView:
@@ -47,6 +51,10 @@ class Framework(ABC):
             return seen[0] if seen[1:] == wanted else 0
 
         return match
+
+    def lookalikes(self, objs: Sequence[Any]) -> Look | None:
+        """See :func:`lookalikes`."""
+        return None
 
     def address(self, obj: Any) -> int:
         """See :func:`address`."""
@@ -97,6 +105,8 @@ class Framework(ABC):
                 f"gen_: expected a seed, a pair of seed and offset, or None, with {self.name} "
                 f"tensors, got {generator!r:.100}."
             )
+        import secrets  # as hardly any call draws one here
+
         return secrets.randbits(63), 0
 
     def order_before(self, obj: Any, stream: int) -> None:

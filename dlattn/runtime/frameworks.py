@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.runtime.buffers import array_of, cuda_ordinal, empty_cupy, empty_numpy, wait_for
-from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, new_view
+from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, Look, new_view
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
     TensorView,
@@ -32,6 +32,7 @@ class _Torch(Framework):
 
     def __init__(self) -> None:
         self._torch: Any = sys.modules["torch"]
+        self.reader = self._torch.Tensor.data_ptr
 
     def view(self, obj: Any) -> TensorView:
         try:
@@ -75,6 +76,11 @@ class _Torch(Framework):
             return 0
 
         return match
+
+    def lookalikes(self, objs: Sequence[Any]) -> Look | None:
+        from dlattn.runtime.guards import lookalikes  # for functions alone, not for graphs
+
+        return lookalikes(objs)
 
     def address(self, obj: Any) -> int:
         pointer: int = obj.data_ptr()

@@ -280,7 +280,7 @@ def _headers(root: Path) -> Headers:
     files = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
     texts = {}
     for path in sorted(file for file in files if file.endswith(".cuh")):
-        with open(path, "rb") as header:
+        with open(path, "rb", buffering=0) as header:
             texts[path.removeprefix(f"{root}{os.sep}")] = header.read().decode()
     return Headers(texts, _digest(*(part for header in texts.items() for part in header)))
 

@@ -7,7 +7,9 @@ carry launch attributes (programmatic dependent launch, clusters).
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from functools import cache
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -95,6 +97,7 @@ class Launch:
             len(attributes),
         )
         self.params = (ctypes.c_void_p * 1)(params_address)
+        self._stream = 0
         self._launch = driver().cuLaunchKernelEx
         self._arguments = (
             ctypes.byref(self.config),
@@ -114,7 +117,8 @@ class Launch:
         """
         if self.is_empty:
             return
-        self.config.stream = stream
+        if stream != self._stream:
+            self.config.stream = self._stream = stream
         status = self._launch(*self._arguments)  # as every call pays for it, without a wrapper
         if status == _ERROR_INVALID_CONTEXT:
             make_context_current()
@@ -195,6 +199,35 @@ class device_guard:  # noqa: N801 - used as a statement, like a function
     ) -> None:
         if self._previous != self._index:
             _runtime().setDevice(self._previous)
+
+
+def turns(index: int, devices: int) -> AbstractContextManager[object]:
+    """``with`` it: one thread at a time, with a CUDA device current, which of one device it is."""
+    return _DeviceTurns(index) if devices > 1 else Lock()
+
+
+class _DeviceTurns(device_guard):
+    """Its number of the device before is one thread's at a time."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._lock = Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            super().__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            self._lock.release()
 
 
 @cache

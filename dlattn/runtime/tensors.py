@@ -6,12 +6,12 @@ on, reading a tensor costs one dictionary look-up and a few attributes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.runtime.framework import Dims, Framework
+from dlattn.runtime.framework import Dims, Framework, Look
 from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
 
@@ -24,6 +24,8 @@ _frameworks: dict[type, Framework] = {}
 _views: dict[type, Callable[[Any], TensorView]] = {}
 #: The same of ``signature``.
 _signatures: dict[type, Callable[[Any], tuple[int, Any]]] = {}
+#: And of ``address``.
+_addresses: dict[type, Callable[[Any], int]] = {}
 #: Types for which :func:`order_before` has nothing to do, as far as seen.
 ORDERED_TYPES: set[type] = set()
 
@@ -39,6 +41,7 @@ def _recognise(kind: type) -> Framework:
     known = _frameworks[kind] = made()
     _views[kind] = known.view
     _signatures[kind] = known.signature
+    _addresses[kind] = known.address
     if type(known).order_before is Framework.order_before:
         ORDERED_TYPES.add(kind)
     return known
@@ -70,7 +73,12 @@ def matcher(like: Any) -> Callable[[Any], int]:
 
 def address(obj: Any) -> int:
     """Where a tensor lies; without elements, anywhere."""
-    return framework(obj).address(obj)
+    return (_addresses.get(type(obj)) or framework(obj).address)(obj)
+
+
+def reader(like: Any) -> Callable[[Any], int]:
+    """:func:`address`, for what :func:`allocator` makes and other tensors like this one."""
+    return framework(like).reader or address
 
 
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
@@ -96,6 +104,18 @@ def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
         if pointer & 15 or not pointer:
             see((pointer & 15, not pointer))
     return tuple(key), addresses
+
+
+def lookalikes(objs: Sequence[Any]) -> Look | None:
+    """A quick test for objects of which :func:`signatures` would say the same, if there is one.
+
+    Returns:
+        A function of as many objects: their addresses, or ``None`` if they look otherwise, or if it
+        cannot tell.
+    """
+    if any(obj is None for obj in objs):
+        return None
+    return framework(objs[0]).lookalikes(objs)
 
 
 def order_before(objs: Iterable[Any], stream: int) -> None:

@@ -13,7 +13,7 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.one_call.arguments import pair
-from dlattn.torch.rows import empty_as, in_rows
+from dlattn.torch.rows import empty_as, movable
 
 
 class Tensors(NamedTuple):
@@ -101,7 +101,7 @@ def options_of(
 
 
 @_remembered
-def _words(options: Options, *more: bool) -> tuple[Any, ...]:
+def words(options: Options, *more: bool) -> tuple[Any, ...]:
     """As :class:`dlattn.one_call.arguments.Options`, and what follows them."""
     layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = options
     window, most = (left, right), (most_q, most_kv)
@@ -119,14 +119,7 @@ def forward(
     if options.layout == "thd" and out is None:
         # Where nothing is written, there may be NaN, which a gradient of 0 would not take away.
         out = empty_as(tensors.q, tensors.v.shape[-1]).zero_()
-    return forward_pass.run((*tensors.all, out), _words(options, return_lse))
-
-
-def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True
-) -> Any:
-    """The same of q, k and v alone, not packed."""
-    return forward_pass.run((q, k, v), _words(options, return_lse))
+    return forward_pass.run((*tensors.all, out), words(options, return_lse))
 
 
 def backward(
@@ -144,10 +137,9 @@ def backward(
     Args:
         wanted: of the bias, and of the sinks; without, theirs is ``None``.
     """
-    # Gradients of sums repeat one number, which the copy engine cannot.
-    dout = dout.contiguous() if 0 in dout.stride() else in_rows(dout)
-    given = (*tensors.all, dout, out, lse, dlse, None, None, None)
-    return backward_pass.run(given, _words(options, *wanted, deterministic))
+    q, k, v, *others = tensors.all
+    given = (q, k, v, out, lse, movable(dout), *others, dlse, None, None, None)
+    return backward_pass.run(given, words(options, *wanted, deterministic))
 
 
 def bounds(window: Any) -> tuple[Any, Any]:

@@ -10,17 +10,9 @@ from torch import Tensor
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
-from dlattn.torch.arguments import (
-    Options,
-    Tensors,
-    backward,
-    forward,
-    options_of,
-    plain_forward,
-    split,
-)
-from dlattn.torch.batching import batching
-from dlattn.torch.derivative import gradients, refuse, save
+from dlattn.torch.arguments import Options, forward, options_of
+from dlattn.torch.functions import Transformed, apply_eagerly, tensors_of
+from dlattn.torch.plain import PLAIN, attend_plainly
 
 
 def attention(
@@ -66,6 +58,13 @@ def attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    if not dropout_p and (
+        bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
+    ):
+        said = layout, causal, window, alignment, scale, softcap, True
+        found = attend_plainly(q, k, v, said, deterministic, return_lse)
+        if found is not None:
+            return found
     options = options_of(
         layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_p,
         *shared(lengths, cu_seqlens),
@@ -95,7 +94,7 @@ def attend(
     The hot path of most programs: arguments are passed by position, and those that most calls lack
     are looked at together.
     """
-    plain = type(q) in _PLAIN
+    plain = type(q) in PLAIN
     if not plain:
         _check(q)
     device = q.device.type
@@ -109,11 +108,11 @@ def attend(
     if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
-        every = _all(q, k, v, bias, sinks, others)
+        every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
-        every = _all(q, k, v, bias, sinks, others)
-        out, lse = _Transformed.apply(*every, *options, deterministic)
+        every = tensors_of(q, k, v, bias, sinks, others)
+        out, lse = Transformed.apply(*every, *options, deterministic)
     elif torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -122,38 +121,12 @@ def attend(
         or (sinks is not None and sinks.requires_grad)
     ):
         constants = others, options, deterministic, return_lse
-        return _apply_eagerly(q, k, v, bias, sinks, constants)
+        return apply_eagerly(q, k, v, bias, sinks, constants)
     else:
-        found = _forward(q, k, v, bias, sinks, others, options, return_lse)
+        every = tensors_of(q, k, v, bias, sinks, others)
+        found = forward(every, options, return_lse=return_lse)
         return tuple(found) if return_lse else found[0]
     return (out, lse) if return_lse else out
-
-
-#: Besides the tensors that may have gradients.
-_Others = tuple[Tensor | None, ...]
-
-
-def _all(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    others: _Others | None,
-) -> Tensors:  # fmt: skip
-    if others is None:
-        return Tensors(q, k, v, bias, None, sinks)
-    slopes, *more = others
-    return Tensors(q, k, v, bias, slopes, sinks, *more)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    others: _Others | None, options: Options, return_lse: bool,
-) -> Any:  # fmt: skip
-    if bias is sinks is others is None:
-        return plain_forward(q, k, v, options, return_lse)
-    return forward(_all(q, k, v, bias, sinks, others), options, return_lse=return_lse)
-
-
-#: Of other tensors, such as fake ones, operators take care.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _check(q: Any) -> None:
@@ -186,92 +159,3 @@ def _drawn(q: Tensor, p: float) -> Tensor:
     if not 0 <= p <= 1:
         raise InvalidArgumentError(f"dropout_p: expected at least 0 and at most 1, got {p}.")
     return torch.randint(2**62, (2,), dtype=torch.int64, device=q.device)
-
-
-class _Eager(torch.autograd.Function):  # type: ignore[misc]
-    """The quick way: each argument costs, and of a function that transforms could see, PyTorch
-    binds the signature anew in every call, which takes four times as long as all else."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        constants: tuple[_Others | None, Options, bool, bool],
-    ) -> Any:
-        others, options, _, return_lse = constants
-        out, lse = _forward(q, k, v, bias, sinks, others, options, True)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
-        ctx.constants = constants
-        if not return_lse:
-            return out
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        if dout is None and dlse is None:
-            return (None,) * 6
-        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
-        others, options, deterministic, _ = ctx.constants
-        dout = torch.zeros_like(out) if dout is None else dout
-        tensors, wanted = _all(q, k, v, bias, sinks, others), ctx.needs_input_grad[3:5]
-        if torch.is_grad_enabled():
-            # Who takes gradients of gradients must not get them for constants.
-            given = (*tensors, *options, deterministic, *wanted)
-            gradients = _Backward.apply(dout, out, lse, dlse, *given)
-        else:
-            gradients = backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)
-        return (*gradients, None)
-
-    jvp = staticmethod(refuse)
-
-
-#: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
-_apply_eagerly = super(torch.autograd.Function, _Eager).apply
-
-
-class _Transformed(torch.autograd.Function):  # type: ignore[misc]
-    """What ``torch.func`` sees."""
-
-    @staticmethod
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        tensors, options, _ = split(given)
-        return tuple(forward(tensors, options))
-
-    setup_context = staticmethod(save)
-    jvp = staticmethod(refuse)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        return gradients(_Backward.apply, ctx, dout, dlse)
-
-    @staticmethod
-    def vmap(*given: Any) -> Any:
-        return batching(_Transformed.apply, 0)(*given)
-
-
-class _Backward(torch.autograd.Function):  # type: ignore[misc]
-    """A function for the sake of being batched, and of having no derivative."""
-
-    @staticmethod
-    def forward(
-        dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
-    ) -> tuple[Any, ...]:
-        tensors, options, (deterministic, *wanted) = split(given)
-        return backward(
-            dout, out, lse, dlse, tensors, options, (wanted[0], wanted[1]), deterministic
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        return
-
-    backward = jvp = staticmethod(refuse)
-
-    @staticmethod
-    def vmap(*given: Any) -> Any:
-        return batching(_Backward.apply, 4)(*given)

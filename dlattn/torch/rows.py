@@ -7,9 +7,25 @@ from torch import Tensor
 from dlattn.runtime.protocols import strides_as
 
 
+def is_in_rows(x: Tensor) -> bool:
+    """Whether its last dimension has no gaps."""
+    return x.is_contiguous() or x.stride(-1) == 1
+
+
 def in_rows(x: Tensor) -> Tensor:
     """As it is, or a copy if its last dimension has gaps."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def is_movable(x: Tensor) -> bool:
+    """Whether the copy engine can move its rows, which cannot repeat memory, as gradients of sums
+    do."""
+    return x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())
+
+
+def movable(x: Tensor) -> Tensor:
+    """As it is, or else a copy."""
+    return x if is_movable(x) else x.contiguous()
 
 
 def empty_as(x: Tensor, columns: int) -> Tensor:

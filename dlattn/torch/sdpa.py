@@ -12,6 +12,7 @@ from dlattn.one_call.arguments import shared
 from dlattn.torch.arguments import options_of
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
+from dlattn.torch.plain import attend_plainly
 from dlattn.torch.rows import in_rows
 
 
@@ -65,6 +66,11 @@ def scaled_dot_product_attention(
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
+        said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
+        found = attend_plainly(query, key, value, said, deterministic, return_lse)
+        if found is not None:
+            return found
     nested = query.is_nested or key.is_nested or value.is_nested
     if not nested:
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:

@@ -16,7 +16,7 @@ import pytest
 
 from dlattn.dtypes import data_type, to_torch_name
 from dlattn.errors import DlattnError
-from dlattn.runtime import jit, streams, target, tensors
+from dlattn.runtime import jit, streams, target, tensormap, tensors
 from dlattn.runtime.launch import Launch, device_guard
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +103,25 @@ def test_refused_launch(kernel: jit.Kernel) -> None:
     """The driver's name of the error, and what was asked."""
     with pytest.raises(DlattnError, match="shift failed with CUDA_ERROR_INVALID_VALUE.*4096 thr"):
         Launch(kernel.function, (1, 1, 1), 4096, 0, 0, name="shift")(0)
+
+
+def test_addresses_of_maps(cupy: Any) -> None:
+    """An address that is assigned makes the map that the driver makes of it."""
+    if target.cuda_target(0).capability < (9, 0):
+        pytest.skip("tensor maps need compute capability 9.0")
+    memory = [ctypes.create_string_buffer(128 + 63) for _ in range(2)]
+    places = [ctypes.addressof(it) + -ctypes.addressof(it) % 64 for it in memory]
+    for place in places:
+        tensormap.encode(
+            place, data_type.BFLOAT16, (2, 3, 40, 64), (7680, 2560, 64, 1), (1, 1, 8, 64)
+        )
+    tensors = cupy.zeros((4, 2, 3, 40, 64), np.uint16)
+    for tensor in tensors:
+        tensormap.address_slot(places[0]).value = tensor.data.ptr
+        tensormap.ReplacedAddress(places[1]).value = tensor.data.ptr
+        first, second = (ctypes.string_at(place, 128) for place in places)
+        assert first == second
+    assert first != bytes(128)
 
 
 def test_device_guard(cupy: Any) -> None:

@@ -57,6 +57,32 @@ def test_is_pytorchs(data: st.DataObject) -> None:
     )
 
 
+def test_a_call_is_not_taken_for_the_last_one() -> None:
+    """Between calls that look alike, modes, types, heads and what gradients repeat are seen."""
+    x = tuple(random(2, 4, 5, 8, seed=i) for i in range(3))
+    alike = [t.detach().clone().requires_grad_() for t in x]
+    first = gradients(scaled_dot_product_attention, x)
+    single = [t.detach().float() for t in x]
+    assert scaled_dot_product_attention(*single).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scaled_dot_product_attention(*single).dtype is torch.bfloat16
+        mixed = single[0].bfloat16(), *single[1:]
+        assert scaled_dot_product_attention(*mixed).dtype is torch.bfloat16
+    assert scaled_dot_product_attention(*alike, scale=1).ne(first[0]).any()
+    with torch.no_grad():
+        assert not scaled_dot_product_attention(*alike).requires_grad
+    with pytest.raises(InvalidArgumentError, match="expected the 4 heads of query"):
+        scaled_dot_product_attention(alike[0], *(t[:, :2] for t in alike[1:]))
+    by_entry = torch.vmap(scaled_dot_product_attention)(*(t[None] for t in alike))
+    assert_same([by_entry[0]], first[:1])
+    moved = [t.detach().transpose(2, 3).contiguous().transpose(2, 3) for t in x]
+    assert_same([scaled_dot_product_attention(*moved)], first[:1])
+    out = scaled_dot_product_attention(*alike)
+    repeated = torch.autograd.grad(out.sum(), alike, retain_graph=True)
+    assert_same([*repeated], [*torch.autograd.grad(out, alike, torch.ones_like(out))])
+    assert_same(gradients(scaled_dot_product_attention, (*alike,)), first)
+
+
 BIAS = torch.linspace(-1, 1, 5 * 7, dtype=torch.float64).reshape(5, 7)
 
 

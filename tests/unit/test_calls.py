@@ -166,7 +166,8 @@ def test_offsets_that_nobody_gave_have_memory(
     workspace = 2**20
     scratch = made.ragged
     assert scratch is not None
-    scratch.place(made._params, workspace)
+    made.place_workspace(workspace)
+    workspace += made.scratch_bytes
     places = [(scratch.geometry.batch * 16, made._params.ragged.entries)]
     places += [(4 * batch, made._params.ragged.order)]
     places += [(4 * batch, getattr(made._params, f"seq_len_{x}").data) for x in ("q", "kv")]

@@ -19,7 +19,8 @@ def test_every_cache_has_a_plan(name: str, arch: str) -> None:
     """Every cache is reduced to what CUDA plans take; on Hopper its own, where rows are aligned."""
     _calls.clear()
     check_cache(SMALL[name], Caller("numpy"))
-    (call,) = _calls._calls.values()
+    (kept,) = _calls._calls.values()
+    call = kept.prepared
     plan = getattr(call.plan, "attention", call.plan)
     chosen = select(plan.problem, plan.geometry, KNOWN[arch])[0]
     assert issubclass(chosen, CudaPlan)

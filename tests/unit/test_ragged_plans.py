@@ -81,15 +81,16 @@ def test_addresses_of_offsets_and_lengths(family) -> None:
     lengths = TensorSpec("seq_len_q", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT64)
     tensors = {**plan.geometry.tensors, "seq_len_q": lengths}
     plan = family(plan.problem, replace(plan.geometry, tensors=tensors), HOPPER)
-    for number, (_, slot) in enumerate(plan._slots):
+    for number, (_, slot, _) in enumerate(plan._slots):
         slot.value = 4096 + number
-    params, numbers = plan._params, {role: 4096 + n for n, (role, _) in enumerate(plan._slots)}
+    params, numbers = plan._params, {role: 4096 + n for n, (role, *_) in enumerate(plan._slots)}
     assert params.o.offsets == numbers["o_offset"] and params.o.has_int64_offsets
     assert params.ragged.given_q.data == numbers["seq_len_q"] and params.ragged.given_q.is_int64
     assert plan.ragged is not None
-    plan.ragged.place(params, 1 << 20)
-    end = (1 << 20) + plan.ragged.nbytes
-    assert 1 << 20 <= params.seq_len_q.data < params.seq_len_kv.data <= end - 4 * 3
+    plan.place_workspace(1 << 20)
+    first = (1 << 20) + plan.scratch_bytes
+    end = first + plan.ragged.nbytes
+    assert first <= params.seq_len_q.data < params.seq_len_kv.data <= end - 4 * 3
     assert not params.seq_len_q.is_int64
 
 

@@ -1,0 +1,127 @@
+"""Attention as functions of autograd's: what runs eagerly, and what ``torch.func`` sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.torch.arguments import Options, Tensors, backward, forward, split
+from dlattn.torch.batching import batching
+from dlattn.torch.derivative import gradients, refuse, save
+
+#: Besides the tensors that may have gradients.
+Others = tuple[Tensor | None, ...]
+
+
+def tensors_of(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    others: Others | None,
+) -> Tensors:  # fmt: skip
+    if others is None:
+        return Tensors(q, k, v, bias, None, sinks)
+    slopes, *more = others
+    return Tensors(q, k, v, bias, slopes, sinks, *more)
+
+
+class Eager(torch.autograd.Function):  # type: ignore[misc]
+    """The quick way: each argument costs, and of a function that transforms could see, PyTorch
+    binds the signature anew in every call, which takes four times as long as all else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        constants: tuple[Others | None, Options, bool, bool],
+    ) -> Any:
+        others, options, _, return_lse = constants
+        out, lse = forward(tensors_of(q, k, v, bias, sinks, others), options)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.constants = constants
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 6
+        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
+        others, options, deterministic, _ = ctx.constants
+        tensors, wanted = tensors_of(q, k, v, bias, sinks, others), ctx.needs_input_grad[3:5]
+        asked = options, wanted, deterministic
+        return (*differentiated(dout, out, lse, dlse, tensors, *asked), None)
+
+    jvp = staticmethod(refuse)
+
+
+#: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
+apply_eagerly = super(torch.autograd.Function, Eager).apply
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """What ``torch.func`` sees."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        tensors, options, _ = split(given)
+        return tuple(forward(tensors, options))
+
+    setup_context = staticmethod(save)
+    jvp = staticmethod(refuse)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        return gradients(_Backward.apply, ctx, dout, dlse)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return batching(Transformed.apply, 0)(*given)
+
+
+class _Backward(torch.autograd.Function):  # type: ignore[misc]
+    """A function for the sake of being batched, and of having no derivative."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
+    ) -> tuple[Any, ...]:
+        tensors, options, (deterministic, *wanted) = split(given)
+        return backward(
+            dout, out, lse, dlse, tensors, options, (wanted[0], wanted[1]), deterministic
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        return
+
+    backward = jvp = staticmethod(refuse)
+
+    @staticmethod
+    def vmap(*given: Any) -> Any:
+        return batching(_Backward.apply, 4)(*given)
+
+
+def differentiated(
+    dout: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    tensors: Tensors,
+    options: Options,
+    wanted: tuple[bool, bool],
+    deterministic: bool,
+) -> Any:
+    """What :func:`dlattn.torch.arguments.backward` gives, for a function's ``backward``: who takes
+    gradients of gradients must not get them for constants."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    if torch.is_grad_enabled():
+        given = (*tensors, *options, deterministic, *wanted)
+        return _Backward.apply(dout, out, lse, dlse, *given)
+    return backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)

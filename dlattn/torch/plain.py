@@ -1,0 +1,173 @@
+"""The quick way: attention of q, k and v alone, run at once.
+
+What most programs call, and often enough that microseconds count. All that is known of tensors and
+options that look like earlier ones is found by one look-up, so that each tensor is looked at once
+in each direction, and nothing is asked of it again that its looks say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlattn.calls.cache import CallCache
+from dlattn.calls.call import Call
+from dlattn.errors import InvalidVariantPackError
+from dlattn.one_call import backward as backward_pass
+from dlattn.one_call import forward as forward_pass
+from dlattn.torch.arguments import Options, Tensors, options_of, words
+from dlattn.torch.derivative import refuse
+from dlattn.torch.functions import differentiated
+from dlattn.torch.rows import is_in_rows, is_movable
+
+#: Of other tensors, such as fake ones, operators take care.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+#: What else a call says, as it was said: the layout, whether it is causal, the window, the
+#: alignment, the scale, the soft cap, and whether heads of q may share those of k and v.
+Words = tuple[str, Any, Any, Any, Any, Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of calls that look alike.
+
+    Attributes:
+        call: gives the output, and the log-sum-exp if that is wanted; ``None`` if the quick way is
+            none for them.
+        dtype, device: of the tensors, as autocasting knows them.
+    """
+
+    call: Call | None
+    options: Options
+    dtype: torch.dtype
+    device: str
+
+
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, said: Words, deterministic: bool | None, return_lse: bool
+) -> Any:
+    """As :func:`dlattn.torch.differentiable.attend`; ``None`` if there is more to do than to run
+    it, or to say what is wrong."""
+    if torch.compiler.is_compiling():
+        return None
+    tensors = q, k, v
+    try:
+        learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        asked = said, learns or return_lse
+        # Which looks at types and transforms, too.
+        found = _FORWARDS.latest(tensors, asked)
+        if found is None:
+            if not all(type(x) in PLAIN for x in tensors) or _is_changed(q):
+                return None
+            found = _FORWARDS.find(tensors, asked)
+    except (AttributeError, TypeError, InvalidVariantPackError):
+        return None
+    known, addresses = found
+    if known.call is None or _is_cast(known.device, known.dtype):
+        return None
+    if not learns:
+        results = known.call(tensors, addresses)
+        return tuple(results) if return_lse else results[0]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return _apply(q, k, v, (known, addresses, deterministic, return_lse))
+
+
+def _is_cast(device: str, dtype: torch.dtype) -> bool:
+    """Whether autocasting wants another type."""
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
+
+
+def _is_changed(q: Tensor) -> bool:
+    """Whether attention of such tensors is, at present, that of others."""
+    device = q.device.type
+    return torch._C._are_functorch_transforms_active() or (
+        device != "meta" and _is_cast(device, q.dtype)
+    )
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
+    options = options_of(*said[:-1], None, 0.0)
+    device, call = q.device.type, None
+    if device in ("cuda", "cpu") and _is_plain(q, k, v, said):
+        call = forward_pass.prepare(q, k, v, words(options, with_lse))
+    return Known(call, options, q.dtype, device)
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
+    """Whether there is neither anything to copy or to cast, nor anything wrong with heads and
+    batch."""
+    tensors, layout, enable_gqa = (q, k, v), said[0], said[-1]
+    if sorted(layout) != sorted("bshd"):
+        return False
+    if any(x.is_nested or x.dim() != 4 or not is_in_rows(x) for x in tensors):
+        return False
+    if not q.dtype is k.dtype is v.dtype:
+        return False
+    batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
+    return len(batches) == 1 and bool(enable_gqa or len(heads) == 1)
+
+
+_FORWARDS = CallCache(_prepare)
+
+
+class _Function(torch.autograd.Function):  # type: ignore[misc]
+    """Each argument costs; see also :class:`dlattn.torch.functions.Eager`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor,
+        constants: tuple[Known, list[int], bool, bool],
+    ) -> Any:  # fmt: skip
+        known, addresses, deterministic, return_lse = constants
+        assert known.call is not None
+        out, lse = known.call((q, k, v), addresses)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.asked = known, deterministic
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        tensors = (*ctx.saved_tensors, dout)
+        if dlse is None and dout is not None and not torch.is_grad_enabled():
+            asked = ctx.asked
+            found, addresses = _BACKWARDS.latest(tensors, asked) or _BACKWARDS.find(tensors, asked)
+            if found.call is not None:
+                return (*found.call(tensors, addresses), None)
+        if dout is dlse is None:
+            return None, None, None, None
+        known, deterministic = ctx.asked
+        q, k, v, out, lse, _ = tensors
+        given = Tensors(q, k, v), known.options, (False, False), deterministic
+        dq, dk, dv, *_ = differentiated(dout, out, lse, dlse, *given)
+        return dq, dk, dv, None
+
+    jvp = staticmethod(refuse)
+
+
+#: What ``apply`` does where no transform is active; it looks for one again, which takes as long.
+_apply = super(torch.autograd.Function, _Function).apply
+# What autograd calls, without looking first which function it is that has a backward.
+_Function._backward_cls.apply = _Function.backward
+
+
+def _prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    forward: Known, deterministic: bool,
+) -> Known:  # fmt: skip
+    call = None
+    if is_movable(dout):
+        said = words(forward.options, False, False, deterministic)
+        call = backward_pass.prepare(q, k, v, out, lse, dout, said)
+    return replace(forward, call=call)
+
+
+_BACKWARDS = CallCache(_prepare_backward)

@@ -1,0 +1,93 @@
+"""torch's guards in the place of looking at each tensor: they must never see less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlattn.calls.cache import CallCache
+from dlattn.runtime import guards
+from dlattn.runtime.tensors import lookalikes, signatures
+
+torch = pytest.importorskip("torch")
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Any:
+    """Of a few shapes, orders in memory, types and offsets, so that many look alike."""
+    shape = draw(st.sampled_from([(2, 3, 4), (2, 4, 3), (1, 3, 4), (6, 4), (2, 0, 4)]))
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+    offset = draw(st.sampled_from([0, 0, 0, 1, 8]))
+    memory = torch.zeros(offset + 64, dtype=dtype)[offset:]
+    x = memory[: torch.Size(shape).numel()].view(shape)
+    kind = draw(st.sampled_from(["plain", "plain", "moved", "repeated", "gaps", "learned"]))
+    if kind == "moved":
+        x = x.transpose(0, -1)
+    elif kind == "repeated":
+        x = x[:1].expand(shape[0], *x.shape[1:])
+    elif kind == "gaps":
+        x = memory[: 2 * x.numel()].view(*shape[:-1], 2 * shape[-1])[..., ::2]
+    return x.requires_grad_(kind == "learned")
+
+
+pairs = st.tuples(tensors(), tensors())
+
+
+@given(pairs, pairs)
+def test_lookalikes_have_one_signature(some: Any, others: Any) -> None:
+    """What a guard takes for alike, looking at each tensor does, too, and says the same of where
+    they are; what was guarded is alike."""
+    look = lookalikes(some)
+    if look is None:
+        return
+    assert look(*some) == signatures(some)[1]
+    found = look(*others)
+    if found is not None:
+        assert signatures(others) == (signatures(some)[0], found)
+
+
+def test_what_a_guard_cannot_tell_has_none() -> None:
+    """Missing tensors, those of another framework or at odd addresses, and one tensor in two
+    places are looked at."""
+    x, y = torch.zeros(2, 64)
+    assert lookalikes((x, y)) is not None
+    for others in (
+        (x, None),
+        (x, y.numpy()),
+        (x.numpy(), y.numpy()),
+        (x, y[1:]),
+        (x, y[:0]),
+        (x, x),
+    ):
+        assert lookalikes(others) is None
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_guard_that_sees_less_is_not_used(monkeypatch: Any, answer: bool) -> None:
+    """Of a torch whose guards take everything for alike, or nothing, each tensor is looked at."""
+
+    class Guards:
+        def __init__(self, *tensors: Any, **said: Any) -> None:
+            self.check = lambda *given: answer
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Guards)
+    guards._trusted_guards.cache_clear()
+    try:
+        assert lookalikes((torch.zeros(64),)) is None
+    finally:
+        guards._trusted_guards.cache_clear()
+
+
+@given(st.lists(st.tuples(pairs, st.booleans(), st.booleans()), max_size=12))
+def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
+    """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
+    and options like these, with the addresses of these."""
+    cache: CallCache[Any] = CallCache(lambda x, y, option: (signatures((x, y))[0], option), most=4)
+    for given_tensors, option, learns in calls:
+        with torch.set_grad_enabled(learns):
+            prepared, addresses = cache.find(given_tensors, (option,))
+        key, expected = signatures(given_tensors)
+        assert prepared == (key, option) and addresses == expected
