@@ -39,6 +39,7 @@ def recognised(
     result: int,
     reads: Sequence[tensor],
     masks_alone: bool,
+    kept: Sequence[tensor] = (),
 ) -> Found:
     """A node with as much of a program as it has arguments for.
 
@@ -46,8 +47,9 @@ def recognised(
         result: the line that is the new score.
         reads: the tensors that reads are numbers of.
         masks_alone: leave what has a derivative of its own: the user gave that of the program.
+        kept: slopes that are left to the program: their gradients are wanted.
     """
-    reader = _Reader(node, builder, reads, masks_alone)
+    reader = _Reader(node, builder, reads, masks_alone, kept)
     result = reader.peeled(result)
     if not masks_alone:
         result = reader.without_cap(result)
@@ -56,12 +58,18 @@ def recognised(
 
 class _Reader:
     def __init__(
-        self, node: AttentionNode, builder: Builder, reads: Sequence[tensor], masks_alone: bool
+        self,
+        node: AttentionNode,
+        builder: Builder,
+        reads: Sequence[tensor],
+        masks_alone: bool,
+        kept: Sequence[tensor],
     ) -> None:
         self.node = node
         self._builder = builder
         self._reads = reads
         self._masks_alone = masks_alone
+        self._kept = kept
         self._lengths = self._known_lengths()
         self._conditions: tuple[Affine, ...] = ()
 
@@ -241,7 +249,9 @@ class _Reader:
                 continue
             t = self._reads[int(read.number or 0)]
             batch, heads, *_ = self.node.inputs["q"].attributes.dim
-            fits = t.attributes.dim in ((1, heads, 1, 1), (batch, heads, 1, 1))
+            fits = t not in self._kept and t.attributes.dim in (
+                (1, heads, 1, 1), (batch, heads, 1, 1),
+            )  # fmt: skip
             if fits and t.get_data_type() is data_type.FLOAT and not t.get_is_pass_by_value():
                 return t
         return None
