@@ -15,6 +15,7 @@ from tests.definition import (
     row_max,
     row_sum,
     scores_of,
+    slopes_of,
     softmax,
     sum_of_rows,
     sum_of_shared,
@@ -123,21 +124,21 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
-        d_bias = {}
-        if case.d_bias:
+        asked = {"debug_softmax": p_variance} if case.looks_inside else {}
+        for role, by in slopes_of(case, e).items():
+            axes = case.added_axes()[role]
 
-            def keys(x: Any) -> Any:
-                return x if "k" in case.bias_axes else row_sum(e, x)
+            def keys(x: Any, axes: str = axes) -> Any:
+                return x if "k" in axes else row_sum(e, x)
 
             each = (p**2 * score + flushed**2) * centred**2
-            each = each + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+            each = by**2 * (each + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o))
             # The errors of delta and of stats move all elements of a row alike.
-            alike = delta * keys(p) ** 2 + (stored + sunk) * keys(p * centred) ** 2
-            reach = sum_of_shared(case, e, abs(p * centred))
+            alike = delta * keys(by * p) ** 2 + (stored + sunk) * keys(by * p * centred) ** 2
+            reach = sum_of_shared(e, abs(by * p * centred), axes)
             terms = np.prod(p.shape) / np.prod(reach.shape)
-            d_bias["dBias"] = sum_of_shared(case, e, keys(each) + alike)
-            d_bias["dBias"] = d_bias["dBias"] + (1 + terms / 36) * (eps * reach) ** 2
-        asked = {**d_bias, **({"debug_softmax": p_variance} if case.looks_inside else {})}
+            asked[role] = sum_of_shared(e, keys(each) + alike, axes)
+            asked[role] = asked[role] + (1 + terms / 36) * (eps * reach) ** 2
         return asked | {
             "o": o_own,
             "stats": stats_variance,
@@ -162,6 +163,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
 def result_type(case: Case, role: str) -> str | None:
     """The type that a result is rounded to, if not that of q."""
+    if role.startswith("d_mod_"):
+        return case.d_mods
     return case.d_bias if role == "dBias" else RESULT_TYPES.get(role)
 
 

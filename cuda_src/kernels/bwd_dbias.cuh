@@ -1,10 +1,10 @@
 // After the backward's bwd_delta: the gradient of a bias, P * (dP - delta), summed where the bias
-// broadcasts.
+// broadcasts. Or of what a user's function reads in the place of it: times the function's derivative.
 //
 // A block owns a tile of dBias and walks the tiles of scores that are added to it, one after
 // another: those of all batch entries, or heads, that share the bias, and if queries, or keys,
 // share it, those of all queries, or keys. Sums stay in registers, and have one order. Per tile:
-//   S = Q K^T, P = exp(S - stats), dP = dO V^T; dBias += P (dP - delta)
+//   S = Q K^T, P = exp(S - stats), dP = dO V^T; dBias += P (dP - delta) dS/dBias
 #pragma once
 
 #include "attn/pages.cuh"
@@ -30,6 +30,17 @@ struct DBiasTiling {
   static constexpr int warps_q = warps_q_;  // along queries
   static constexpr int columns = 32;        // what head dimensions are rounded up to
 };
+
+// What is written, by the name of its commonest case: the gradient of the bias, or of a tensor that a
+// user's function reads.
+template <class Problem>
+DLATTN_DEVICE const BiasRef& written(const Params& p) {
+  if constexpr (Problem::gradient_of < 0) {
+    return p.dBias;
+  } else {
+    return p.d_score_mod[Problem::gradient_of];
+  }
+}
 
 // A tile of scores that is added to a tile of dBias.
 struct DBiasStep {
@@ -85,13 +96,14 @@ struct DBiasWalk {
 
   // Where dBias has a size of 1, its stride is 0.
   DLATTN_DEVICE void step(const Params& p) {
-    if (p.dBias.row == 0 && (at.query += Tiling::tile_q) < length.q) return;
+    const BiasRef& dBias = written<Problem>(p);
+    if (dBias.row == 0 && (at.query += Tiling::tile_q) < length.q) return;
     at.query = first.query;
-    if (p.dBias.column == 0 && (at.key += Tiling::tile_k) < length.kv) return;
+    if (dBias.column == 0 && (at.key += Tiling::tile_k) < length.kv) return;
     at.key = first.key;
-    if (p.dBias.head == 0 && ++at.head < p.heads_q) return;
+    if (dBias.head == 0 && ++at.head < p.heads_q) return;
     at.head = first.head;
-    at.batch = p.dBias.batch == 0 ? at.batch + 1 : p.batch;
+    at.batch = dBias.batch == 0 ? at.batch + 1 : p.batch;
     if (!done(p)) length = Lengths(p, at.batch);
   }
 };
@@ -111,10 +123,13 @@ struct BwdDBias {
   static constexpr int dim_v = round_up(Problem::head_dim_v, Tiling::columns);
   static constexpr int access_bytes = Problem::access_bytes;
   static constexpr bool drops = Problem::Dropout::drops;
-  static_assert(Score::stages_bias);
+  // What is read is more than added: scores have a derivative by it.
+  static constexpr bool is_bent = requires { typename Problem::Partial; };
 
   using Grid = WarpGrid<tile_q, tile_k, Tiling::warps, warps_q>;
   using Scores = typename Grid::Block;
+  struct NoSlopes {};
+  using Slopes = Either<is_bent, Scores, NoSlopes>;
   using QTile = SharedTile<T, tile_q, dim_qk>;
   using KTile = SharedTile<T, tile_k, dim_qk>;
   using DOTile = SharedTile<T, tile_q, dim_v>;
@@ -133,13 +148,14 @@ struct BwdDBias {
 
   // The elements of the bias that a lane's scores are added to, two neighbouring keys at a time. Where
   // there is none, the nearest that exists: no branch, and the mask drops what becomes of it.
-  struct BiasTile {
+  struct StagedBias {
+    using Position = BiasedPosition;
     using Element = typename Score::BiasElement;
     static constexpr bool is_short = sizeof(Element) == 2;
     using Pair = Either<is_short, uint32, float2>;
     Pair at[Grid::m_tiles][Grid::n_tiles][2];
 
-    DLATTN_DEVICE BiasTile(const Params& p, const Walk& walk, const Position& first) {
+    DLATTN_DEVICE StagedBias(const Params& p, const Walk& walk, const dlattn::Position& first) {
       if (walk.is_inside()) {
         read<true>(p, first);
       } else {
@@ -147,6 +163,9 @@ struct BwdDBias {
       }
     }
 
+    DLATTN_DEVICE Position with(const dlattn::Position& at, int m, int n, int i) const {
+      return {at, element(m, n, i)};
+    }
     DLATTN_DEVICE float element(int m, int n, int i) const {
       const Pair& pair = at[m][n][i / 2];
       if constexpr (is_short) {
@@ -158,7 +177,7 @@ struct BwdDBias {
 
    private:
     template <bool inside>
-    DLATTN_DEVICE void read(const Params& p, const Position& first) {
+    DLATTN_DEVICE void read(const Params& p, const dlattn::Position& first) {
       const auto* g_bias = static_cast<const Element*>(p.bias.data) + first.batch * p.bias.batch +
                            first.head * p.bias.head;
       const int last_query = first.length_q - 1, last_key = first.length_kv - 1;
@@ -195,14 +214,22 @@ struct BwdDBias {
     }
   };
 
+  struct NoBias {
+    DLATTN_DEVICE NoBias(const Params&, const Walk&, const Position&) {}
+    static DLATTN_DEVICE Position with(const Position& at, int, int, int) { return at; }
+  };
+  using BiasTile = Either<Score::stages_bias, StagedBias, NoBias>;
+
   const Params& p;
   SharedMemory& shared;
+  const BiasRef& dBias;
   const ScoreValues values;
   const int first_row, first_column;  // of this warp, in the tile
 
   DLATTN_DEVICE BwdDBias(const Params& params, SharedMemory& shared_memory)
       : p(params),
         shared(shared_memory),
+        dBias(written<Problem>(params)),
         values(params),
         first_row(Grid::first_row()),
         first_column(Grid::first_column()) {}
@@ -264,13 +291,20 @@ struct BwdDBias {
     }
   }
 
-  // Turns raw products into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& score, const BiasTile& bias, const Walk& walk) const {
+  // Turns raw products into probabilities, and derivatives into factors of theirs: unless their signs
+  // will say what is dropped.
+  DLATTN_DEVICE void exponentiate(Scores& score, Slopes& slope, const BiasTile& bias,
+                                  const Walk& walk) const {
     const auto exponentiate_by = [&](auto exponent) {
       score.for_each([&](float& value, int m, int n, int i) {
-        const float base = -shared.log_sum_exp[first_row + Scores::row(m, i)];
-        const BiasedPosition at{position(walk, m, n, i), bias.element(m, n, i)};
-        value = exp2_approx(exponent(value, at, base));
+        const float base = -shared.log_sum_exp[first_row + Scores::row(m, i)], raw = value;
+        const auto at = bias.with(position(walk, m, n, i), m, n, i);
+        value = exp2_approx(exponent(raw, at, base));
+        if constexpr (is_bent) {
+          float& factor = slope.at[m][n][i];
+          factor = value == 0.f ? 0.f : Problem::Partial::apply(raw, at, values);
+          if (!drops) value *= factor;
+        }
       });
     };
     if constexpr (Score::is_quick) {
@@ -317,14 +351,15 @@ struct BwdDBias {
     const Walk& walk = shared.walks[iteration % 2];
     load_do_and_v(walk);
     Scores probability;
+    Slopes slope;
     probability.clear();
     if constexpr (Problem::bias_pairs) {
       const BiasTile bias(p, walk, position(walk, 0, 0, 0));  // on its way beside the products
       multiply<dim_qk>(probability, shared.q, shared.k);
-      exponentiate(probability, bias, walk);
+      exponentiate(probability, slope, bias, walk);
     } else {
       multiply<dim_qk>(probability, shared.q, shared.k);
-      exponentiate(probability, BiasTile(p, walk, position(walk, 0, 0, 0)), walk);
+      exponentiate(probability, slope, BiasTile(p, walk, position(walk, 0, 0, 0)), walk);
     }
     if constexpr (drops) {
       const typename Problem::Dropout dropout(p, walk.at.batch, walk.at.head, walk.length);
@@ -341,7 +376,10 @@ struct BwdDBias {
     multiply<dim_v>(dP, shared.dO, shared.v);
     sum.for_each([&](float& value, int m, int n, int i) {
       const float weight = probability.at[m][n][i], grad = dP.at[m][n][i];
-      if constexpr (drops) {
+      if constexpr (drops && is_bent) {
+        const float dS = weigh_dropped(weight, grad, minus_delta(m, i));
+        value += dS == 0.f ? 0.f : dS * slope.at[m][n][i];  // masked, whatever the derivative
+      } else if constexpr (drops) {
         value += weigh_dropped(weight, grad, minus_delta(m, i));
       } else {
         value = fmaf(weight, grad, value);
@@ -366,9 +404,9 @@ struct BwdDBias {
 
   // The tile itself, two neighbouring keys at a time where they are neighbours in memory.
   DLATTN_DEVICE void store_tile_of(const Scores& sum, DBias* g_dBias, const DBiasStep& tile) const {
-    const bool pairs = p.dBias.column == 1 &&
-                       ((p.dBias.row | p.dBias.head | p.dBias.batch) & 1) == 0 &&
-                       reinterpret_cast<uint64>(p.dBias.data) % (2 * sizeof(DBias)) == 0;
+    const bool pairs = dBias.column == 1 &&
+                       ((dBias.row | dBias.head | dBias.batch) & 1) == 0 &&
+                       reinterpret_cast<uint64>(dBias.data) % (2 * sizeof(DBias)) == 0;
     const int first_query = tile.query + first_row + Scores::row(0, 0);
     const int first_key = tile.key + first_column + Scores::column(0, 0);
 #pragma unroll
@@ -377,7 +415,7 @@ struct BwdDBias {
       for (int i = 0; i < 4; i += 2) {
         const int query = first_query + Scores::row_step(m, i);
         if (query >= p.seq_q) continue;
-        DBias* g_row = g_dBias + query * p.dBias.row;
+        DBias* g_row = g_dBias + query * dBias.row;
 #pragma unroll
         for (int n = 0; n < Grid::n_tiles; ++n) {
           const int key = first_key + Scores::column_step(n, 0);
@@ -385,8 +423,8 @@ struct BwdDBias {
           if (pairs && key + 1 < p.seq_kv) {
             store_pair(g_row + key, low, high);
           } else {
-            if (key < p.seq_kv) g_row[key * p.dBias.column] = from_float<DBias>(low);
-            if (key + 1 < p.seq_kv) g_row[(key + 1) * p.dBias.column] = from_float<DBias>(high);
+            if (key < p.seq_kv) g_row[key * dBias.column] = from_float<DBias>(low);
+            if (key + 1 < p.seq_kv) g_row[(key + 1) * dBias.column] = from_float<DBias>(high);
           }
         }
       }
@@ -418,7 +456,7 @@ struct BwdDBias {
         if (threadIdx.x % 32 < 4) s_own[Scores::column(n, j)] = part;
       }
     __syncthreads();
-    if (p.dBias.column == 0) {
+    if (dBias.column == 0) {
       if (threadIdx.x != 0) return;
       float total = 0.f;
       for (int i = 0; i < warps_q * tile_k; ++i) total += s_sums[i];
@@ -426,7 +464,7 @@ struct BwdDBias {
     } else {
       const int key = first_key + threadIdx.x;
       if (threadIdx.x < tile_k && key < p.seq_kv) {
-        g_dBias[key * p.dBias.column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
+        g_dBias[key * dBias.column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
       }
     }
   }
@@ -449,7 +487,7 @@ struct BwdDBias {
     __syncthreads();
     const int query = first_query + threadIdx.x;
     if (threadIdx.x < tile_q && query < p.seq_q) {
-      g_dBias[query * p.dBias.row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
+      g_dBias[query * dBias.row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
     }
   }
 
@@ -481,10 +519,10 @@ struct BwdDBias {
     const float factor = lowering * dropout_scale<Problem>(p);
     sum.for_each([&](float& value, int, int, int) { value *= factor; });
     DBias* g_dBias =
-        static_cast<DBias*>(p.dBias.data) + tile.batch * p.dBias.batch + tile.head * p.dBias.head;
-    if (p.dBias.row == 0) {
+        static_cast<DBias*>(dBias.data) + tile.batch * dBias.batch + tile.head * dBias.head;
+    if (dBias.row == 0) {
       store_column_sums(sum, g_dBias, tile.key);
-    } else if (p.dBias.column == 0) {
+    } else if (dBias.column == 0) {
       store_row_sums(sum, g_dBias, tile.query);
     } else {
       store_tile_of(sum, g_dBias, tile);
@@ -493,9 +531,9 @@ struct BwdDBias {
 };
 
 // Tiles of keys first: neighbours read the same queries.
-template <class Tiling>
+template <class Problem, class Tiling>
 DLATTN_DEVICE DBiasStep first_dbias_step(int index, const Params& p) {
-  const BiasRef& dBias = p.dBias;
+  const BiasRef& dBias = written<Problem>(p);
   const int key_tiles = dBias.column == 0 ? 1 : ceil_div(p.seq_kv, Tiling::tile_k);
   const int query_tiles = dBias.row == 0 ? 1 : ceil_div(p.seq_q, Tiling::tile_q);
   const int heads = dBias.head == 0 ? 1 : p.heads_q;
@@ -510,7 +548,7 @@ DLATTN_DEVICE void bwd_dbias(const Params& p) {
   extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
-  Kernel(p, shared).compute(first_dbias_step<Tiling>(blockIdx.x, p));
+  Kernel(p, shared).compute(first_dbias_step<Problem, Tiling>(blockIdx.x, p));
 }
 
 }  // namespace dlattn

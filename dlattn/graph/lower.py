@@ -151,9 +151,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         paged_v=PAGE_TABLES["v"] in tensors,
         d_bias=tensors["dBias"].get_data_type() if "dBias" in tensors else None,
         score_gradients=tuple(
-            ScoreGradient(
-                SCORE_GRADIENT_ROLES.index(role), tensors[role].get_data_type(), partial
-            )
+            ScoreGradient(SCORE_GRADIENT_ROLES.index(role), tensors[role].get_data_type(), partial)
             for role, partial in node.partials.items()
         ),
         access_bytes=_access_bytes(tensors),

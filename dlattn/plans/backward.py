@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, Protocol
 
-from dlattn.plans.bwd_dbias import dbias_kernel, dbias_refusal
+from dlattn.plans.bwd_dbias import gradient_kernels, gradients_refusal
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
     MOST_HEAD_DIM,
@@ -41,8 +41,8 @@ class BackwardTiling(Tiling, Protocol):
 
 
 class BackwardPlan(CudaPlan):
-    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for the gradient of a
-    bias, one for a sink's.
+    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for each gradient of a
+    bias or of what a user's function reads, one for a sink's.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
     """
@@ -187,8 +187,8 @@ class BackwardPlan(CudaPlan):
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
-        if self.problem.d_bias is not None:
-            kernels.append(dbias_kernel(self.problem, self.geometry, self.target, self.tiling))
+        if self.problem.d_bias is not None or self.problem.score_gradients:
+            kernels += gradient_kernels(self.problem, self.geometry, self.target, self.tiling)
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels
@@ -233,4 +233,4 @@ def backward_refusal(
     blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."
-    return reason or dbias_refusal(problem, geometry, target)
+    return reason or gradients_refusal(problem, geometry, target)

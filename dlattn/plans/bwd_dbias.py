@@ -1,14 +1,18 @@
-"""The gradient of a bias: ``cuda_src/kernels/bwd_dbias.cuh``, after a backward's main kernel."""
+"""Gradients of a bias and of what a user's function of scores reads, after a backward's main kernel:
+``cuda_src/kernels/bwd_dbias.cuh``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
+from typing import Any
 
-from dlattn.dtypes import to_cpp
+from dlattn.dtypes import data_type, to_cpp
 from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
+from dlattn.plans.score_source import definition
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Geometry, Problem
+from dlattn.problem import Geometry, Problem, ScoreGradient, ScoreProgram
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
@@ -87,39 +91,66 @@ def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     return next(filter(fits, PLAIN_TILINGS if plain else TILINGS), None)
 
 
-def dbias_kernel(
+def gradient_kernels(
     problem: Problem, geometry: Geometry, target: Target, main: Tiling
-) -> KernelLaunch:
-    """The kernel; each block has a tile of dBias, whatever is added to it."""
-    assert problem.d_bias is not None
+) -> list[KernelLaunch]:
+    """A kernel for each gradient; each block has a tile of it, whatever is added to that.
+
+    Args:
+        main: the tiling of the main kernel.
+    """
     chosen = choose_tiling(problem, target)
     assert chosen is not None
     tiling = replace(chosen, main=main.cpp)
     shared = tiling.shared_memory(problem)
-    source = kernel_source(
-        "bwd_dbias",
-        replace(staged(problem), sink=False, deterministic=False),
-        tiling,
-        shared,
-        constants={"bias_pairs": int(problem.has_aligned_bias)},
-        types={"DBias": to_cpp(problem.d_bias)},
-    )
-    blocks = _blocks(geometry, tiling)
-    return KernelLaunch(source, (blocks, 1, 1), tiling.threads, shared, plain=True)
+    plain = replace(staged(problem), sink=False, deterministic=False)
+
+    def kernel(role: str, number: int, dtype: data_type, **bent: Any) -> KernelLaunch:
+        source = kernel_source(
+            "bwd_dbias",
+            plain,
+            tiling,
+            shared,
+            constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_bias)},
+            types={"DBias": to_cpp(dtype), **bent.pop("types", {})},
+            **bent,
+        )
+        blocks = (_blocks(geometry, role, tiling), 1, 1)
+        return KernelLaunch(source, blocks, tiling.threads, shared, plain=True)
+
+    kernels = [] if problem.d_bias is None else [kernel("dBias", -1, problem.d_bias)]
+    for of in problem.score_gradients:
+        bent = {} if of.is_plain else _partial(problem, of)
+        kernels.append(kernel(of.role, of.number, of.dtype, **bent))
+    return kernels
 
 
-def dbias_refusal(problem: Problem, geometry: Geometry, target: Target) -> str | None:
+def _partial(problem: Problem, of: ScoreGradient) -> dict[str, Any]:
+    """What computes the derivative of a score by what is read: of the score that the user's function
+    is given, as edits before it make that."""
+    before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
+    edits = ", ".join(edit.cpp for edit in (*before, of.partial))
+    return {"types": {"Partial": f"Edits<{edits}>"}, "definitions": definition(of.partial)}
+
+
+def gradients_refusal(problem: Problem, geometry: Geometry, target: Target) -> str | None:
     """Why the kernel cannot run a problem, or ``None``."""
-    if problem.d_bias is None:
+    wanted = {"dBias": problem.d_bias} if problem.d_bias is not None else {}
+    wanted |= {of.role: of.dtype for of in problem.score_gradients}
+    if not wanted:
         return None
     tiling = choose_tiling(problem, target)
-    if tiling is None:
-        return f"dBias: rows of so large head dimensions do not fit the shared memory of {target}."
-    if _blocks(geometry, tiling) > MOST_BLOCKS:
-        return "the gradient of a bias must have fewer than 2**31 tiles; split the batch."
+    for role, dtype in wanted.items():
+        name = geometry.tensors[role].name
+        if dtype is data_type.DOUBLE:
+            return f"{name} must be HALF, BFLOAT16 or FLOAT; got DOUBLE."
+        if tiling is None:
+            return f"{name}: rows of so large head dimensions do not fit the shared memory of {target}."
+        if _blocks(geometry, role, tiling) > MOST_BLOCKS:
+            return f"{name} must have fewer than 2**31 tiles; split the batch."
     return None
 
 
-def _blocks(geometry: Geometry, tiling: DBiasTiling) -> int:
-    batch, heads, seq_q, seq_kv = geometry.tensors["dBias"].dim
+def _blocks(geometry: Geometry, role: str, tiling: DBiasTiling) -> int:
+    batch, heads, seq_q, seq_kv = geometry.tensors[role].dim
     return batch * heads * -(-seq_q // tiling.tile_q) * -(-seq_kv // tiling.tile_k)

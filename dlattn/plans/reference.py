@@ -96,7 +96,10 @@ class Reference(Plan):
                 results["stats"][np.isneginf(results["stats"])] = np.inf
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
-            added = [*(["dBias"] if problem.d_bias else ()), *(x.role for x in problem.score_gradients)]
+            added = [
+                *(["dBias"] if problem.d_bias else ()),
+                *(x.role for x in problem.score_gradients),
+            ]
             sums = {role: np.zeros(tensors[role].shape, self.compute) for role in added}
             d_reads = [(of, sums[of.role]) for of in problem.score_gradients]
             d_stats = tensors.get("dStats")

@@ -180,13 +180,19 @@ def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Arra
 
 
 def score_program(
-    builder: Builder, result: int, slope: int | None, reads: Sequence[Read]
+    builder: Builder,
+    result: int,
+    slope: int | None,
+    reads: Sequence[Read],
+    also: Sequence[int] = (),
 ) -> tuple[ScoreProgram, list[int]]:
     """The lines that results need, and which of the reads those are, in the program's order: that
-    in which results need them, whatever else was written before."""
+    in which results need them, whatever else was written before; then those that it is to have
+    also."""
     roots = (result,) if slope is None else (result, slope)
     lines = (builder.lines[old] for old in _in_order(builder.lines, roots))
-    used = list(dict.fromkeys(int(x.number or 0) for x in lines if x.operation == "read"))
+    needed_reads = (int(x.number or 0) for x in lines if x.operation == "read")
+    used = list(dict.fromkeys([*needed_reads, *also]))
     return _program(builder, result, slope, reads, used), used
 
 

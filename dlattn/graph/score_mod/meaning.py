@@ -215,20 +215,15 @@ def _node_of(
     others = {role: t for role, t in node.inputs.items() if role not in dropped}
     if not wanted and found.result == builder.score() and slope in (None, builder.constant(1.0)):
         return replace(node, inputs=others, score_mod=None)
-    program, used = score_program(builder, found.result, slope, reads)
+    by = [tensors.index(t) for t in wanted.values()]
+    program, used = score_program(builder, found.result, slope, reads, by)
     used_reads = dict(zip(SCORE_MOD_ROLES, (tensors[number] for number in used), strict=False))
-    numbers = {tensors[old]: new for new, old in enumerate(used)}
     outputs = {role: t for role, t in node.outputs.items() if role not in SCORE_GRADIENT_ROLES}
     partials = {}
-    for old_role, t in wanted.items():
-        partial = partial_program(builder, found.result, tensors.index(t), reads, used)
-        if partial.lines[partial.result].holds(0.0):
-            raise cudnnGraphNotSupportedError(
-                f"{t.get_name()!r} in score_mod_gradients has a gradient that is 0 everywhere: "
-                "score_mod only compares or rounds it, or multiplies it by 0; leave it out."
-            )
-        role = SCORE_GRADIENT_ROLES[numbers[t]]
-        partials[role], outputs[role] = partial, node.outputs[old_role]
+    for old, number in zip(wanted, by, strict=True):
+        role = SCORE_GRADIENT_ROLES[used.index(number)]
+        outputs[role] = node.outputs[old]
+        partials[role] = partial_program(builder, found.result, number, reads, used)
     return replace(
         node,
         inputs={**others, **used_reads},
