@@ -3,7 +3,9 @@
 //
 // A block owns a tile of dBias and walks the tiles of scores that are added to it, one after
 // another: those of all batch entries, or heads, that share the bias, and if queries, or keys,
-// share it, those of all queries, or keys. Sums stay in registers, and have one order. Per tile:
+// share it, those of all queries, or keys. Where that leaves few blocks, several share a tile: each
+// takes a part of its walk, and the last to be done adds theirs. Sums stay in registers, and have one
+// order. Per tile:
 //   S = Q K^T, P = exp(S - stats), dP = dO V^T; dBias += P (dP - delta) dS/dBias
 #pragma once
 
@@ -49,6 +51,19 @@ struct DBiasStep {
 };
 DLATTN_DEVICE DBiasStep uniform(const DBiasStep& step) {
   return {uniform(step.batch), uniform(step.head), uniform(step.query), uniform(step.key)};
+}
+
+// Of several blocks that share a tile, each takes every so many steps along two of the axes that it
+// walks: the first of queries and keys, the first of heads and batch entries.
+DLATTN_DEVICE DBiasStep along_walk(const BiasRef& dBias, int y, int z, int other) {
+  return {dBias.head == 0 ? other : z, dBias.head == 0 ? z : other,
+          dBias.row == 0 ? y : other, dBias.row == 0 ? other : y};
+}
+DLATTN_DEVICE DBiasStep parts_of_walk(const BiasRef& dBias) {
+  return along_walk(dBias, gridDim.y, gridDim.z, 1);
+}
+DLATTN_DEVICE DBiasStep part_of_walk(const BiasRef& dBias) {
+  return along_walk(dBias, blockIdx.y, blockIdx.z, 0);
 }
 
 // The steps of a block that see any position, in order.
@@ -97,13 +112,14 @@ struct DBiasWalk {
   // Where dBias has a size of 1, its stride is 0.
   DLATTN_DEVICE void step(const Params& p) {
     const BiasRef& dBias = written<Problem>(p);
-    if (dBias.row == 0 && (at.query += Tiling::tile_q) < length.q) return;
+    const DBiasStep by = parts_of_walk(dBias);
+    if (dBias.row == 0 && (at.query += by.query * Tiling::tile_q) < length.q) return;
     at.query = first.query;
-    if (dBias.column == 0 && (at.key += Tiling::tile_k) < length.kv) return;
+    if (dBias.column == 0 && (at.key += by.key * Tiling::tile_k) < length.kv) return;
     at.key = first.key;
-    if (dBias.head == 0 && ++at.head < p.heads_q) return;
+    if (dBias.head == 0 && (at.head += by.head) < p.heads_q) return;
     at.head = first.head;
-    at.batch = dBias.batch == 0 ? at.batch + 1 : p.batch;
+    at.batch = dBias.batch == 0 ? at.batch + by.batch : p.batch;
     if (!done(p)) length = Lengths(p, at.batch);
   }
 };
@@ -508,13 +524,51 @@ struct BwdDBias {
     return total;
   }
 
-  // All of a tile of dBias.
+  // Adds up what all blocks of a tile have, in their order, in the last of them; false in others.
+  DLATTN_DEVICE bool join(Scores& sum) const {
+    const int parts = gridDim.y * gridDim.z, part = blockIdx.z * gridDim.y + blockIdx.y;
+    if (parts == 1) return true;
+    constexpr int part_size = tile_q * tile_k, thread_step = threads * 4;
+    float* g_parts = p.dbias_parts + int64(blockIdx.x) * parts * part_size + 4 * threadIdx.x;
+    const auto each = [&](float* g_part, auto take) {
+#pragma unroll
+      for (int m = 0; m < Grid::m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Grid::n_tiles; ++n) {
+          take(*reinterpret_cast<float4*>(g_part + (m * Grid::n_tiles + n) * thread_step),
+               sum.at[m][n]);
+        }
+    };
+    each(g_parts + int64(part) * part_size, [](float4& stored, const float(&own)[4]) {
+      stored = {own[0], own[1], own[2], own[3]};
+    });
+    fence_gpu();
+    __syncthreads();
+    int* s_done = reinterpret_cast<int*>(&shared);
+    if (threadIdx.x == 0) *s_done = fetch_add(p.dbias_arrivals + blockIdx.x, 1) + 1;
+    __syncthreads();
+    if (*s_done != parts) return false;
+    fence_gpu();
+    if (threadIdx.x == 0) p.dbias_arrivals[blockIdx.x] = 0;  // for the next gradient
+    sum.clear();
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+      each(g_parts + int64(i) * part_size, [](const float4& stored, float(&total)[4]) {
+        const float4 other = load_relaxed(&stored);
+        total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+      });
+    }
+    return true;
+  }
+
+  // All of a tile of dBias, or a part of what is added to it.
   DLATTN_DEVICE void compute(const DBiasStep& tile) {
     Scores sum;
     sum.clear();
     bool more = start(Walk(p, tile), 0);
 #pragma unroll 1
     for (int iteration = 0; more; ++iteration) more = step(sum, iteration);
+    if (!join(sum)) return;
     constexpr float lowering = 1.f / (1 << Main::template raised<T>);
     const float factor = lowering * dropout_scale<Problem>(p);
     sum.for_each([&](float& value, int, int, int) { value *= factor; });
@@ -538,8 +592,10 @@ DLATTN_DEVICE DBiasStep first_dbias_step(int index, const Params& p) {
   const int query_tiles = dBias.row == 0 ? 1 : ceil_div(p.seq_q, Tiling::tile_q);
   const int heads = dBias.head == 0 ? 1 : p.heads_q;
   const int tile = index / key_tiles, pair = tile / query_tiles;
-  return {pair / heads, pair % heads, tile % query_tiles * Tiling::tile_q,
-          index % key_tiles * Tiling::tile_k};
+  const DBiasStep part = part_of_walk(dBias);
+  return {pair / heads + part.batch, pair % heads + part.head,
+          (tile % query_tiles + part.query) * Tiling::tile_q,
+          (index % key_tiles + part.key) * Tiling::tile_k};
 }
 
 template <class Problem, class Tiling>

@@ -204,6 +204,8 @@ class Params(ctypes.Structure):
         ("given_block_mask", BlockMaskRef),
         ("whole_blocks", ctypes.c_uint64),
         *((role, BiasRef) for role in SCORE_GRADIENT_ROLES),
+        ("dbias_parts", ctypes.c_uint64),
+        ("dbias_arrivals", ctypes.c_uint64),
         ("dq_additions", ctypes.c_uint64),
     ]
 

@@ -8,7 +8,12 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, Protocol
 
-from dlattn.plans.bwd_dbias import gradient_kernels, gradients_refusal
+from dlattn.plans.bwd_dbias import (
+    GradientScratch,
+    gradient_kernels,
+    gradient_scratch,
+    gradients_refusal,
+)
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
     MOST_HEAD_DIM,
@@ -155,7 +160,16 @@ class BackwardPlan(CudaPlan):
     def scratch_bytes(self) -> int:
         counts = 4 * (self._sums + self._dq_places + 2) if self.stores_dq else 0
         arrays = self._dq_accum_bytes + self._row_stats_bytes + self._sink_parts_bytes
-        return round_up(arrays + counts + self._additions_bytes, 256)
+        shared = self._gradient_scratch.arrivals + self._gradient_scratch.parts
+        return round_up(arrays + counts + self._additions_bytes + shared, 256)
+
+    @cached_property
+    def _gradient_scratch(self) -> GradientScratch:
+        return gradient_scratch(self.problem, self.geometry, self.target)
+
+    @cached_property
+    def cleared_bytes(self) -> int:
+        return self._gradient_scratch.arrivals
 
     @property
     def _counts_additions(self) -> bool:
@@ -168,7 +182,10 @@ class BackwardPlan(CudaPlan):
         return 4 * self._row_tiles if self._counts_additions else 0
 
     def place_workspace(self, workspace: int) -> None:
-        params = self._params
+        params, shared = self._params, self._gradient_scratch
+        params.dbias_arrivals = workspace
+        params.dbias_parts = workspace + shared.arrivals
+        workspace += shared.arrivals + shared.parts
         params.dq_accum = workspace
         params.row_stats = workspace + self._dq_accum_bytes
         params.sink_parts = params.row_stats + self._row_stats_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import takewhile
+from math import prod
 from typing import Any
 
 from dlattn.dtypes import data_type, to_cpp
@@ -66,6 +67,9 @@ class DBiasTiling:
         )
 
 
+#: Blocks that share tiles: as many waves of them, and each at least so many steps.
+_WAVES, _LEAST_STEPS = 2, 8
+
 #: The first that fits is taken: two blocks that hide each other's waits, else as many products for
 #: each element that is loaded as there is room for.
 TILINGS = (
@@ -115,8 +119,8 @@ def gradient_kernels(
             types={"DBias": to_cpp(dtype), **bent.pop("types", {})},
             **bent,
         )
-        blocks = (_blocks(geometry, role, tiling), 1, 1)
-        return KernelLaunch(source, blocks, tiling.threads, shared, plain=True)
+        grid = _grid(geometry, role, tiling, target)
+        return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
 
     kernels = [] if problem.d_bias is None else [kernel("dBias", -1, problem.d_bias)]
     for of in problem.score_gradients:
@@ -131,6 +135,36 @@ def _partial(problem: Problem, of: ScoreGradient) -> dict[str, Any]:
     before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
     edits = ", ".join(edit.cpp for edit in (*before, of.partial))
     return {"types": {"Partial": f"Edits<{edits}>"}, "definitions": definition(of.partial)}
+
+
+@dataclass(frozen=True)
+class GradientScratch:
+    """What blocks that share tiles leave to each other: one gradient after the other.
+
+    Attributes:
+        arrivals: bytes of counts, which are zero when the first kernel starts.
+        parts: bytes of sums.
+    """
+
+    arrivals: int = 0
+    parts: int = 0
+
+
+def gradient_scratch(problem: Problem, geometry: Geometry, target: Target) -> GradientScratch:
+    """For all kernels of :func:`gradient_kernels`."""
+    roles = ["dBias"] if problem.d_bias is not None else []
+    roles += [of.role for of in problem.score_gradients]
+    tiling = choose_tiling(problem, target) if roles else None
+    if tiling is None:
+        return GradientScratch()
+    grids = [_grid(geometry, role, tiling, target) for role in roles]
+    shared = [grid for grid in grids if prod(grid[1:]) > 1]
+    if not shared:
+        return GradientScratch()
+    part = 4 * tiling.tile_q * tiling.tile_k
+    return GradientScratch(
+        round_up(4 * max(grid[0] for grid in shared), 256), part * max(map(prod, shared))
+    )
 
 
 def gradients_refusal(problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -149,6 +183,27 @@ def gradients_refusal(problem: Problem, geometry: Geometry, target: Target) -> s
         if _blocks(geometry, role, tiling) > MOST_BLOCKS:
             return f"{name} must have fewer than 2**31 tiles; split the batch."
     return None
+
+
+def _grid(
+    geometry: Geometry, role: str, tiling: DBiasTiling, target: Target
+) -> tuple[int, int, int]:
+    """The tiles of a gradient; blocks that share each, along queries or keys, and along heads or
+    batch entries: as many as run at once, if a block has steps enough."""
+    tiles = _blocks(geometry, role, tiling)
+    _, heads, seq_q, seq_kv = geometry.tensors[role].dim
+    batch, whole = geometry.batch // geometry.tensors[role].dim[0], geometry
+    walked = [
+        -(-whole.seq_q // tiling.tile_q) if seq_q == 1 else 1,
+        -(-whole.seq_kv // tiling.tile_k) if seq_kv == 1 else 1,
+        whole.heads_q if heads == 1 else 1,
+        batch,
+    ]
+    wanted = _WAVES * target.multiprocessors * tiling.min_blocks // tiles
+    parts = max(1, min(wanted, prod(walked) // _LEAST_STEPS))
+    along_tiles, along_heads = walked[0 if seq_q == 1 else 1], walked[2 if heads == 1 else 3]
+    y = min(parts, along_tiles)
+    return tiles, y, min(parts // y, along_heads)
 
 
 def _blocks(geometry: Geometry, role: str, tiling: DBiasTiling) -> int:
