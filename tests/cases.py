@@ -65,7 +65,8 @@ class Case:
         debug_softmax: the forward writes signed probabilities, if it writes stats.
         score_mod: a function of scores, and what it masks, as trees of :mod:`tests.score_mods`, the
             second perhaps ``None``; or ``None``.
-        d_mods: element type of the gradients of the floats that the function reads; ``None`` for none.
+        d_mods: element type of the gradients of the floats that the function reads; ``None`` for
+            none.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.

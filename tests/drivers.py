@@ -12,6 +12,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_GRADIENT_ROLES,
     SCORE_MOD_ROLES,
     Alibi,
     Band,
@@ -209,8 +210,10 @@ def masks_of(case: Case) -> tuple[Mask, ...]:
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
-    modified = (f"mod_{name}" for name in case.mod_dims())
+    modified = [f"mod_{name}" for name in case.mod_dims()]
     roles = dict(zip(modified, SCORE_MOD_ROLES, strict=False))
+    gradients = (f"d_{name}" for name in modified)
+    roles |= dict(zip(gradients, SCORE_GRADIENT_ROLES, strict=False))
     return Geometry(
         tensors={roles.get(role, role): t.spec for role, t in tensors.items()},
         attn_scale=case.scale_value,

@@ -134,8 +134,8 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     Args:
         given: q, k, v and dO, in the case's type.
-        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token, dBias,
-            gradients of what a function reads, and debug_softmax, without signs and in the shape of the scores.
+        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token, dBias, gradients of
+            what a function reads, and debug_softmax, without signs and in the shape of the scores.
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few

@@ -242,8 +242,8 @@ class Operations(Primitives):
         dlattn's own here.
 
         Returns:
-            ``[dQ, dK, dV]``, and what score_mod_gradients asks for, virtual until ``set_output(True)``; shapes and strides that are not
-            set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
+            ``[dQ, dK, dV]``, and what score_mod_gradients asks for, virtual until
+            ``set_output(True)``; shapes and strides that are not set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
             gradients not at all. o, dO, stats and the gradients may be ragged, too, each with its
             own offsets.
 

@@ -10,9 +10,10 @@ from typing import ClassVar, Protocol
 
 from dlattn.plans.bwd_dbias import (
     GradientScratch,
-    gradient_kernels,
+    dbias_kernel,
     gradient_scratch,
     gradients_refusal,
+    score_gradient_kernel,
 )
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
@@ -204,8 +205,11 @@ class BackwardPlan(CudaPlan):
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
-        if self.problem.d_bias is not None or self.problem.score_gradients:
-            kernels += gradient_kernels(self.problem, self.geometry, self.target, self.tiling)
+        if self.problem.d_bias is not None:
+            kernels.append(dbias_kernel(self.problem, self.geometry, self.target, self.tiling))
+        for of in self.problem.score_gradients:
+            its = score_gradient_kernel(of, self.problem, self.geometry, self.target, self.tiling)
+            kernels.append(its)
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels

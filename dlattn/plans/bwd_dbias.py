@@ -1,12 +1,13 @@
-"""Gradients of a bias and of what a user's function of scores reads, after a backward's main kernel:
-``cuda_src/kernels/bwd_dbias.cuh``."""
+"""Gradients of a bias, and of what a user's function of scores reads, after a backward's main
+kernel: ``cuda_src/kernels/bwd_dbias.cuh``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from math import prod
-from typing import Any
 
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
@@ -95,46 +96,57 @@ def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     return next(filter(fits, PLAIN_TILINGS if plain else TILINGS), None)
 
 
-def gradient_kernels(
+def dbias_kernel(
     problem: Problem, geometry: Geometry, target: Target, main: Tiling
-) -> list[KernelLaunch]:
-    """A kernel for each gradient; each block has a tile of it, whatever is added to that.
+) -> KernelLaunch:
+    """The kernel for the gradient of a bias; a block has a tile of it, whatever is added to that.
 
     Args:
         main: the tiling of the main kernel.
     """
+    assert problem.d_bias is not None
+    types = {"DBias": to_cpp(problem.d_bias)}
+    return _kernel("dBias", -1, types, "", problem, geometry, target, main)
+
+
+def score_gradient_kernel(
+    of: ScoreGradient, problem: Problem, geometry: Geometry, target: Target, main: Tiling
+) -> KernelLaunch:
+    """The same for that of a tensor that a user's function reads."""
+    types, definitions = {"DBias": to_cpp(of.dtype)}, ""
+    if not of.is_plain:
+        # Of the score that the function is given, as the edits before it make that.
+        before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
+        edits = ", ".join(edit.cpp for edit in (*before, of.partial))
+        types, definitions = {**types, "Partial": f"Edits<{edits}>"}, definition(of.partial)
+    return _kernel(of.role, of.number, types, definitions, problem, geometry, target, main)
+
+
+def _kernel(
+    role: str,
+    number: int,
+    types: Mapping[str, str],
+    definitions: str,
+    problem: Problem,
+    geometry: Geometry,
+    target: Target,
+    main: Tiling,
+) -> KernelLaunch:
     chosen = choose_tiling(problem, target)
     assert chosen is not None
     tiling = replace(chosen, main=main.cpp)
     shared = tiling.shared_memory(problem)
-    plain = replace(staged(problem), sink=False, deterministic=False)
-
-    def kernel(role: str, number: int, dtype: data_type, **bent: Any) -> KernelLaunch:
-        source = kernel_source(
-            "bwd_dbias",
-            plain,
-            tiling,
-            shared,
-            constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_bias)},
-            types={"DBias": to_cpp(dtype), **bent.pop("types", {})},
-            **bent,
-        )
-        grid = _grid(geometry, role, tiling, target)
-        return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
-
-    kernels = [] if problem.d_bias is None else [kernel("dBias", -1, problem.d_bias)]
-    for of in problem.score_gradients:
-        bent = {} if of.is_plain else _partial(problem, of)
-        kernels.append(kernel(of.role, of.number, of.dtype, **bent))
-    return kernels
-
-
-def _partial(problem: Problem, of: ScoreGradient) -> dict[str, Any]:
-    """What computes the derivative of a score by what is read: of the score that the user's function
-    is given, as edits before it make that."""
-    before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
-    edits = ", ".join(edit.cpp for edit in (*before, of.partial))
-    return {"types": {"Partial": f"Edits<{edits}>"}, "definitions": definition(of.partial)}
+    source = kernel_source(
+        "bwd_dbias",
+        replace(staged(problem), sink=False, deterministic=False),
+        tiling,
+        shared,
+        constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_bias)},
+        types=types,
+        definitions=definitions,
+    )
+    grid = _grid(geometry, role, tiling, target)
+    return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
 
 
 @dataclass(frozen=True)
@@ -151,38 +163,40 @@ class GradientScratch:
 
 
 def gradient_scratch(problem: Problem, geometry: Geometry, target: Target) -> GradientScratch:
-    """For all kernels of :func:`gradient_kernels`."""
-    roles = ["dBias"] if problem.d_bias is not None else []
-    roles += [of.role for of in problem.score_gradients]
-    tiling = choose_tiling(problem, target) if roles else None
+    """For all of these kernels of a problem."""
+    wanted = _wanted(problem)
+    tiling = choose_tiling(problem, target) if wanted else None
     if tiling is None:
         return GradientScratch()
-    grids = [_grid(geometry, role, tiling, target) for role in roles]
+    grids = [_grid(geometry, role, tiling, target) for role in wanted]
     shared = [grid for grid in grids if prod(grid[1:]) > 1]
-    if not shared:
-        return GradientScratch()
-    part = 4 * tiling.tile_q * tiling.tile_k
-    return GradientScratch(
-        round_up(4 * max(grid[0] for grid in shared), 256), part * max(map(prod, shared))
-    )
+    counts = max((grid[0] for grid in shared), default=0)
+    parts = max(map(prod, shared), default=0)
+    return GradientScratch(round_up(4 * counts, 256), 4 * tiling.tile_q * tiling.tile_k * parts)
 
 
 def gradients_refusal(problem: Problem, geometry: Geometry, target: Target) -> str | None:
-    """Why the kernel cannot run a problem, or ``None``."""
-    wanted = {"dBias": problem.d_bias} if problem.d_bias is not None else {}
-    wanted |= {of.role: of.dtype for of in problem.score_gradients}
-    if not wanted:
-        return None
-    tiling = choose_tiling(problem, target)
+    """Why the kernels cannot run a problem, or ``None``."""
+    wanted = _wanted(problem)
+    tiling = choose_tiling(problem, target) if wanted else None
     for role, dtype in wanted.items():
         name = geometry.tensors[role].name
         if dtype is data_type.DOUBLE:
-            return f"{name} must be HALF, BFLOAT16 or FLOAT; got DOUBLE."
+            return f"{name}, a gradient, must be HALF, BFLOAT16 or FLOAT; got DOUBLE."
         if tiling is None:
-            return f"{name}: rows of so large head dimensions do not fit the shared memory of {target}."
-        if _blocks(geometry, role, tiling) > MOST_BLOCKS:
-            return f"{name} must have fewer than 2**31 tiles; split the batch."
+            return (
+                f"{name}: rows of so large head dimensions do not fit the shared memory of "
+                f"{target}."
+            )
+        if _tiles(geometry, role, tiling) > MOST_BLOCKS:
+            return f"{name}, a gradient, must have fewer than 2**31 tiles; split the batch."
     return None
+
+
+def _wanted(problem: Problem) -> dict[str, data_type]:
+    """The gradients that are written, and their types."""
+    wanted = {} if problem.d_bias is None else {"dBias": problem.d_bias}
+    return wanted | {of.role: of.dtype for of in problem.score_gradients}
 
 
 def _grid(
@@ -190,22 +204,18 @@ def _grid(
 ) -> tuple[int, int, int]:
     """The tiles of a gradient; blocks that share each, along queries or keys, and along heads or
     batch entries: as many as run at once, if a block has steps enough."""
-    tiles = _blocks(geometry, role, tiling)
-    _, heads, seq_q, seq_kv = geometry.tensors[role].dim
-    batch, whole = geometry.batch // geometry.tensors[role].dim[0], geometry
-    walked = [
-        -(-whole.seq_q // tiling.tile_q) if seq_q == 1 else 1,
-        -(-whole.seq_kv // tiling.tile_k) if seq_kv == 1 else 1,
-        whole.heads_q if heads == 1 else 1,
-        batch,
-    ]
+    batch, heads, seq_q, seq_kv = geometry.tensors[role].dim
+    along_q = -(-geometry.seq_q // tiling.tile_q) if seq_q == 1 else 1
+    along_k = -(-geometry.seq_kv // tiling.tile_k) if seq_kv == 1 else 1
+    along_heads, along_batch = geometry.heads_q // heads, geometry.batch // batch
+    tiles = _tiles(geometry, role, tiling)
     wanted = _WAVES * target.multiprocessors * tiling.min_blocks // tiles
-    parts = max(1, min(wanted, prod(walked) // _LEAST_STEPS))
-    along_tiles, along_heads = walked[0 if seq_q == 1 else 1], walked[2 if heads == 1 else 3]
-    y = min(parts, along_tiles)
-    return tiles, y, min(parts // y, along_heads)
+    steps = along_q * along_k * along_heads * along_batch
+    parts = max(1, min(wanted, steps // _LEAST_STEPS))
+    y = min(parts, along_q if seq_q == 1 else along_k)
+    return tiles, y, min(parts // y, along_heads if heads == 1 else along_batch)
 
 
-def _blocks(geometry: Geometry, role: str, tiling: DBiasTiling) -> int:
+def _tiles(geometry: Geometry, role: str, tiling: DBiasTiling) -> int:
     batch, heads, seq_q, seq_kv = geometry.tensors[role].dim
     return batch * heads * -(-seq_q // tiling.tile_q) * -(-seq_kv // tiling.tile_k)

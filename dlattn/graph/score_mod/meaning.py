@@ -190,8 +190,8 @@ def _wanted(node: AttentionNode) -> dict[str, tensor]:
     for t in wanted.values():
         if read_of(t).kind is not Kind.FLOAT:
             raise cudnnGraphNotSupportedError(
-                f"{t.get_name()!r} in score_mod_gradients is {t.get_data_type()}, of which there is "
-                "no gradient; leave it out, or give numbers of a float type."
+                f"{t.get_name()!r} in score_mod_gradients is {t.get_data_type()}, of which there "
+                "is no gradient; leave it out, or give numbers of a float type."
             )
     return wanted
 
