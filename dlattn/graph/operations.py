@@ -243,9 +243,9 @@ class Operations(Primitives):
 
         Returns:
             ``[dQ, dK, dV]``, and what score_mod_gradients asks for, virtual until
-            ``set_output(True)``; shapes and strides that are not set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
-            gradients not at all. o, dO, stats and the gradients may be ragged, too, each with its
-            own offsets.
+            ``set_output(True)``; shapes and strides that are not set are those of q, k and v. Rows
+            beyond the actual lengths are written as 0, of ragged gradients not at all. o, dO,
+            stats, dQ, dK and dV may be ragged, too, each with its own offsets.
 
         Raises:
             InvalidArgumentError: arguments contradict each other, such as dBias without bias (a

@@ -163,6 +163,9 @@ def plan_for(
             sizes = (1, 1, seq if read.by_query else 1, seq if read.by_key else 1)
             stride = tuple(math.prod(sizes[axis + 1 :]) for axis in range(4))
             tensors[role] = TensorSpec(role, sizes, stride, read.dtype, by_value=read.by_value)
+    for of in problem.score_gradients:
+        read = tensors[SCORE_MOD_ROLES[of.number]]
+        tensors[of.role] = replace(read, name=of.role, dtype=of.dtype, by_value=False)
     longest = seq if any(paged.values()) else None
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None

@@ -230,5 +230,5 @@ def _node_of(
         outputs=outputs,
         score_mod=None,
         program=program,
-        partials=partials,
+        partials=dict(sorted(partials.items())),
     )
