@@ -147,17 +147,17 @@ struct BwdDBias {
 
   const Params& p;
   SharedMemory& shared;
-  const BiasRef& dBias;
   const ScoreValues values;
   const int first_row, first_column;  // of this warp, in the tile
 
   DLATTN_DEVICE BwdDBias(const Params& params, SharedMemory& shared_memory)
       : p(params),
         shared(shared_memory),
-        dBias(written<Problem>(params)),
         values(params),
         first_row(Grid::first_row()),
         first_column(Grid::first_column()) {}
+
+  DLATTN_DEVICE const BiasRef& dBias() const { return written<Problem>(p); }
 
   // Quotients take as long as the rest of an address.
   static DLATTN_DEVICE int shared_head(int head, int heads) {
@@ -329,9 +329,9 @@ struct BwdDBias {
 
   // The tile itself, two neighbouring keys at a time where they are neighbours in memory.
   DLATTN_DEVICE void store_tile_of(const Scores& sum, DBias* g_dBias, const DBiasStep& tile) const {
-    const bool pairs = dBias.column == 1 &&
-                       ((dBias.row | dBias.head | dBias.batch) & 1) == 0 &&
-                       reinterpret_cast<uint64>(dBias.data) % (2 * sizeof(DBias)) == 0;
+    const bool pairs = dBias().column == 1 &&
+                       ((dBias().row | dBias().head | dBias().batch) & 1) == 0 &&
+                       reinterpret_cast<uint64>(dBias().data) % (2 * sizeof(DBias)) == 0;
     const int first_query = tile.query + first_row + Scores::row(0, 0);
     const int first_key = tile.key + first_column + Scores::column(0, 0);
 #pragma unroll
@@ -340,7 +340,7 @@ struct BwdDBias {
       for (int i = 0; i < 4; i += 2) {
         const int query = first_query + Scores::row_step(m, i);
         if (query >= p.seq_q) continue;
-        DBias* g_row = g_dBias + query * dBias.row;
+        DBias* g_row = g_dBias + query * dBias().row;
 #pragma unroll
         for (int n = 0; n < Grid::n_tiles; ++n) {
           const int key = first_key + Scores::column_step(n, 0);
@@ -348,8 +348,8 @@ struct BwdDBias {
           if (pairs && key + 1 < p.seq_kv) {
             store_pair(g_row + key, low, high);
           } else {
-            if (key < p.seq_kv) g_row[key * dBias.column] = from_float<DBias>(low);
-            if (key + 1 < p.seq_kv) g_row[(key + 1) * dBias.column] = from_float<DBias>(high);
+            if (key < p.seq_kv) g_row[key * dBias().column] = from_float<DBias>(low);
+            if (key + 1 < p.seq_kv) g_row[(key + 1) * dBias().column] = from_float<DBias>(high);
           }
         }
       }
@@ -381,7 +381,7 @@ struct BwdDBias {
         if (threadIdx.x % 32 < 4) s_own[Scores::column(n, j)] = part;
       }
     __syncthreads();
-    if (dBias.column == 0) {
+    if (dBias().column == 0) {
       if (threadIdx.x != 0) return;
       float total = 0.f;
       for (int i = 0; i < warps_q * tile_k; ++i) total += s_sums[i];
@@ -389,12 +389,12 @@ struct BwdDBias {
     } else {
       const int key = first_key + threadIdx.x;
       if (threadIdx.x < tile_k && key < p.seq_kv) {
-        g_dBias[key * dBias.column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
+        g_dBias[key * dBias().column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
       }
     }
   }
 
-  // The sums of its rows: a column of dBias.
+  // The sums of its rows: a column of dBias().
   DLATTN_DEVICE void store_row_sums(const Scores& sum, DBias* g_dBias, int first_query) const {
     float* s_sums = free_memory();  // [warps_k][tile_q]
     float* s_own = s_sums + first_column / Grid::warp_columns * tile_q + first_row;
@@ -412,7 +412,7 @@ struct BwdDBias {
     __syncthreads();
     const int query = first_query + threadIdx.x;
     if (threadIdx.x < tile_q && query < p.seq_q) {
-      g_dBias[query * dBias.row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
+      g_dBias[query * dBias().row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
     }
   }
 
@@ -435,6 +435,8 @@ struct BwdDBias {
 
   // Adds up what all blocks of a tile have, in their order, in the last of them; false in others.
   DLATTN_DEVICE bool join(Scores& sum) const {
+    // There are tiles of every query and key, and no registers left.
+    if constexpr (Problem::bias_pairs) return true;
     const int parts = gridDim.y * gridDim.z, part = blockIdx.z * gridDim.y + blockIdx.y;
     if (parts == 1) return true;
     constexpr int part_size = tile_q * tile_k, thread_step = threads * 4;
@@ -482,10 +484,10 @@ struct BwdDBias {
     const float factor = lowering * dropout_scale<Problem>(p);
     sum.for_each([&](float& value, int, int, int) { value *= factor; });
     DBias* g_dBias =
-        static_cast<DBias*>(dBias.data) + tile.batch * dBias.batch + tile.head * dBias.head;
-    if (dBias.row == 0) {
+        static_cast<DBias*>(dBias().data) + tile.batch * dBias().batch + tile.head * dBias().head;
+    if (dBias().row == 0) {
       store_column_sums(sum, g_dBias, tile.key);
-    } else if (dBias.column == 0) {
+    } else if (dBias().column == 0) {
       store_row_sums(sum, g_dBias, tile.query);
     } else {
       store_tile_of(sum, g_dBias, tile);

@@ -145,7 +145,7 @@ def _kernel(
         types=types,
         definitions=definitions,
     )
-    grid = _grid(geometry, role, tiling, target)
+    grid = _grid(problem, geometry, role, tiling, target)
     return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
 
 
@@ -168,7 +168,7 @@ def gradient_scratch(problem: Problem, geometry: Geometry, target: Target) -> Gr
     tiling = choose_tiling(problem, target) if wanted else None
     if tiling is None:
         return GradientScratch()
-    grids = [_grid(geometry, role, tiling, target) for role in wanted]
+    grids = [_grid(problem, geometry, role, tiling, target) for role in wanted]
     shared = [grid for grid in grids if prod(grid[1:]) > 1]
     counts = max((grid[0] for grid in shared), default=0)
     parts = max(map(prod, shared), default=0)
@@ -200,7 +200,7 @@ def _wanted(problem: Problem) -> dict[str, data_type]:
 
 
 def _grid(
-    geometry: Geometry, role: str, tiling: DBiasTiling, target: Target
+    problem: Problem, geometry: Geometry, role: str, tiling: DBiasTiling, target: Target
 ) -> tuple[int, int, int]:
     """The tiles of a gradient; blocks that share each, along queries or keys, and along heads or
     batch entries: as many as run at once, if a block has steps enough."""
@@ -211,7 +211,8 @@ def _grid(
     tiles = _tiles(geometry, role, tiling)
     wanted = _WAVES * target.multiprocessors * tiling.min_blocks // tiles
     steps = along_q * along_k * along_heads * along_batch
-    parts = max(1, min(wanted, steps // _LEAST_STEPS))
+    # An aligned bias has tiles of every query and key, and its kernel no registers for more.
+    parts = 1 if problem.has_aligned_bias else max(1, min(wanted, steps // _LEAST_STEPS))
     y = min(parts, along_q if seq_q == 1 else along_k)
     return tiles, y, min(parts // y, along_heads if heads == 1 else along_batch)
 

@@ -18,7 +18,7 @@ from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.problem import Alibi, Geometry, ScoreProgram, SoftCap, TensorSpec
 from dlattn.runtime.target import KNOWN
 from tests.score_mods import callback
-from tests.unit.test_backward_plans import geometry
+from tests.unit.test_backward_plans import geometry, problem
 from tests.unit.valid_graphs import FLOAT, HALF, Backward, Forward
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
@@ -187,7 +187,7 @@ def test_blocks_that_share_a_tile(
     spec = TensorSpec("dBias", dim, tuple(math.prod(dim[i + 1 :]) for i in range(4)), FLOAT)
     tensors = {**geometry(batch, 1, heads, seq_q, seq_kv).tensors, "dBias": spec}
     tiling, target = bwd_dbias.TILINGS[0], KNOWN["sm_90a"]
-    tiles, y, z = bwd_dbias._grid(Geometry(tensors, 1.0), "dBias", tiling, target)
+    tiles, y, z = bwd_dbias._grid(problem(), Geometry(tensors, 1.0), "dBias", tiling, target)
     steps = {
         "q": -(-seq_q // tiling.tile_q) if dim[2] == 1 else 1,
         "k": -(-seq_kv // tiling.tile_k) if dim[3] == 1 else 1,
