@@ -277,7 +277,7 @@ def _repeat(x: Any, heads: int) -> Any:
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
 
 
-def _capped(case: Case, e: Entry) -> tuple[Any, Any, Any]:
+def capped(case: Case, e: Entry) -> tuple[Any, Any, Any]:
     """What :func:`scores_of` says, of what the user's function is given."""
     scores = case.scale_value * (e.q @ transposed(e.k))
     if not case.softcap:
@@ -286,9 +286,12 @@ def _capped(case: Case, e: Entry) -> tuple[Any, Any, Any]:
     return case.softcap * tanh, 1 - tanh**2, abs(case.softcap * tanh)
 
 
-def slopes_of(case: Case, e: Entry) -> dict[str, Any]:
-    """Gradients of what is added to or read by scores -> the derivative (H, m, n) of a score."""
-    scores, _, _ = _capped(case, e)
+def slopes_of(case: Case, e: Entry, off: float = 0.0) -> dict[str, Any]:
+    """Gradients of what is added to or read by scores -> the derivative (H, m, n) of a score, where
+    the user's function is given scores that are off by so much."""
+    if not case.added_axes():
+        return {}
+    scores = capped(case, e)[0] + off
     slopes = {"dBias": 1 + 0 * scores} if case.d_bias else {}
     for name in case.mod_gradients():
         assert e.mod is not None
@@ -299,7 +302,7 @@ def slopes_of(case: Case, e: Entry) -> dict[str, Any]:
 def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
     """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
     largest number that edits round on the way."""
-    scores, slope, largest = _capped(case, e)
+    scores, slope, largest = capped(case, e)
     if e.mod is not None:
         made = e.mod(scores)
         largest = abs(made.slope) * largest + made.error
