@@ -117,7 +117,8 @@ def score_gradient_kernel(
     if not of.is_plain:
         # Of the score that the function is given, as the edits before it make that.
         before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
-        edits = ", ".join(edit.cpp for edit in (*before, of.partial))
+        given = before if of.partial.takes_score else ()
+        edits = ", ".join(edit.cpp for edit in (*given, of.partial))
         types, definitions = {**types, "Partial": f"Edits<{edits}>"}, definition(of.partial)
     return _kernel(of.role, of.number, types, definitions, problem, geometry, target, main)
 

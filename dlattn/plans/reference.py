@@ -28,7 +28,6 @@ from dlattn.problem import (
     Mask,
     Problem,
     ScoreGradient,
-    ScoreProgram,
     Values,
     Where,
     alibi_slopes,
@@ -270,8 +269,8 @@ def attention_backward(
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):
                     if d_bias is not None and isinstance(edit, Bias):
                         add_at(d_bias, grad[None], block.where)
-                    if isinstance(edit, ScoreProgram):
-                        for of, total in d_reads:
+                    for of, total in d_reads:
+                        if of.is_read_by(edit):
                             of.add(total, grad[None], given[None], block.where, values_b)
                     grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
                 if block.dropped is not None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type
 from dlattn.problem.lines import Kind, Line, needed
-from dlattn.problem.score import Array, Edit, Values, Where, add_at, read_at
+from dlattn.problem.score import Alibi, Array, Edit, Values, Where, add_at, read_at
 from dlattn.records import dataclass
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class ScoreProgram(Edit):
         """Whether it reads elements of queries or keys, of which there are many."""
         return any(read.by_query or read.by_key for read in self.reads)
 
+    @property
+    def takes_score(self) -> bool:
+        """Whether the result depends on the score."""
+        return any(self.lines[n].operation == "score" for n in needed(self.lines, self.result))
+
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         return self._computed(self.result, score, where, values)
 
@@ -124,7 +129,7 @@ class ScoreGradient:
     """The gradient of a tensor that a function of scores reads.
 
     Attributes:
-        number: which of its reads.
+        number: which of its reads; one more than there are of slopes that have become ALiBi's.
         dtype: element type of the gradient.
         partial: the derivative of the function's result by an element that is read, as a function
             of the same score.
@@ -143,8 +148,12 @@ class ScoreGradient:
         """Whether what is read is only added to the score, as a bias is."""
         return self.partial.lines[self.partial.result].holds(1.0)
 
+    def is_read_by(self, edit: Edit) -> bool:
+        """Whether an edit reads what the gradient is of."""
+        return isinstance(edit, ScoreProgram if self.number < len(self.partial.reads) else Alibi)
+
     def add(self, total: Array, grad: Array, score: Array, where: Where, values: Values) -> None:
-        """Adds to the gradient, in its shape, that of some results of the function."""
+        """Adds to the gradient, in its shape, that of some results of the edit that reads."""
         slope = self.partial.apply(score, where, values)
         # What is masked has no part in any gradient, whatever the derivative.
         add_at(total, np.where(grad == 0, grad, grad * slope), where)
@@ -197,14 +206,9 @@ def score_program(
 
 
 def partial_program(
-    builder: Builder, result: int, read: int, reads: Sequence[Read], used: Sequence[int]
+    builder: Builder, partial: int, reads: Sequence[Read], used: Sequence[int]
 ) -> ScoreProgram:
-    """The derivative of the result by what a read reads, beside the program that has these reads in
-    use."""
-    from dlattn.problem.derivative import derivative
-
-    by = builder.read(read, reads[read].kind)
-    partial = derivative(builder, _unmasked(builder, result), by)
+    """A derivative, as a program beside the one that has these reads in use."""
     return replace(_program(builder, partial, None, reads, used), name="ScorePartial")
 
 
@@ -275,11 +279,12 @@ def masked_by_infinity(builder: Builder, result: int) -> int:
     return result
 
 
-def slope_of(builder: Builder, result: int) -> int:
-    """The derivative of the result by the score."""
+def slope_of(builder: Builder, result: int, read: int | None = None) -> int:
+    """The derivative of the result by the score, or by what a read reads, a float."""
     from dlattn.problem.derivative import derivative
 
-    return derivative(builder, _unmasked(builder, result), builder.score())
+    by = builder.score() if read is None else builder.read(read, Kind.FLOAT)
+    return derivative(builder, _unmasked(builder, result), by)
 
 
 def _unmasked(builder: Builder, result: int) -> int:

@@ -128,7 +128,8 @@ def test_derivative_by_what_is_read(tree: Tree, seed: int) -> None:
     """The derivative by an element that is read is that of central differences, away from kinks."""
     builder = Builder()
     result = line(builder, tree)
-    partial = partial_program(builder, result, 0, [Read(data_type.FLOAT)], [0])
+    slope = slope_of(builder, result, read=0)
+    partial = partial_program(builder, slope, [Read(data_type.FLOAT)], [0])
     score, read = np.random.default_rng(seed).normal(size=(2, 8))
     away, _, difference = differences(lambda x, kinks: exact(tree, score, kinks, x), read)
     assume(away.any())

@@ -67,14 +67,20 @@ def test_a_type_and_strides_of_its_own() -> None:
 
 
 def test_slopes_that_are_learned() -> None:
-    """Slopes of which the gradient is wanted stay in the program; others are ALiBi's, and a soft
-    cap is recognised beside them."""
-    (_, edit) = backward(SLOPED, "slopes").graph.lowered.problem.edits
-    assert isinstance(edit, ScoreProgram)
-    assert isinstance(backward(SLOPED).graph.lowered.problem.edits[1], Alibi)
-    both = ("add", CAPPED, ("mul", "slopes", ("sub", "col", "row")))
-    _, cap, edit = backward(both, "slopes").graph.lowered.problem.edits
-    assert cap == SoftCap() and isinstance(edit, ScoreProgram)
+    """Slopes run as ALiBi's, soft caps as such, whether or not gradients are wanted, unless the
+    function reads the slopes elsewhere too: the gradient is then of all of it."""
+    made = backward(SLOPED, "slopes").graph.lowered
+    (of,) = made.problem.score_gradients
+    assert isinstance(made.problem.edits[1], Alibi) and of.is_read_by(made.problem.edits[1])
+    assert replace(made.problem, score_gradients=()) == backward(SLOPED).graph.lowered.problem
+    beside = ("add", ("mul", CAPPED, "rows"), ("mul", "slopes", ("sub", "col", "row")))
+    made = backward(beside, "slopes", "rows").graph.lowered
+    _, cap, edit, alibi = made.problem.edits
+    assert cap == SoftCap() and isinstance(edit, ScoreProgram) and isinstance(alibi, Alibi)
+    assert [of.is_read_by(edit) for of in made.problem.score_gradients] == [True, False]
+    twice = ("add", ("mul", "s", "slopes"), ("mul", "slopes", ("sub", "col", "row")))
+    for wanted, kept in ((("slopes",), ScoreProgram), ((), Alibi)):
+        assert isinstance(backward(twice, *wanted).graph.lowered.problem.edits[-1], kept)
 
 
 def test_nothing_else_changes() -> None:

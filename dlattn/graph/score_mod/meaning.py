@@ -59,7 +59,7 @@ def meant(node: AttentionNode, types: Mapping[str, data_type]) -> AttentionNode:
     given = mod.d_score is not None
     wanted = _wanted(node)
     found = recognised(
-        node, builder, result, list(reads.values()), masks_alone=given, kept=[*wanted.values()]
+        node, builder, result, list(reads.values()), masks_alone=given, wanted=[*wanted.values()]
     )
     slope = None
     if node.direction is Direction.BACKWARD:
@@ -213,17 +213,23 @@ def _node_of(
     reads = [read_of(t) for t in tensors]
     dropped = {*SCORE_MOD_ROLES, *(() if node.padding else ("seq_len_q", "seq_len_kv"))}
     others = {role: t for role, t in node.inputs.items() if role not in dropped}
-    if not wanted and found.result == builder.score() and slope in (None, builder.constant(1.0)):
-        return replace(node, inputs=others, score_mod=None)
-    by = [tensors.index(t) for t in wanted.values()]
-    program, used = score_program(builder, found.result, slope, reads, by)
+    by = {role: tensors.index(t) for role, t in wanted.items() if t is not found.slopes}
+    program, used = None, list[int]()
+    if by or found.result != builder.score() or slope not in (None, builder.constant(1.0)):
+        program, used = score_program(builder, found.result, slope, reads, [*by.values()])
     used_reads = dict(zip(SCORE_MOD_ROLES, (tensors[number] for number in used), strict=False))
     outputs = {role: t for role, t in node.outputs.items() if role not in SCORE_GRADIENT_ROLES}
     partials = {}
-    for old, number in zip(wanted, by, strict=True):
-        role = SCORE_GRADIENT_ROLES[used.index(number)]
+    for old in wanted:
+        if old in by:
+            number, partial = used.index(by[old]), slope_of(builder, found.result, by[old])
+        else:
+            # What slopes are multiplied by; a number that no read has.
+            number = len(used)
+            partial = builder.pointwise("sub", builder.position(3), builder.position(2))
+        role = SCORE_GRADIENT_ROLES[number]
+        partials[role] = partial_program(builder, partial, reads, used)
         outputs[role] = node.outputs[old]
-        partials[role] = partial_program(builder, found.result, number, reads, used)
     return replace(
         node,
         inputs={**others, **used_reads},
