@@ -14,7 +14,7 @@ from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
 from dlattn.plans.score_source import definition
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Geometry, Problem, ScoreGradient, ScoreProgram
+from dlattn.problem import Edit, Geometry, Problem, ScoreGradient, ScoreProgram
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
@@ -139,7 +139,7 @@ def _kernel(
     shared = tiling.shared_memory(problem)
     source = kernel_source(
         "bwd_dbias",
-        replace(staged(problem), sink=False, deterministic=False),
+        replace(problem, edits=_edits(problem), sink=False, deterministic=False),
         tiling,
         shared,
         constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_bias)},
@@ -148,6 +148,15 @@ def _kernel(
     )
     grid = _grid(problem, geometry, role, tiling, target)
     return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
+
+
+def _edits(problem: Problem) -> tuple[Edit, ...]:
+    """With a bias that is read by tiles, and functions without their derivative by the score: what
+    does not exist need not be kept from them then, unless they read elements of it."""
+    return tuple(
+        replace(edit, slope=None) if isinstance(edit, ScoreProgram) else edit
+        for edit in staged(problem).edits
+    )
 
 
 @dataclass(frozen=True)
