@@ -435,8 +435,8 @@ struct BwdDBias {
 
   // Adds up what all blocks of a tile have, in their order, in the last of them; false in others.
   DLATTN_DEVICE bool join(Scores& sum) const {
-    // There are tiles of every query and key, and no registers left.
-    if constexpr (Problem::bias_pairs) return true;
+    // Of an aligned bias there are tiles of every query and key, and no registers left.
+    if constexpr (Problem::bias_pairs && Problem::gradient_of < 0) return true;
     const int parts = gridDim.y * gridDim.z, part = blockIdx.z * gridDim.y + blockIdx.y;
     if (parts == 1) return true;
     constexpr int part_size = tile_q * tile_k, thread_step = threads * 4;

@@ -88,8 +88,12 @@ def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     """The first tiling that leaves room for the blocks that are to be side by side, if any does."""
     plain = problem.has_aligned_bias and len(problem.edits) == 2 and problem.access_bytes == 16
     plain = plain and problem.dropout is None
+    # Copies element by element leave a function too few registers for two blocks.
+    alone = problem.has_program and problem.access_bytes != 16
 
     def fits(tiling: DBiasTiling) -> bool:
+        if alone and tiling.min_blocks > 1:
+            return False
         blocks = tiling.min_blocks * (tiling.shared_memory(problem) + _RESERVED)
         return blocks <= target.shared_memory + _RESERVED
 
@@ -222,7 +226,8 @@ def _grid(
     wanted = _WAVES * target.multiprocessors * tiling.min_blocks // tiles
     steps = along_q * along_k * along_heads * along_batch
     # An aligned bias has tiles of every query and key, and its kernel no registers for more.
-    parts = 1 if problem.has_aligned_bias else max(1, min(wanted, steps // _LEAST_STEPS))
+    crowded = role == "dBias" and problem.has_aligned_bias
+    parts = 1 if crowded else max(1, min(wanted, steps // _LEAST_STEPS))
     y = min(parts, along_q if seq_q == 1 else along_k)
     return tiles, y, min(parts // y, along_heads if heads == 1 else along_batch)
 

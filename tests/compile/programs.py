@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import dlattn as cudnn
-from dlattn.problem import Direction, Problem, ScoreGradient, ScoreProgram
+from dlattn.problem import Direction, Edit, Problem, ScoreGradient, ScoreProgram
 from tests.cases import Case
 from tests.score_mods import TENSORS, callback
 
@@ -27,10 +27,11 @@ def program(name: str, direction: Direction) -> ScoreProgram:
     return _program_of(_problem(name, direction))
 
 
-def with_gradients(name: str) -> tuple[ScoreProgram, tuple[ScoreGradient, ...]]:
-    """The same in a backward that writes the gradients of all floats that are read, and those."""
+def with_gradients(name: str) -> tuple[tuple[Edit, ...], tuple[ScoreGradient, ...]]:
+    """What a function is in a backward that writes the gradients of all floats that it reads, and
+    those."""
     problem = _problem(name, Direction.BACKWARD, gradients=True)
-    return _program_of(problem), problem.score_gradients
+    return problem.edits[1:], problem.score_gradients
 
 
 def _program_of(problem: Problem) -> ScoreProgram:

@@ -27,13 +27,14 @@ from dlattn.problem import (
     Problem,
     Read,
     Scale,
+    ScoreGradient,
     ScoreProgram,
     SoftCap,
     skipped_blocks,
 )
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind
-from dlattn.problem.score_program import score_program, slope_of
+from dlattn.problem.score_program import partial_program, score_program, slope_of
 from dlattn.runtime import jit
 from tests.compile.problems import (
     EDITED_HEAD_DIMS,
@@ -136,7 +137,16 @@ _READ_GRADIENTS: tuple[tuple[tuple[int, int], str, dict[str, Any]], ...] = (
     ((128, 128), "table", {}),
     ((192, 128), "capped", {}),
     ((256, 256), "bent", {"dropout": Philox()}),
+    ((64, 64), "slopes", {}),
+    ((128, 128), "slopes", {"dropout": Philox()}),
 )
+
+
+def _learned_slopes() -> ScoreGradient:
+    """The gradient of slopes that are ALiBi's."""
+    builder = Builder()
+    ahead = builder.pointwise("sub", builder.position(3), builder.position(2))
+    return ScoreGradient(0, data_type.FLOAT, partial_program(builder, ahead, (), ()))
 
 
 def read_gradients(
@@ -144,11 +154,15 @@ def read_gradients(
 ) -> list[jit.KernelSource]:
     """The kernels for gradients of all floats that a function reads, beside a soft cap and a bias
     in every second case."""
-    made, gradients = with_gradients(name)
+    if name == "slopes":
+        made, gradients = (*EDITS["bias"], *EDITS["alibi"]), (_learned_slopes(),)
+    else:
+        made, gradients = with_gradients(name)
     crowded = "dropout" in more
+    bias = EDITS["rows"] if crowded and name != "slopes" else ()
     problem = Problem(
         Direction.BACKWARD, data_type.HALF, *dims,
-        (Scale(), *((SoftCap(),) * crowded), made, *(EDITS["rows"] * crowded)),
+        (Scale(), *((SoftCap(),) * crowded), *made, *bias),
         MASKS["causal"], data_type.FLOAT,
         score_gradients=gradients, **more,
     )  # fmt: skip
