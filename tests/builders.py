@@ -166,6 +166,7 @@ def make_tensors(case: Case, library: Library) -> dict[str, Guarded]:
     types |= dict.fromkeys(case.row_outputs, "float32")
     types |= {"dSink_token": "float32"} if case.sink is not None else {}
     types |= {"dBias": case.d_bias} if case.d_bias else {}
+    types |= {f"d_mod_{name}": case.d_mods for name in case.mod_gradients()}
     for role, dtype in (dict.fromkeys(("o", "dQ", "dK", "dV"), case.dtype) | types).items():
         spec = _spec(case, role, in_memory(case, role), dtype)
         made[role] = _guarded(case, library, spec, dtype, None)

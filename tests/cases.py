@@ -65,6 +65,8 @@ class Case:
         debug_softmax: the forward writes signed probabilities, if it writes stats.
         score_mod: a function of scores, and what it masks, as trees of :mod:`tests.score_mods`, the
             second perhaps ``None``; or ``None``.
+        d_mods: element type of the gradients of the floats that the function reads; ``None`` for
+            none.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
@@ -120,6 +122,7 @@ class Case:
     rng_dump: bool = False
     debug_softmax: bool = False
     score_mod: tuple[Any, Any] | None = None
+    d_mods: str | None = None
     logits: float = 1.0
     offset: float = 0.0
     tails: str = "nan"
@@ -208,6 +211,16 @@ class Case:
         names = set().union(*map(names_in, self.score_mod))
         return {name: self._broadcast_dim(TENSORS[name][0]) for name in sorted(names)}
 
+    def mod_gradients(self) -> tuple[str, ...]:
+        """The names of those of which gradients are written."""
+        floats = (name for name in self.mod_dims() if "float" in TENSORS[name][1])
+        return tuple(floats) if self.d_mods else ()
+
+    def added_axes(self) -> dict[str, str]:
+        """Gradients of what is added to or read by scores -> axes that are not of size 1."""
+        found = {f"d_mod_{name}": TENSORS[name][0] for name in self.mod_gradients()}
+        return found | ({"dBias": self.bias_axes} if self.d_bias else {})
+
     def blocks_dim(self) -> tuple[int, ...]:
         batch, heads = (
             size if axis in self.blocks_axes else 1
@@ -265,6 +278,7 @@ class Case:
             **{"q": q, "k": k, "v": v, "o": o, "dO": o, "dQ": q, "dK": k, "dV": v},
             **{"stats": row, "score_max": row, "score_sum_exp": row},
             **{"sink_token": head, "dSink_token": head, "dBias": self.bias_dim()},
+            **{f"d_mod_{name}": self.mod_dims()[name] for name in self.mod_gradients()},
         }
 
 

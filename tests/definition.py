@@ -34,7 +34,8 @@ class Entry:
         keep: (m, n) or (Hq, m, n) booleans.
         alive: (Hq, m, 1) booleans: rows that attend to something, be it the sink.
         kept: (Hq, m, n): 1 where a probability is kept, 0 where it is dropped; 1.0 without dropout.
-        mod: scores (Hq, m, n) -> those that the user's function makes of them; or ``None``.
+        mod: scores (Hq, m, n), and the name by which to differentiate -> the scores that the user's
+            function makes of them; or ``None``.
     """
 
     xp: Any
@@ -48,7 +49,7 @@ class Entry:
     keep: Any
     alive: Any
     kept: Any
-    mod: Callable[[Any], Dual] | None = None
+    mod: Callable[..., Dual] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def by_entry(
     like |= {"dQ": q, "dK": k, "dV": v, "dSink_token": row[:1, :, :1]}
     if case.d_bias:
         like["dBias"] = cast(given["bias"], dtype)
+    for name in case.mod_gradients():
+        tensor = given[f"mod_{name}"] if TENSORS[name][0] else row[:1, :1, :1]
+        like[f"d_mod_{name}"] = cast(tensor, dtype)
     if case.looks_inside:
         like["debug_softmax"] = xp.zeros_like(row) + xp.zeros_like(k[:, :1, None, :, 0])
     full = {role: xp.zeros_like(x) for role, x in like.items()}
@@ -139,7 +143,7 @@ def by_entry(
                 full[role][0] += x
             elif role == "debug_softmax":
                 full[role][index, :, :m, :n] = x[..., :n]
-            elif role == "dBias":
+            elif role in case.added_axes():
                 at, rows, columns = index % full[role].shape[0], x.shape[1], min(n, x.shape[2])
                 full[role][at, :, :rows, :columns] += x[..., :columns]
             else:
@@ -188,9 +192,10 @@ def _named(xp: Any, names: Mapping[str, Any], name: str) -> Dual:
     return Dual(xp, names[name])
 
 
-def _edited(xp: Any, tree: Any, names: Mapping[str, Any], scores: Any) -> Dual:
+def _edited(xp: Any, tree: Any, names: Mapping[str, Any], scores: Any, by: str = "s") -> Dual:
     def leaf(name: str) -> Dual:
-        return Dual(xp, scores, 1 + 0 * scores) if name == "s" else Dual(xp, names[name])
+        value = scores if name == "s" else names[name]
+        return Dual(xp, value, 1 + 0 * value) if name == by else Dual(xp, value)
 
     made = on_arrays(tree, leaf, scores, xp)
     return Dual(xp, *(x + 0 * scores for x in (made.value, made.slope, made.error)))
@@ -272,14 +277,32 @@ def _repeat(x: Any, heads: int) -> Any:
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
 
 
+def capped(case: Case, e: Entry) -> tuple[Any, Any, Any]:
+    """What :func:`scores_of` says, of what the user's function is given."""
+    scores = case.scale_value * (e.q @ transposed(e.k))
+    if not case.softcap:
+        return scores, 1.0, 0.0
+    tanh = e.xp.tanh(scores / case.softcap)
+    return case.softcap * tanh, 1 - tanh**2, abs(case.softcap * tanh)
+
+
+def slopes_of(case: Case, e: Entry, off: float = 0.0) -> dict[str, Any]:
+    """Gradients of what is added to or read by scores -> the derivative (H, m, n) of a score, where
+    the user's function is given scores that are off by so much."""
+    if not case.added_axes():
+        return {}
+    scores = capped(case, e)[0] + off
+    slopes = {"dBias": 1 + 0 * scores} if case.d_bias else {}
+    for name in case.mod_gradients():
+        assert e.mod is not None
+        slopes[f"d_mod_{name}"] = e.mod(scores, by=name).slope
+    return slopes
+
+
 def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
     """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
     largest number that edits round on the way."""
-    scores, slope, largest = case.scale_value * (e.q @ transposed(e.k)), 1.0, 0.0
-    if case.softcap:
-        tanh = e.xp.tanh(scores / case.softcap)
-        scores, slope = case.softcap * tanh, 1 - tanh**2
-        largest = abs(scores)
+    scores, slope, largest = capped(case, e)
     if e.mod is not None:
         made = e.mod(scores)
         largest = abs(made.slope) * largest + made.error
@@ -316,10 +339,10 @@ def sum_of_rows(e: Entry, x: Any) -> Any:
     return e.xp.sum(x, -2)[..., None]
 
 
-def sum_of_shared(case: Case, e: Entry, x: Any) -> Any:
-    """The sum of x (Hq, m, n) over the axes of which all share one element of the bias."""
+def sum_of_shared(e: Entry, x: Any, axes: str) -> Any:
+    """The sum of x (Hq, m, n) over the axes of which all share one element of what has others."""
     for axis, name in enumerate("hqk"):
-        if name not in case.bias_axes:
+        if name not in axes:
             x = e.xp.sum(x, axis).reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
     return x
 

@@ -12,6 +12,7 @@ import dlattn as cudnn
 from dlattn.dtypes import from_any
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_GRADIENT_ROLES,
     SCORE_MOD_ROLES,
     Alibi,
     Band,
@@ -75,7 +76,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
         if case.stats:
             check_page_ends(case, arrays)
         arrays = by_sequence(case, arrays)
-        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", "dBias")
+        skipped = () if case.stats else ("dQ", "dK", "dV", "dSink_token", *case.added_axes())
         outputs = [role for role, t in tensors.items() if t.written and role not in skipped]
         for role, assert_right in oracle.OF_SCORES.items():
             if role in outputs:
@@ -116,7 +117,8 @@ def run_graph(case: Case, tensors: Tensors, source: Source = built) -> None:
     roles = Roles(("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
     _run_graph_of(case, tensors, roles, source)
     if case.stats:
-        inputs, made = ("q", "k", "v", "o", "dO", "stats"), ("dQ", "dK", "dV")
+        inputs = ("q", "k", "v", "o", "dO", "stats")
+        made = ("dQ", "dK", "dV", *(f"d_mod_{name}" for name in case.mod_gradients()))
         written = (*(role for role in ("dSink_token", "dBias") if role in tensors), *dump)
         roles = Roles(inputs, made, written)
         try:
@@ -208,8 +210,10 @@ def masks_of(case: Case) -> tuple[Mask, ...]:
 
 
 def geometry_of(case: Case, tensors: Tensors) -> Geometry:
-    modified = (f"mod_{name}" for name in case.mod_dims())
+    modified = [f"mod_{name}" for name in case.mod_dims()]
     roles = dict(zip(modified, SCORE_MOD_ROLES, strict=False))
+    gradients = (f"d_{name}" for name in modified)
+    roles |= dict(zip(gradients, SCORE_GRADIENT_ROLES, strict=False))
     return Geometry(
         tensors={roles.get(role, role): t.spec for role, t in tensors.items()},
         attn_scale=case.scale_value,
@@ -276,6 +280,7 @@ def declare_graph(
         arguments["max_total_seq_len_kv"] = max(1, sum(case.lengths_kv()))
     if backward:
         arguments["use_deterministic_algorithm"] = case.deterministic
+        arguments["score_mod_gradients"] = [mods[name] for name in case.mod_gradients()]
         results = graph.sdpa_backward(**arguments)
     else:
         results = graph.sdpa(**arguments, generate_stats=case.stats is not None)

@@ -12,14 +12,19 @@ from tests.definition import (
     Entry,
     Tensors,
     by_entry,
+    capped,
     row_max,
     row_sum,
     scores_of,
+    slopes_of,
     softmax,
     sum_of_rows,
     sum_of_shared,
     transposed,
 )
+
+#: By which differences tell how a derivative bends, and near which it may jump.
+_STEP = 1e-5
 
 #: Results whose type is not that of q, besides stats.
 RESULT_TYPES = {"score_max": "float32", "score_sum_exp": "float32", "dSink_token": "float32"}
@@ -75,7 +80,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         kept, factor = e.kept * case.dropout_scale(), case.dropout_scale()
         o, d_p = (kept * p) @ e.v, kept * (e.d_o @ transposed(e.v))
         first = abs(e.q[..., :1] @ transposed(e.k)[..., :1, :]) * bool(case.offset)
-        score = (slope * case.scale_value) ** 2 * product(e.q, transposed(e.k), 0 * e.q, first)
+        products = product(e.q, transposed(e.k), 0 * e.q, first)
+        score = (slope * case.scale_value) ** 2 * products
         # What edits round: numbers as large as the score, and as what they add to it.
         score = score + (eps * edited) ** 2
         # What all scores of a row have in common, and what moves them against the sink.
@@ -123,21 +129,28 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         )
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
-        d_bias = {}
-        if case.d_bias:
+        asked = {"debug_softmax": p_variance} if case.looks_inside else {}
+        given_score, cap_slope, _ = capped(case, e)
+        given_score = (cap_slope * case.scale_value) ** 2 * products + (eps * given_score) ** 2
+        steps = [slopes_of(case, e, off) for off in (-_STEP, _STEP)]
+        for role, by in slopes_of(case, e).items():
+            axes = case.added_axes()[role]
+            # The derivative by what is read has the errors of the score, and its own.
+            bent = (steps[1][role] - steps[0][role]) / (2 * _STEP)
+            by_variance = (role != "dBias") * (bent**2 * given_score + (eps * (1 + abs(by))) ** 2)
 
-            def keys(x: Any) -> Any:
-                return x if "k" in case.bias_axes else row_sum(e, x)
+            def keys(x: Any, axes: str = axes) -> Any:
+                return x if "k" in axes else row_sum(e, x)
 
             each = (p**2 * score + flushed**2) * centred**2
-            each = each + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
+            each = by**2 * (each + p**2 * product(e.d_o, transposed(e.v), 0 * e.d_o))
+            each = each + (p * centred) ** 2 * by_variance
             # The errors of delta and of stats move all elements of a row alike.
-            alike = delta * keys(p) ** 2 + (stored + sunk) * keys(p * centred) ** 2
-            reach = sum_of_shared(case, e, abs(p * centred))
+            alike = delta * keys(by * p) ** 2 + (stored + sunk) * keys(by * p * centred) ** 2
+            reach = sum_of_shared(e, abs(by * p * centred), axes)
             terms = np.prod(p.shape) / np.prod(reach.shape)
-            d_bias["dBias"] = sum_of_shared(case, e, keys(each) + alike)
-            d_bias["dBias"] = d_bias["dBias"] + (1 + terms / 36) * (eps * reach) ** 2
-        asked = {**d_bias, **({"debug_softmax": p_variance} if case.looks_inside else {})}
+            asked[role] = sum_of_shared(e, keys(each) + alike, axes)
+            asked[role] = asked[role] + (1 + terms / 36) * (eps * reach) ** 2
         return asked | {
             "o": o_own,
             "stats": stats_variance,
@@ -162,6 +175,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
 def result_type(case: Case, role: str) -> str | None:
     """The type that a result is rounded to, if not that of q."""
+    if role.startswith("d_mod_"):
+        return case.d_mods
     return case.d_bias if role == "dBias" else RESULT_TYPES.get(role)
 
 

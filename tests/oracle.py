@@ -23,18 +23,21 @@ from tests.definition import (
     row_max,
     row_sum,
     scores_of,
+    slopes_of,
     softmax,
     sum_of_rows,
     sum_of_shared,
     transposed,
 )
-from tests.noise import RESULT_TYPES, compute_type, noise
+from tests.noise import RESULT_TYPES, compute_type, noise, result_type
+from tests.score_mods import TENSORS
 
 #: How many times the larger yardstick the largest error may be.
 FACTORS = {
     **{"o": 2.0, "stats": 2.0, "score_max": 2.0, "score_sum_exp": 2.0},
     "debug_softmax": 3.0,
     **{"dQ": 3.0, "dK": 3.0, "dV": 3.0, "dSink_token": 3.0, "dBias": 3.0},
+    **{f"d_mod_{name}": 3.0 for name in TENSORS},
 }
 
 #: How many of its own standard deviations any element may be off. Sound kernels stay below 4 over
@@ -57,7 +60,7 @@ def exact(case: Case, given: Tensors) -> dict[str, Any]:
         delta = row_sum(e, p * d_p)
         d_edited = p * (d_p - delta)
         d_s = case.scale_value * slope * d_edited
-        asked = {"dBias": sum_of_shared(case, e, d_edited)} if case.d_bias else {}
+        asked = _sums(case, e, d_edited)
         asked |= {"debug_softmax": p} if case.looks_inside else {}
         return asked | {
             "o": (kept * p) @ e.v,
@@ -98,7 +101,7 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
         delta = row_sum(e, e.d_o * o)
         d_edited = p * (d_p - delta / scale)
         d_s = store(slope * d_edited) * scale
-        asked = {"dBias": sum_of_shared(case, e, d_edited * scale)} if case.d_bias else {}
+        asked = _sums(case, e, d_edited * scale)
         asked |= {"debug_softmax": store(p)} if case.looks_inside else {}
         return asked | {
             "o": o,
@@ -114,8 +117,16 @@ def rounded(case: Case, given: Tensors) -> dict[str, Any]:
     results = by_entry(case, given, entry, compute)
     # Only now, because these are sums of several heads, or batch entries, before they are rounded.
     late = {"dK": case.dtype, "dV": case.dtype, "dSink_token": RESULT_TYPES["dSink_token"]}
-    late |= {"dBias": case.d_bias} if case.d_bias else {}
+    late |= {role: result_type(case, role) for role in case.added_axes()}
     return results | {role: cast(results[role], dtype) for role, dtype in late.items()}
+
+
+def _sums(case: Case, e: Entry, d_edited: Any) -> dict[str, Any]:
+    """Of the gradient of scores, what each element that is added to or read by them gets."""
+    return {
+        role: sum_of_shared(e, d_edited * slope, case.added_axes()[role])
+        for role, slope in slopes_of(case, e).items()
+    }
 
 
 def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
@@ -123,8 +134,8 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
 
     Args:
         given: q, k, v and dO, in the case's type.
-        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token, dBias, and
-            debug_softmax, without signs and in the shape of the scores.
+        got: any of o, stats, score_max, score_sum_exp, dQ, dK, dV, dSink_token, dBias, gradients of
+            what a function reads, and debug_softmax, without signs and in the shape of the scores.
 
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few

@@ -73,8 +73,8 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "softcap": (_with(), _with(softcap=2.0)),
     "score mod": (
         _with(),
-        _with(score_mod=(_CAPPED, ("cmp_eq", "documents_q", "documents_k"))),
-        _with(score_mod=(_BENT, ("cmp_ge", ("add", "row", 60), "col"))),
+        _with(score_mod=(_CAPPED, ("cmp_eq", "documents_q", "documents_k")), d_mods="float16"),
+        _with(score_mod=(_BENT, ("cmp_ge", ("add", "row", 60), "col")), d_mods="float32"),
     ),
     "bias": (
         _with(),

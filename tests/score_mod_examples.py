@@ -63,10 +63,12 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 
 def examples(dtype: str = "bfloat16") -> dict[str, Case]:
-    """Every function with everything that it may meet."""
-    plain = Case(dtype=dtype, **_SIZES)
+    """Every function with everything that it may meet, and the gradients of what it reads."""
+    plain, types = Case(dtype=dtype, **_SIZES), ("float32", "bfloat16", "float16")
     return {
-        f"{mod}, {other}": replace(plain, score_mod=MODS[mod], seed=seed, **fields)
+        f"{mod}, {other}": replace(
+            plain, score_mod=MODS[mod], d_mods=types[seed % len(types)], seed=seed, **fields
+        )
         for seed, (other, fields) in enumerate(TOGETHER.items())
         for mod in MODS
     }

@@ -11,6 +11,7 @@ from tests.cases import RAGGED_KV, RAGGED_Q, Case
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase
 from tests.primitive_strategies import SCORE_MODS
+from tests.score_mods import names_in
 from tests.states import States
 
 #: Mostly those that every kernel has.
@@ -118,6 +119,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     dropout = draw(st.sampled_from((*[None] * 6, 0.0, 0.1, 0.1, 0.1, *BIAS_DTYPES)))
     stats = draw(st.sampled_from((*profile.dtypes[dtype] * 3, None)))
     mods = st.just(None) if stats == "bfloat16" else st.none() | st.none() | SCORE_MODS
+    mod = draw(mods)
     algorithms = (None, "philox", "flash", "flash") if isinstance(dropout, float) else (None,)
     return Case(
         dtype=dtype,
@@ -136,7 +138,8 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         page_k=page_k,
         page_v=page_v,
         stats=stats,
-        score_mod=draw(mods),
+        score_mod=mod,
+        d_mods=draw(st.sampled_from((None, *_FLOATS))) if mod and any(map(names_in, mod)) else None,
         row_outputs=draw(st.sampled_from(_ROW_OUTPUTS)),
         ragged=draw(st.sampled_from(((), (), _RAGGED[0]))),
         sink=draw(st.sampled_from((None, None, 0.0))),
@@ -249,6 +252,7 @@ def call_cases(draw: st.DrawFn, profile: str = "cpu") -> Case:
         stats=case.stats and ("float64" if case.dtype == "float64" else "float32"),
         row_outputs=(),
         score_mod=None,
+        d_mods=None,
         dropout=case.dropout if case.is_random else None,
         dropout_algorithm=None,
         rng_dump=False,

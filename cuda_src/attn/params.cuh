@@ -61,6 +61,9 @@ struct Params {
   // the user gave, or null; and bits like those of block_mask, of blocks that it masks nothing of.
   BlockMaskRef given_block_mask;
   unsigned char* whole_blocks;
+  BiasRef d_score_mod[8];  // the gradients of what it reads
+  float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
+  int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

@@ -1,10 +1,12 @@
 // After the backward's bwd_delta: the gradient of a bias, P * (dP - delta), summed where the bias
-// broadcasts.
+// broadcasts. Or of what a user's function reads in the place of it: times the function's derivative.
 //
 // A block owns a tile of dBias and walks the tiles of scores that are added to it, one after
 // another: those of all batch entries, or heads, that share the bias, and if queries, or keys,
-// share it, those of all queries, or keys. Sums stay in registers, and have one order. Per tile:
-//   S = Q K^T, P = exp(S - stats), dP = dO V^T; dBias += P (dP - delta)
+// share it, those of all queries, or keys. Where that leaves few blocks, several share a tile: each
+// takes a part of its walk, and the last to be done adds theirs. Sums stay in registers, and have one
+// order. Per tile:
+//   S = Q K^T, P = exp(S - stats), dP = dO V^T; dBias += P (dP - delta) dS/dBias
 #pragma once
 
 #include "attn/pages.cuh"
@@ -12,7 +14,7 @@
 #include "attn/problem.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/signs.cuh"
-#include "attn/walk.cuh"
+#include "kernels/bwd_dbias_walk.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
@@ -31,71 +33,6 @@ struct DBiasTiling {
   static constexpr int columns = 32;        // what head dimensions are rounded up to
 };
 
-// A tile of scores that is added to a tile of dBias.
-struct DBiasStep {
-  int batch, head;
-  int query, key;  // the first
-};
-DLATTN_DEVICE DBiasStep uniform(const DBiasStep& step) {
-  return {uniform(step.batch), uniform(step.head), uniform(step.query), uniform(step.key)};
-}
-
-// The steps of a block that see any position, in order.
-template <class Problem, class Tiling>
-struct DBiasWalk {
-  DBiasStep first, at;
-  Lengths length;
-
-  DLATTN_DEVICE DBiasWalk(const Params& p, DBiasStep step)
-      : first(step), at(step), length(p, step.batch) {
-    if (!sees_any(p)) advance(p);
-  }
-
-  DLATTN_DEVICE bool done(const Params& p) const { return at.batch >= p.batch; }
-  DLATTN_DEVICE Interval queries() const {
-    return {at.query, least(at.query + Tiling::tile_q, length.q)};
-  }
-  DLATTN_DEVICE Interval keys() const {
-    return {at.key, least(at.key + Tiling::tile_k, length.kv)};
-  }
-
-  DLATTN_DEVICE void advance(const Params& p) {
-    do step(p);
-    while (!done(p) && !sees_any(p));
-  }
-
-  // Whether all of the tile exists.
-  DLATTN_DEVICE bool is_inside() const {
-    return at.query + Tiling::tile_q <= length.q && at.key + Tiling::tile_k <= length.kv;
-  }
-  // Whether each query attends to each key of it.
-  DLATTN_DEVICE bool is_full(const Params& p) const {
-    return at.query + Tiling::tile_q <= length.q &&
-           Problem::Mask::full_keys(queries(), length, p)
-               .contains({at.key, at.key + Tiling::tile_k});
-  }
-
- private:
-  DLATTN_DEVICE bool sees_any(const Params& p) const {
-    if (queries().empty() || keys().empty()) return false;
-    if ((Problem::Mask::keys(queries(), length, p) & keys()).empty()) return false;
-    using Tiles = dlattn::Walk<typename Problem::Mask, Tiling::tile_q, Tiling::tile_k>;
-    return Tiles::visits(p, at.batch, at.head, at.query / Tiling::tile_q, at.key / Tiling::tile_k);
-  }
-
-  // Where dBias has a size of 1, its stride is 0.
-  DLATTN_DEVICE void step(const Params& p) {
-    if (p.dBias.row == 0 && (at.query += Tiling::tile_q) < length.q) return;
-    at.query = first.query;
-    if (p.dBias.column == 0 && (at.key += Tiling::tile_k) < length.kv) return;
-    at.key = first.key;
-    if (p.dBias.head == 0 && ++at.head < p.heads_q) return;
-    at.head = first.head;
-    at.batch = p.dBias.batch == 0 ? at.batch + 1 : p.batch;
-    if (!done(p)) length = Lengths(p, at.batch);
-  }
-};
-
 template <class Problem, class Tiling>
 struct BwdDBias {
   using T = typename Problem::Element;
@@ -111,10 +48,13 @@ struct BwdDBias {
   static constexpr int dim_v = round_up(Problem::head_dim_v, Tiling::columns);
   static constexpr int access_bytes = Problem::access_bytes;
   static constexpr bool drops = Problem::Dropout::drops;
-  static_assert(Score::stages_bias);
+  // What is read is more than added: scores have a derivative by it.
+  static constexpr bool is_bent = requires { typename Problem::Partial; };
 
   using Grid = WarpGrid<tile_q, tile_k, Tiling::warps, warps_q>;
   using Scores = typename Grid::Block;
+  struct NoSlopes {};
+  using Slopes = Either<is_bent, Scores, NoSlopes>;
   using QTile = SharedTile<T, tile_q, dim_qk>;
   using KTile = SharedTile<T, tile_k, dim_qk>;
   using DOTile = SharedTile<T, tile_q, dim_v>;
@@ -133,13 +73,14 @@ struct BwdDBias {
 
   // The elements of the bias that a lane's scores are added to, two neighbouring keys at a time. Where
   // there is none, the nearest that exists: no branch, and the mask drops what becomes of it.
-  struct BiasTile {
+  struct StagedBias {
+    using Position = BiasedPosition;
     using Element = typename Score::BiasElement;
     static constexpr bool is_short = sizeof(Element) == 2;
     using Pair = Either<is_short, uint32, float2>;
     Pair at[Grid::m_tiles][Grid::n_tiles][2];
 
-    DLATTN_DEVICE BiasTile(const Params& p, const Walk& walk, const Position& first) {
+    DLATTN_DEVICE StagedBias(const Params& p, const Walk& walk, const dlattn::Position& first) {
       if (walk.is_inside()) {
         read<true>(p, first);
       } else {
@@ -147,6 +88,9 @@ struct BwdDBias {
       }
     }
 
+    DLATTN_DEVICE Position with(const dlattn::Position& at, int m, int n, int i) const {
+      return {at, element(m, n, i)};
+    }
     DLATTN_DEVICE float element(int m, int n, int i) const {
       const Pair& pair = at[m][n][i / 2];
       if constexpr (is_short) {
@@ -158,7 +102,7 @@ struct BwdDBias {
 
    private:
     template <bool inside>
-    DLATTN_DEVICE void read(const Params& p, const Position& first) {
+    DLATTN_DEVICE void read(const Params& p, const dlattn::Position& first) {
       const auto* g_bias = static_cast<const Element*>(p.bias.data) + first.batch * p.bias.batch +
                            first.head * p.bias.head;
       const int last_query = first.length_q - 1, last_key = first.length_kv - 1;
@@ -195,6 +139,12 @@ struct BwdDBias {
     }
   };
 
+  struct NoBias {
+    DLATTN_DEVICE NoBias(const Params&, const Walk&, const Position&) {}
+    static DLATTN_DEVICE Position with(const Position& at, int, int, int) { return at; }
+  };
+  using BiasTile = Either<Score::stages_bias, StagedBias, NoBias>;
+
   const Params& p;
   SharedMemory& shared;
   const ScoreValues values;
@@ -206,6 +156,8 @@ struct BwdDBias {
         values(params),
         first_row(Grid::first_row()),
         first_column(Grid::first_column()) {}
+
+  DLATTN_DEVICE const BiasRef& dBias() const { return written<Problem>(p); }
 
   // Quotients take as long as the rest of an address.
   static DLATTN_DEVICE int shared_head(int head, int heads) {
@@ -264,13 +216,20 @@ struct BwdDBias {
     }
   }
 
-  // Turns raw products into probabilities.
-  DLATTN_DEVICE void exponentiate(Scores& score, const BiasTile& bias, const Walk& walk) const {
+  // Turns raw products into probabilities, and derivatives into factors of theirs: unless their signs
+  // will say what is dropped.
+  DLATTN_DEVICE void exponentiate(Scores& score, Slopes& slope, const BiasTile& bias,
+                                  const Walk& walk) const {
     const auto exponentiate_by = [&](auto exponent) {
       score.for_each([&](float& value, int m, int n, int i) {
-        const float base = -shared.log_sum_exp[first_row + Scores::row(m, i)];
-        const BiasedPosition at{position(walk, m, n, i), bias.element(m, n, i)};
-        value = exp2_approx(exponent(value, at, base));
+        const float base = -shared.log_sum_exp[first_row + Scores::row(m, i)], raw = value;
+        const auto at = bias.with(position(walk, m, n, i), m, n, i);
+        value = exp2_approx(exponent(raw, at, base));
+        if constexpr (is_bent) {
+          float& factor = slope.at[m][n][i];
+          factor = value == 0.f ? 0.f : Problem::Partial::apply(raw, at, values);
+          if (!drops) value *= factor;
+        }
       });
     };
     if constexpr (Score::is_quick) {
@@ -317,14 +276,15 @@ struct BwdDBias {
     const Walk& walk = shared.walks[iteration % 2];
     load_do_and_v(walk);
     Scores probability;
+    Slopes slope;
     probability.clear();
     if constexpr (Problem::bias_pairs) {
       const BiasTile bias(p, walk, position(walk, 0, 0, 0));  // on its way beside the products
       multiply<dim_qk>(probability, shared.q, shared.k);
-      exponentiate(probability, bias, walk);
+      exponentiate(probability, slope, bias, walk);
     } else {
       multiply<dim_qk>(probability, shared.q, shared.k);
-      exponentiate(probability, BiasTile(p, walk, position(walk, 0, 0, 0)), walk);
+      exponentiate(probability, slope, BiasTile(p, walk, position(walk, 0, 0, 0)), walk);
     }
     if constexpr (drops) {
       const typename Problem::Dropout dropout(p, walk.at.batch, walk.at.head, walk.length);
@@ -341,7 +301,10 @@ struct BwdDBias {
     multiply<dim_v>(dP, shared.dO, shared.v);
     sum.for_each([&](float& value, int m, int n, int i) {
       const float weight = probability.at[m][n][i], grad = dP.at[m][n][i];
-      if constexpr (drops) {
+      if constexpr (drops && is_bent) {
+        const float dS = weigh_dropped(weight, grad, minus_delta(m, i));
+        value += dS == 0.f ? 0.f : dS * slope.at[m][n][i];  // masked, whatever the derivative
+      } else if constexpr (drops) {
         value += weigh_dropped(weight, grad, minus_delta(m, i));
       } else {
         value = fmaf(weight, grad, value);
@@ -366,9 +329,9 @@ struct BwdDBias {
 
   // The tile itself, two neighbouring keys at a time where they are neighbours in memory.
   DLATTN_DEVICE void store_tile_of(const Scores& sum, DBias* g_dBias, const DBiasStep& tile) const {
-    const bool pairs = p.dBias.column == 1 &&
-                       ((p.dBias.row | p.dBias.head | p.dBias.batch) & 1) == 0 &&
-                       reinterpret_cast<uint64>(p.dBias.data) % (2 * sizeof(DBias)) == 0;
+    const bool pairs = dBias().column == 1 &&
+                       ((dBias().row | dBias().head | dBias().batch) & 1) == 0 &&
+                       reinterpret_cast<uint64>(dBias().data) % (2 * sizeof(DBias)) == 0;
     const int first_query = tile.query + first_row + Scores::row(0, 0);
     const int first_key = tile.key + first_column + Scores::column(0, 0);
 #pragma unroll
@@ -377,7 +340,7 @@ struct BwdDBias {
       for (int i = 0; i < 4; i += 2) {
         const int query = first_query + Scores::row_step(m, i);
         if (query >= p.seq_q) continue;
-        DBias* g_row = g_dBias + query * p.dBias.row;
+        DBias* g_row = g_dBias + query * dBias().row;
 #pragma unroll
         for (int n = 0; n < Grid::n_tiles; ++n) {
           const int key = first_key + Scores::column_step(n, 0);
@@ -385,8 +348,8 @@ struct BwdDBias {
           if (pairs && key + 1 < p.seq_kv) {
             store_pair(g_row + key, low, high);
           } else {
-            if (key < p.seq_kv) g_row[key * p.dBias.column] = from_float<DBias>(low);
-            if (key + 1 < p.seq_kv) g_row[(key + 1) * p.dBias.column] = from_float<DBias>(high);
+            if (key < p.seq_kv) g_row[key * dBias().column] = from_float<DBias>(low);
+            if (key + 1 < p.seq_kv) g_row[(key + 1) * dBias().column] = from_float<DBias>(high);
           }
         }
       }
@@ -418,7 +381,7 @@ struct BwdDBias {
         if (threadIdx.x % 32 < 4) s_own[Scores::column(n, j)] = part;
       }
     __syncthreads();
-    if (p.dBias.column == 0) {
+    if (dBias().column == 0) {
       if (threadIdx.x != 0) return;
       float total = 0.f;
       for (int i = 0; i < warps_q * tile_k; ++i) total += s_sums[i];
@@ -426,12 +389,12 @@ struct BwdDBias {
     } else {
       const int key = first_key + threadIdx.x;
       if (threadIdx.x < tile_k && key < p.seq_kv) {
-        g_dBias[key * p.dBias.column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
+        g_dBias[key * dBias().column] = from_float<DBias>(sum_of<warps_q, tile_k>(s_sums));
       }
     }
   }
 
-  // The sums of its rows: a column of dBias.
+  // The sums of its rows: a column of dBias().
   DLATTN_DEVICE void store_row_sums(const Scores& sum, DBias* g_dBias, int first_query) const {
     float* s_sums = free_memory();  // [warps_k][tile_q]
     float* s_own = s_sums + first_column / Grid::warp_columns * tile_q + first_row;
@@ -449,7 +412,7 @@ struct BwdDBias {
     __syncthreads();
     const int query = first_query + threadIdx.x;
     if (threadIdx.x < tile_q && query < p.seq_q) {
-      g_dBias[query * p.dBias.row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
+      g_dBias[query * dBias().row] = from_float<DBias>(sum_of<warps_k, tile_q>(s_sums));
     }
   }
 
@@ -470,21 +433,61 @@ struct BwdDBias {
     return total;
   }
 
-  // All of a tile of dBias.
+  // Adds up what all blocks of a tile have, in their order, in the last of them; false in others.
+  DLATTN_DEVICE bool join(Scores& sum) const {
+    // Of an aligned bias there are tiles of every query and key, and no registers left.
+    if constexpr (Problem::bias_pairs && Problem::gradient_of < 0) return true;
+    const int parts = gridDim.y * gridDim.z, part = blockIdx.z * gridDim.y + blockIdx.y;
+    if (parts == 1) return true;
+    constexpr int part_size = tile_q * tile_k, thread_step = threads * 4;
+    float* g_parts = p.dbias_parts + int64(blockIdx.x) * parts * part_size + 4 * threadIdx.x;
+    const auto each = [&](float* g_part, auto take) {
+#pragma unroll
+      for (int m = 0; m < Grid::m_tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Grid::n_tiles; ++n) {
+          take(*reinterpret_cast<float4*>(g_part + (m * Grid::n_tiles + n) * thread_step),
+               sum.at[m][n]);
+        }
+    };
+    each(g_parts + int64(part) * part_size, [](float4& stored, const float(&own)[4]) {
+      stored = {own[0], own[1], own[2], own[3]};
+    });
+    fence_gpu();
+    __syncthreads();
+    int* s_done = reinterpret_cast<int*>(&shared);
+    if (threadIdx.x == 0) *s_done = fetch_add(p.dbias_arrivals + blockIdx.x, 1) + 1;
+    __syncthreads();
+    if (*s_done != parts) return false;
+    fence_gpu();
+    if (threadIdx.x == 0) p.dbias_arrivals[blockIdx.x] = 0;  // for the next gradient
+    sum.clear();
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+      each(g_parts + int64(i) * part_size, [](const float4& stored, float(&total)[4]) {
+        const float4 other = load_relaxed(&stored);
+        total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
+      });
+    }
+    return true;
+  }
+
+  // All of a tile of dBias, or a part of what is added to it.
   DLATTN_DEVICE void compute(const DBiasStep& tile) {
     Scores sum;
     sum.clear();
     bool more = start(Walk(p, tile), 0);
 #pragma unroll 1
     for (int iteration = 0; more; ++iteration) more = step(sum, iteration);
+    if (!join(sum)) return;
     constexpr float lowering = 1.f / (1 << Main::template raised<T>);
     const float factor = lowering * dropout_scale<Problem>(p);
     sum.for_each([&](float& value, int, int, int) { value *= factor; });
     DBias* g_dBias =
-        static_cast<DBias*>(p.dBias.data) + tile.batch * p.dBias.batch + tile.head * p.dBias.head;
-    if (p.dBias.row == 0) {
+        static_cast<DBias*>(dBias().data) + tile.batch * dBias().batch + tile.head * dBias().head;
+    if (dBias().row == 0) {
       store_column_sums(sum, g_dBias, tile.key);
-    } else if (p.dBias.column == 0) {
+    } else if (dBias().column == 0) {
       store_row_sums(sum, g_dBias, tile.query);
     } else {
       store_tile_of(sum, g_dBias, tile);
@@ -492,25 +495,13 @@ struct BwdDBias {
   }
 };
 
-// Tiles of keys first: neighbours read the same queries.
-template <class Tiling>
-DLATTN_DEVICE DBiasStep first_dbias_step(int index, const Params& p) {
-  const BiasRef& dBias = p.dBias;
-  const int key_tiles = dBias.column == 0 ? 1 : ceil_div(p.seq_kv, Tiling::tile_k);
-  const int query_tiles = dBias.row == 0 ? 1 : ceil_div(p.seq_q, Tiling::tile_q);
-  const int heads = dBias.head == 0 ? 1 : p.heads_q;
-  const int tile = index / key_tiles, pair = tile / query_tiles;
-  return {pair / heads, pair % heads, tile % query_tiles * Tiling::tile_q,
-          index % key_tiles * Tiling::tile_k};
-}
-
 template <class Problem, class Tiling>
 DLATTN_DEVICE void bwd_dbias(const Params& p) {
   using Kernel = BwdDBias<Problem, Tiling>;
   extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
-  Kernel(p, shared).compute(first_dbias_step<Tiling>(blockIdx.x, p));
+  Kernel(p, shared).compute(first_dbias_step<Problem, Tiling>(blockIdx.x, p));
 }
 
 }  // namespace dlattn

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
-#include "kernels/bwd_dbias.cuh"
+#include "kernels/bwd_dbias_walk.cuh"
 #include "kernels/bwd_sm90_block.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/warpgroup.cuh"
@@ -98,7 +98,7 @@ struct BwdDBiasSm90 {
     const int tiles = ceil_div(p.seq_kv, tile_k) * ceil_div(p.seq_q, tile_q) * heads * batch;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      visit(first_dbias_step<Tiling>(tile, p));
+      visit(first_dbias_step<Problem, Tiling>(tile, p));
     }
   }
 

@@ -171,6 +171,12 @@ class Declarations(Operations):
                     f"{operation}: {argument} must be a tensor of the graph, made by tensor() or "
                     f"tensor_like(); got a {type(value).__qualname__}."
                 )
+        for value in given.get("score_mod_gradients") or ():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{operation}: score_mod_gradients must be tensors of the graph that score_mod "
+                    f"reads; got a {type(value).__qualname__}."
+                )
         node = self._node(operation, given)
         self._nodes.append(node)
         self._calls.append(given)

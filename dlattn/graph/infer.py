@@ -9,7 +9,7 @@ from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.ragged import check_offset, check_ragged
 from dlattn.graph.tensor import packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
-from dlattn.problem import BLOCK, PAGE_TABLES
+from dlattn.problem import BLOCK, PAGE_TABLES, SCORE_GRADIENT_ROLES, SCORE_MOD_ROLES
 from dlattn.problem.layout import overlaps
 from dlattn.problem.problem import BROADCAST_ROLES, SCALAR_ROLES
 
@@ -32,9 +32,14 @@ _DEFAULT_TYPES = {
     "paged_attention_k_table": data_type.INT32,
     "paged_attention_v_table": data_type.INT32,
 }
-_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v", "dBias": "bias"}
+#: Gradients of what broadcasts -> what they are of.
+_BROADCAST_GRADIENTS = {
+    "dBias": "bias",
+    **dict(zip(SCORE_GRADIENT_ROLES, SCORE_MOD_ROLES, strict=True)),
+}
+_LAYOUT_FROM = {"o": "q", "dQ": "q", "dK": "k", "dV": "v", **_BROADCAST_GRADIENTS}
 #: Roles whose last stride need not be 1.
-_ANY_STRIDE = (*BROADCAST_ROLES, "dBias", "alibi_slopes", "block_mask")
+_ANY_STRIDE = (*BROADCAST_ROLES, *_BROADCAST_GRADIENTS, "alibi_slopes", "block_mask")
 _AXES = "(batch, heads, sequence, head dim)"
 _AXES_OF = {
     "seq_len_q": "(batch, 1, 1, 1)",
@@ -208,8 +213,10 @@ def _expected_dims(node: AttentionNode) -> dict[str, tuple[int, ...]]:
         "dK": k,
         "dV": v,
     }
-    if "dBias" in node.outputs and "stats" in node.inputs:
-        dims["dBias"] = node.inputs["bias"].attributes.dim
+    if "stats" in node.inputs:
+        for gradient, of in _BROADCAST_GRADIENTS.items():
+            if gradient in node.outputs:
+                dims[gradient] = node.inputs[of].attributes.dim
     if "debug_softmax" in node.outputs:
         exact = (batch, heads, seq_q, seq_kv)
         if node.outputs["debug_softmax"].attributes.dim == exact:
@@ -222,7 +229,8 @@ def _settle_dim(node: AttentionNode, role: str, dim: tuple[int, ...]) -> None:
     if not it.dim:
         it.infer("dim", dim)
     if it.dim != dim:
-        sources = ("bias",) if role == "dBias" else ("q", "k", "v")
+        source = _BROADCAST_GRADIENTS.get(role)
+        sources = ("q", "k", "v") if source is None else (source,)
         *most, last = (f"{node.label(r)} {node.inputs[r].attributes.dim}" for r in sources)
         stated = f"{', '.join(most)} and {last}" if most else last
         raise InvalidGraphError(
@@ -260,6 +268,8 @@ def _settle_type(node: AttentionNode, role: str, io_data_type: data_type) -> Non
     if it.dtype is not data_type.NOT_SET:
         return
     inferred = _DEFAULT_TYPES.get(role, io_data_type)
+    if role in SCORE_GRADIENT_ROLES:
+        inferred = node.inputs[_BROADCAST_GRADIENTS[role]].attributes.dtype
     if role in node.offsets:
         inferred = data_type.INT32
     if inferred is data_type.NOT_SET and role in node.outputs:

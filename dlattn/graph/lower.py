@@ -16,6 +16,7 @@ from dlattn.graph.ragged import has_ragged
 from dlattn.graph.tensor import Attributes, Tensor, tensor
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_GRADIENT_ROLES,
     SCORE_MOD_ROLES,
     Alibi,
     Band,
@@ -29,6 +30,7 @@ from dlattn.problem import (
     Padding,
     Problem,
     Scale,
+    ScoreGradient,
     SoftCap,
     TensorSpec,
     skipped_blocks,
@@ -63,7 +65,7 @@ _TYPES = {
     "stats": _FLOATS,
     "bias": _FLOATS_AND_BOOLEANS,
     "dropout_mask": _FLOATS_AND_BOOLEANS,
-    "dBias": _FLOATS,
+    **dict.fromkeys(("dBias", *SCORE_GRADIENT_ROLES), _FLOATS),
     **dict.fromkeys(SCORE_MOD_ROLES, (*_FLOATS_AND_BOOLEANS, *_INTEGERS, data_type.INT8)),
     "block_mask": (data_type.UINT8,),
     **dict.fromkeys(PAGE_TABLES.values(), (data_type.INT32,)),
@@ -148,6 +150,10 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         paged_k=PAGE_TABLES["k"] in tensors,
         paged_v=PAGE_TABLES["v"] in tensors,
         d_bias=tensors["dBias"].get_data_type() if "dBias" in tensors else None,
+        score_gradients=tuple(
+            ScoreGradient(SCORE_GRADIENT_ROLES.index(role), tensors[role].get_data_type(), partial)
+            for role, partial in node.partials.items()
+        ),
         access_bytes=_access_bytes(tensors),
         compute=_compute_type(node, graph_compute_type),
         deterministic=node.deterministic,

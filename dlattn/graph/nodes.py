@@ -10,6 +10,7 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,14 @@ from dlattn.errors import InvalidArgumentError
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
-from dlattn.problem import PAGE_TABLES, RAGGED_ROLES, Direction, offset_role
+from dlattn.problem import (
+    PAGE_TABLES,
+    RAGGED_ROLES,
+    SCORE_GRADIENT_ROLES,
+    SCORE_MOD_ROLES,
+    Direction,
+    offset_role,
+)
 from dlattn.records import dataclass
 
 if TYPE_CHECKING:
@@ -92,6 +100,7 @@ class AttentionNode:
             read are inputs.
         program: what remains of them when the node has got what they mean (see
             :func:`dlattn.graph.score_mod.meaning.meant`), or None.
+        partials: its derivatives by what it reads, of the gradients that are outputs, by role.
     """
 
     operation: str
@@ -110,6 +119,7 @@ class AttentionNode:
     max_total: Mapping[str, int]
     score_mod: ScoreMod | None = None
     program: ScoreProgram | None = None
+    partials: Mapping[str, ScoreProgram] = field(default_factory=dict)
 
     @property
     def direction(self) -> Direction:
@@ -118,7 +128,8 @@ class AttentionNode:
     @property
     def returned(self) -> list[tensor | None]:
         """What the operation returns to the user."""
-        return [self.outputs.get(role) for role in _RETURNED[self.operation]]
+        asked = [t for role, t in self.outputs.items() if role in SCORE_GRADIENT_ROLES]
+        return [*(self.outputs.get(role) for role in _RETURNED[self.operation]), *asked]
 
     @property
     def offsets(self) -> dict[str, tensor]:
@@ -176,8 +187,38 @@ def sdpa_backward_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
                 f"sdpa_backward was given {gradient} without {of}; give the forward's {of}."
             )
     outputs = {role: _output(name, role) for role in ("dQ", "dK", "dV")}
+    for number, role in enumerate(_score_gradients(given)):
+        outputs[role] = _output(name, f"dScoreMod.{number}")
     required = ("q", "k", "v", "o", "dO", "stats")
     return _node("sdpa_backward", name, given, required, outputs)
+
+
+def _score_gradients(given: Mapping[str, Any]) -> list[str]:
+    """The roles of the gradients that ``score_mod_gradients`` asks for, in its order."""
+    asked, mod = given["score_mod_gradients"] or (), given["score_mod"]
+    if asked and (mod is None or mod.d_score is not None):
+        why = (
+            "without score_mod, which reads what they are of; give the forward's score_mod"
+            if mod is None
+            else "with score_mod_bprop, which tells the gradient of the score alone; leave that "
+            "out, so that score_mod is differentiated"
+        )
+        raise InvalidArgumentError(f"sdpa_backward was given score_mod_gradients {why}.")
+    roles = {t: role for role, t in mod.inputs.items()} if asked else {}
+    found: list[str] = []
+    for t in asked:
+        if t not in roles:
+            raise InvalidArgumentError(
+                f"score_mod_gradients has {t.get_name()!r}, which score_mod's result does not "
+                "depend on; leave it out, or have score_mod read that very tensor."
+            )
+        role = SCORE_GRADIENT_ROLES[SCORE_MOD_ROLES.index(roles[t])]
+        if role in found:
+            raise InvalidArgumentError(
+                f"score_mod_gradients has {t.get_name()!r} twice; name each tensor once."
+            )
+        found.append(role)
+    return found
 
 
 def _node(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dlattn.dtypes import data_type
@@ -205,6 +205,7 @@ class Operations(Primitives):
         paged_attention_k_table: Any = None,
         paged_attention_v_table: Any = None,
         paged_attention_max_seq_len_kv: int | None = None,
+        score_mod_gradients: Sequence[Any] | None = None,
     ) -> list[Any]:
         """The gradient of :meth:`sdpa` (cuDNN frontend 1.23 ``sdpa_backward``).
 
@@ -224,6 +225,11 @@ class Operations(Primitives):
             score_mod_bprop: ``function(graph, gradient)``, or ``function(graph, gradient, score)``,
                 called after score_mod: returns the gradient of the score from that of what
                 score_mod returned, linearly. Without it, score_mod is differentiated symbolically.
+            score_mod_gradients: dlattn's own: tensors that score_mod reads, of float types, whose
+                gradients are returned after dV, in this order: each of the shape of its tensor and
+                unless set of its type and layout, summed where it broadcasts, always in the same
+                order; 0 where masked or beyond actual lengths. They are called
+                ``<name>::dScoreMod.0`` and so on. Not together with score_mod_bprop.
             paged_attention_k_table, paged_attention_v_table, paged_attention_max_seq_len_kv:
                 dlattn's own here: as in the forward call. dK, or dV, is then a container with as
                 many pages as k, or v, and strides of its own. Every row of a page that holds
@@ -236,10 +242,10 @@ class Operations(Primitives):
         dlattn's own here.
 
         Returns:
-            ``[dQ, dK, dV]``, virtual until ``set_output(True)``; shapes and strides that are not
-            set are those of q, k and v. Rows beyond the actual lengths are written as 0, of ragged
-            gradients not at all. o, dO, stats and the gradients may be ragged, too, each with its
-            own offsets.
+            ``[dQ, dK, dV]``, and what score_mod_gradients asks for, virtual until
+            ``set_output(True)``; shapes and strides that are not set are those of q, k and v. Rows
+            beyond the actual lengths are written as 0, of ragged gradients not at all. o, dO,
+            stats, dQ, dK and dV may be ragged, too, each with its own offsets.
 
         Raises:
             InvalidArgumentError: arguments contradict each other, such as dBias without bias (a

@@ -152,7 +152,7 @@ class Graph(Operations):
             port = f"{node}::{argument}"
             if argument in tensor_arguments(operation) or argument == "attn_scale":
                 value = self._operand(port, value)
-            elif isinstance(value, tuple):
+            elif isinstance(value, (tuple, list)):
                 value = tuple(self._operand(f"{port}::{n}", item) for n, item in enumerate(value))
             if isinstance(value, Tensor):
                 self._names.add_port(f"{node}::{position}", value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
-from dlattn.problem import SCORE_MOD_ROLES
+from dlattn.problem import SCORE_GRADIENT_ROLES, SCORE_MOD_ROLES
 
 if TYPE_CHECKING:
     from typing import Self
@@ -205,6 +205,9 @@ class Params(ctypes.Structure):
         *((role, BiasRef) for role in SCORE_MOD_ROLES),
         ("given_block_mask", BlockMaskRef),
         ("whole_blocks", ctypes.c_uint64),
+        *((role, BiasRef) for role in SCORE_GRADIENT_ROLES),
+        ("dbias_parts", ctypes.c_uint64),
+        ("dbias_arrivals", ctypes.c_uint64),
         ("dq_additions", ctypes.c_uint64),
     ]
 

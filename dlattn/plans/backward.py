@@ -8,7 +8,13 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, Protocol
 
-from dlattn.plans.bwd_dbias import dbias_kernel, dbias_refusal
+from dlattn.plans.bwd_dbias import (
+    GradientScratch,
+    dbias_kernel,
+    gradient_scratch,
+    gradients_refusal,
+    score_gradient_kernel,
+)
 from dlattn.plans.cuda import (
     MOST_BLOCKS,
     MOST_HEAD_DIM,
@@ -42,8 +48,8 @@ class BackwardTiling(Tiling, Protocol):
 
 
 class BackwardPlan(CudaPlan):
-    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for the gradient of a
-    bias, one for a sink's.
+    """Delta and main kernel, a dQ kernel unless the main one stores dQ, one for each gradient of a
+    bias or of what a user's function reads, one for a sink's.
 
     The workspace holds fp32 sums of dQ and two fp32 values per query row: linear in the length.
     """
@@ -143,6 +149,8 @@ class BackwardPlan(CudaPlan):
         """What is in the workspace: bytes, in order, by the field that has the address."""
         tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
         arrays = {
+            "dbias_arrivals": self._gradient_scratch.arrivals,
+            "dbias_parts": self._gradient_scratch.parts,
             "dq_accum": 4 * self._sums * self.tiling.tile_q * self._dq_columns,
             "row_stats": 4 * self._row_tiles * 2 * self.tiling.tile_q,
             "sink_parts": 4 * tiles if self.problem.sink else 0,
@@ -165,6 +173,14 @@ class BackwardPlan(CudaPlan):
     def scratch_bytes(self) -> int:
         return round_up(sum(self._arrays.values()), 256)
 
+    @cached_property
+    def _gradient_scratch(self) -> GradientScratch:
+        return gradient_scratch(self.problem, self.geometry, self.target)
+
+    @cached_property
+    def cleared_bytes(self) -> int:
+        return self._gradient_scratch.arrivals
+
     @property
     def _counts_additions(self) -> bool:
         """Whether blocks know from the kernel before how many key tiles add to each sum: a block
@@ -183,6 +199,9 @@ class BackwardPlan(CudaPlan):
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
         if self.problem.d_bias is not None:
             kernels.append(self.dbias_kernel())
+        for of in self.problem.score_gradients:
+            its = score_gradient_kernel(of, self.problem, self.geometry, self.target, self.tiling)
+            kernels.append(its)
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels
@@ -231,4 +250,4 @@ def backward_refusal(
     blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
     if reason is None and blocks > MOST_BLOCKS:
         return "batch x heads x (keys / 32) must be below 2**31."
-    return reason or dbias_refusal(problem, geometry, target)
+    return reason or gradients_refusal(problem, geometry, target)

@@ -64,6 +64,7 @@ def dbias_kernel(
         tiling,
         shared,
         argument=MappedBwdParams,
+        constants={"gradient_of": -1},
         types={"DBias": to_cpp(problem.d_bias)},
     )
     batch, heads, seq_q, seq_kv = geometry.tensors["dBias"].dim

@@ -392,8 +392,6 @@ def refusal(
         added = geometry.tensors.get(role)
         if added is not None and added.dtype is data_type.DOUBLE:
             return f"{role} must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
-    if problem.d_bias is data_type.DOUBLE:
-        return "a gradient of a bias must be HALF, BFLOAT16 or FLOAT; got DOUBLE."
     scale = geometry.tensors.get("attn_scale")
     if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
         return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."

@@ -28,6 +28,7 @@ from dlattn.plans.argument import (
 )
 from dlattn.problem import (
     PAGE_TABLES,
+    SCORE_GRADIENT_ROLES,
     SCORE_MOD_ROLES,
     Geometry,
     Read,
@@ -87,7 +88,7 @@ def params_for(geometry: Geometry) -> Params:
             setattr(holder, field, _length_ref(geometry.tensors[role]))
     if "alibi_slopes" in geometry.tensors:
         params.alibi_slopes = _slope_ref(geometry.tensors["alibi_slopes"])
-    for role in (*BIAS_ROLES, *SCORE_MOD_ROLES):
+    for role in (*BIAS_ROLES, *SCORE_MOD_ROLES, *SCORE_GRADIENT_ROLES):
         if role in geometry.tensors:
             setattr(params, role, BiasRef(0, *_broadcast_strides(geometry.tensors[role])))
     if "block_mask" in geometry.tensors:

@@ -27,12 +27,13 @@ from dlattn.problem import (
     Geometry,
     Mask,
     Problem,
+    ScoreGradient,
     Values,
     Where,
     alibi_slopes,
 )
 from dlattn.problem.problem import SCALAR_ROLES
-from dlattn.problem.score import Array
+from dlattn.problem.score import Array, add_at
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
@@ -94,14 +95,18 @@ class Reference(Plan):
                 results["stats"][np.isneginf(results["stats"])] = np.inf
         else:
             o, stats, d_o = (tensors[role] for role in ("o", "stats", "dO"))
-            d_bias = np.zeros(tensors["dBias"].shape, self.compute) if problem.d_bias else None
+            added = [
+                *(["dBias"] if problem.d_bias else ()),
+                *(x.role for x in problem.score_gradients),
+            ]
+            sums = {role: np.zeros(tensors[role].shape, self.compute) for role in added}
+            d_reads = [(of, sums[of.role]) for of in problem.score_gradients]
             d_stats = tensors.get("dStats")
             gradients = attention_backward(
-                q, k, v, o, d_o, stats, d_stats=d_stats, d_bias=d_bias, **scores
-            )
-            results = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
-            if d_bias is not None:
-                results["dBias"] = d_bias
+                q, k, v, o, d_o, stats,
+                d_stats=d_stats, d_bias=sums.get("dBias"), d_reads=d_reads, **scores,
+            )  # fmt: skip
+            results = {**dict(zip(("dQ", "dK", "dV"), gradients, strict=True)), **sums}
             if problem.delta:
                 results["delta"] = row_deltas(o, d_o, values, self.compute)
             if sink is not None and problem.sink:
@@ -229,6 +234,7 @@ def attention_backward(
     dropout: Dropout | None = None,
     d_stats: Array | None = None,
     d_bias: Array | None = None,
+    d_reads: Sequence[tuple[ScoreGradient, Array]] = (),
     compute: type[np.floating[Any]] = np.float64,
 ) -> tuple[Array, Array, Array]:
     """The gradients of ``sum(o * d_o) + sum(stats * d_stats)`` for q, k and v.
@@ -238,6 +244,7 @@ def attention_backward(
         q, k, v, edits, masks, values, dropout, compute: as in :func:`attention_forward`.
         d_stats: as stats; ``None`` is 0. That of rows that attend to nothing does not matter.
         d_bias: the gradient of the bias, in its shape, is added to this.
+        d_reads: gradients of tensors that a user's function reads are added to these.
 
     Returns:
         dQ, dK, dV in the shapes of q, k, v; 0 past the lengths.
@@ -261,7 +268,10 @@ def attention_backward(
                 grad = weights * values.dropout_scale * (d_weights - delta)
                 for edit, given in zip(reversed(edits), reversed(trail), strict=True):
                     if d_bias is not None and isinstance(edit, Bias):
-                        edit.add_gradient(d_bias, grad[None], block.where)
+                        add_at(d_bias, grad[None], block.where)
+                    for of, total in d_reads:
+                        if of.is_read_by(edit):
+                            of.add(total, grad[None], given[None], block.where, values_b)
                     grad = edit.backward(grad[None], given[None], block.where, values_b)[0]
                 if block.dropped is not None:
                     np.copyto(grad, 0, where=block.dropped)

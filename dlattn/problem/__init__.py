@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from dlattn.problem.score import alibi_slopes as alibi_slopes
     from dlattn.problem.score_blocks import ScoreBlocks as ScoreBlocks
     from dlattn.problem.score_blocks import skipped_blocks as skipped_blocks
+    from dlattn.problem.score_program import SCORE_GRADIENT_ROLES as SCORE_GRADIENT_ROLES
     from dlattn.problem.score_program import SCORE_MOD_ROLES as SCORE_MOD_ROLES
     from dlattn.problem.score_program import Read as Read
+    from dlattn.problem.score_program import ScoreGradient as ScoreGradient
     from dlattn.problem.score_program import ScoreProgram as ScoreProgram
 
 __getattr__, __dir__, __all__ = exports(
@@ -65,6 +67,8 @@ __getattr__, __dir__, __all__ = exports(
             Alibi Bias Edit Scale SoftCap Stored Values Where alibi_slopes
         """,
         "dlattn.problem.score_blocks": "ScoreBlocks skipped_blocks",
-        "dlattn.problem.score_program": "SCORE_MOD_ROLES Read ScoreProgram",
+        "dlattn.problem.score_program": """
+            SCORE_GRADIENT_ROLES SCORE_MOD_ROLES Read ScoreGradient ScoreProgram
+        """,
     },
 )

@@ -48,6 +48,10 @@ class Line:
     operands: tuple[int, ...] = ()
     number: Number | None = None
 
+    def holds(self, value: Number) -> bool:
+        """Whether it is a constant of this value."""
+        return self.operation == "constant" and self.number == value
+
 
 def needed(lines: Sequence[Line], *results: int) -> list[int]:
     """The numbers of the lines that results depend on, in order."""

@@ -15,7 +15,7 @@ from dlattn.problem.dropout import Dropout
 from dlattn.problem.mask import BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit
 from dlattn.problem.score_blocks import ScoreBlocks
-from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreProgram
+from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreGradient, ScoreProgram
 from dlattn.records import dataclass
 
 #: Roles of one number each, on the device or the host.
@@ -81,6 +81,7 @@ class Problem:
         dropout: how probabilities are dropped after the softmax; ``None`` when none is.
         paged_k, paged_v: the rows of k, of v, and of their gradients lie in pages.
         d_bias: element type of the bias's gradient, if the backward writes that.
+        score_gradients: those that the backward writes, of tensors that a user's function reads.
         access_bytes: widest global-memory access that every tensor's strides and declared
             alignment allow (16), or 2 (one 16-bit element) when any does not.
         compute: type of the arithmetic, FLOAT or DOUBLE.
@@ -102,6 +103,7 @@ class Problem:
     paged_k: bool = False
     paged_v: bool = False
     d_bias: data_type | None = None
+    score_gradients: tuple[ScoreGradient, ...] = ()
     access_bytes: int = 16
     compute: data_type = data_type.FLOAT
     deterministic: bool = False
@@ -207,9 +209,10 @@ class Geometry:
             sink_token dSink_token attn_scale seq_len_q seq_len_kv bias dBias alibi_slopes
             block_mask paged_attention_k_table paged_attention_v_table dropout_seed dropout_offset
             dropout_mask dropout_scale dropout_scale_inv rng_dump debug_softmax delta cu_seqlens_q
-            cu_seqlens_kv``, those of :data:`SCORE_MOD_ROLES`, and the :func:`offset_role` of each
-            ragged tensor and packed table; an absent role is an absent feature. ``cu_seqlens_kv``
-            tells lengths of paged keys, too.
+            cu_seqlens_kv``, those of :data:`SCORE_MOD_ROLES` and
+            :data:`dlattn.problem.SCORE_GRADIENT_ROLES`, and the :func:`offset_role` of each ragged
+            tensor and packed table; an absent role is an absent feature. ``cu_seqlens_kv`` tells
+            lengths of paged keys, too.
         attn_scale: the scale when there is no ``attn_scale`` tensor.
         softcap: the bound of soft-capped scores, or None.
         band_left: cuDNN's left bound (keys with ``key + left > query + shift`` are kept), or None.

@@ -79,6 +79,16 @@ def read_at(tensor: Array, where: Where) -> Array:
     return elements
 
 
+def add_at(total: Array, terms: Array, where: Where) -> None:
+    """Adds terms, one for each score, to a total that broadcasts to (B, H, S_q, S_kv): summed where
+    it does."""
+    positions = (where.batch, where.head, where.query, where.key)
+    places = list(zip(total.shape, positions, strict=True))
+    shared = tuple(axis for axis, (size, _) in enumerate(places) if size == 1)
+    at = tuple(at if size > 1 else np.zeros_like(at[:1, :1, :1, :1]) for size, at in places)
+    total[at] += terms.sum(axis=shared, keepdims=True)
+
+
 class Edit(ABC):
     """A pointwise change of the score."""
 
@@ -220,14 +230,6 @@ class Bias(Edit):
 
     def backward(self, grad: Array, score: Array, where: Where, values: Values) -> Array:
         return grad
-
-    def add_gradient(self, total: Array, grad: Array, where: Where) -> None:
-        """Adds to the gradient of the bias, in its shape, that of some results of :meth:`apply`."""
-        positions = (where.batch, where.head, where.query, where.key)
-        places = list(zip(total.shape, positions, strict=True))
-        shared = tuple(axis for axis, (size, _) in enumerate(places) if size == 1)
-        at = tuple(at if size > 1 else np.zeros_like(at[:1, :1, :1, :1]) for size, at in places)
-        total[at] += grad.sum(axis=shared, keepdims=True)
 
 
 @dataclass(frozen=True)

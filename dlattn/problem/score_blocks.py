@@ -37,7 +37,7 @@ class ScoreBlocks(BlockMask):
     @property
     def rest(self) -> ScoreProgram:
         """The program in blocks that it masks nothing of."""
-        return replace(self.program, result=masked_last(self.program)[0], is_whole=True)
+        return replace(self.program, result=masked_last(self.program)[0], name="WholeScoreProgram")
 
     def keep(self, where: Where, values: Values) -> Array:
         kept = self.truth(int(where.batch.item()), values).maybe

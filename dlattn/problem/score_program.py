@@ -15,7 +15,7 @@ import numpy as np
 
 from dlattn.dtypes import data_type
 from dlattn.problem.lines import Kind, Line, needed
-from dlattn.problem.score import Array, Edit, Values, Where, read_at
+from dlattn.problem.score import Alibi, Array, Edit, Values, Where, add_at, read_at
 from dlattn.records import dataclass
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Roles of the tensors that a function of scores reads; as many as ``Params`` has room for.
 SCORE_MOD_ROLES = tuple(f"score_mod_{number}" for number in range(8))
+#: Roles of their gradients, in the same order.
+SCORE_GRADIENT_ROLES = tuple(f"d_{role}" for role in SCORE_MOD_ROLES)
 
 #: A score set to at most this by the last selection is masked: its weight is 0 beside any other.
 MASKED = -1e4
@@ -68,30 +70,34 @@ class ScoreProgram(Edit):
         result: the number of the line that is the new score.
         slope: that of its derivative; ``None`` in a forward.
         reads: the tensors that the lines read, of the roles :data:`SCORE_MOD_ROLES`.
-        is_whole: it is what is left of another one, of which the rest is known.
+        name: of the struct that ``dlattn/plans/score_source.py`` writes.
     """
 
     lines: tuple[Line, ...]
     result: int
     slope: int | None = None
     reads: tuple[Read, ...] = ()
-    is_whole: bool = False
+    name: str = "ScoreProgram"
 
     @property
     def cpp(self) -> str:
-        """The name of the struct that ``dlattn/plans/score_source.py`` writes."""
-        return "WholeScoreProgram" if self.is_whole else "ScoreProgram"
+        return self.name
 
     @property
     def constant_derivative(self) -> bool:
         if self.slope is None:
             return self.lines[masked_last(self)[0]].operation == "score"
-        return self.lines[self.slope].number == 1.0
+        return self.lines[self.slope].holds(1.0)
 
     @property
     def gathers(self) -> bool:
         """Whether it reads elements of queries or keys, of which there are many."""
         return any(read.by_query or read.by_key for read in self.reads)
+
+    @property
+    def takes_score(self) -> bool:
+        """Whether the result depends on the score."""
+        return any(self.lines[n].operation == "score" for n in needed(self.lines, self.result))
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         return self._computed(self.result, score, where, values)
@@ -116,6 +122,41 @@ class ScoreProgram(Edit):
         with np.errstate(all="ignore"):
             computed = evaluate(self.lines, result, leaf, score.dtype)
         return np.broadcast_to(computed, score.shape)
+
+
+@dataclass(frozen=True)
+class ScoreGradient:
+    """The gradient of a tensor that a function of scores reads.
+
+    Attributes:
+        number: which of its reads; one more than there are of slopes that have become ALiBi's.
+        dtype: element type of the gradient.
+        partial: the derivative of the function's result by an element that is read, as a function
+            of the same score.
+    """
+
+    number: int
+    dtype: data_type
+    partial: ScoreProgram
+
+    @property
+    def role(self) -> str:
+        return SCORE_GRADIENT_ROLES[self.number]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is read is only added to the score, as a bias is."""
+        return self.partial.lines[self.partial.result].holds(1.0)
+
+    def is_read_by(self, edit: Edit) -> bool:
+        """Whether an edit reads what the gradient is of."""
+        return isinstance(edit, ScoreProgram if self.number < len(self.partial.reads) else Alibi)
+
+    def add(self, total: Array, grad: Array, score: Array, where: Where, values: Values) -> None:
+        """Adds to the gradient, in its shape, that of some results of the edit that reads."""
+        slope = self.partial.apply(score, where, values)
+        # What is masked has no part in any gradient, whatever the derivative.
+        add_at(total, np.where(grad == 0, grad, grad * slope), where)
 
 
 def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Array:
@@ -148,31 +189,48 @@ def evaluate(lines: Sequence[Line], result: int, leaf: Any, floats: Any) -> Arra
 
 
 def score_program(
-    builder: Builder, result: int, slope: int | None, reads: Sequence[Read]
+    builder: Builder,
+    result: int,
+    slope: int | None,
+    reads: Sequence[Read],
+    also: Sequence[int] = (),
 ) -> tuple[ScoreProgram, list[int]]:
     """The lines that results need, and which of the reads those are, in the program's order: that
-    in which results need them, whatever else was written before."""
+    in which results need them, whatever else was written before; then those that it is to have
+    also."""
+    roots = (result,) if slope is None else (result, slope)
+    lines = (builder.lines[old] for old in _in_order(builder.lines, roots))
+    needed_reads = (int(x.number or 0) for x in lines if x.operation == "read")
+    used = list(dict.fromkeys([*needed_reads, *also]))
+    return _program(builder, result, slope, reads, used), used
+
+
+def partial_program(
+    builder: Builder, partial: int, reads: Sequence[Read], used: Sequence[int]
+) -> ScoreProgram:
+    """A derivative, as a program beside the one that has these reads in use."""
+    return replace(_program(builder, partial, None, reads, used), name="ScorePartial")
+
+
+def _program(
+    builder: Builder, result: int, slope: int | None, reads: Sequence[Read], used: Sequence[int]
+) -> ScoreProgram:
     kept = _in_order(builder.lines, (result,) if slope is None else (result, slope))
     new = {old: number for number, old in enumerate(kept)}
-    lines = [builder.lines[old] for old in kept]
-    used = list(dict.fromkeys(int(x.number or 0) for x in lines if x.operation == "read"))
-    return (
-        ScoreProgram(
-            lines=tuple(
-                replace(
-                    line,
-                    operands=tuple(new[x] for x in line.operands),
-                    number=used.index(int(line.number or 0))
-                    if line.operation == "read"
-                    else line.number,
-                )
-                for line in lines
-            ),
-            result=new[result],
-            slope=None if slope is None else new[slope],
-            reads=tuple(reads[number] for number in used),
+    lines = [
+        replace(line, operands=tuple(new[x] for x in line.operands))
+        for line in (builder.lines[old] for old in kept)
+    ]
+    return ScoreProgram(
+        lines=tuple(
+            replace(line, number=used.index(int(line.number or 0)))
+            if line.operation == "read"
+            else line
+            for line in lines
         ),
-        used,
+        result=new[result],
+        slope=None if slope is None else new[slope],
+        reads=tuple(reads[number] for number in used),
     )
 
 
@@ -221,18 +279,24 @@ def masked_by_infinity(builder: Builder, result: int) -> int:
     return result
 
 
-def slope_of(builder: Builder, result: int) -> int:
-    """The derivative of the result by the score. Where the last selections mask, weights are 0, and
-    any derivative will do: that of what they select from."""
+def slope_of(builder: Builder, result: int, read: int | None = None) -> int:
+    """The derivative of the result by the score, or by what a read reads, a float."""
     from dlattn.problem.derivative import derivative
 
+    by = builder.score() if read is None else builder.read(read, Kind.FLOAT)
+    return derivative(builder, _unmasked(builder, result), by)
+
+
+def _unmasked(builder: Builder, result: int) -> int:
+    """What the last selections select from: where they mask, weights are 0, and any derivative will
+    do."""
     line = builder.lines[result]
     if line.operation == "binary_select":
         x, y, _ = line.operands
         for kept, masked in ((x, y), (y, x)):
             if builder.value(masked) == -np.inf:
-                return slope_of(builder, kept)
-    return derivative(builder, result, builder.score())
+                return _unmasked(builder, kept)
+    return result
 
 
 def _is_masked(builder: Builder, line: int) -> bool:

@@ -163,6 +163,11 @@ def plan_for(
             sizes = (1, 1, seq if read.by_query else 1, seq if read.by_key else 1)
             stride = tuple(math.prod(sizes[axis + 1 :]) for axis in range(4))
             tensors[role] = TensorSpec(role, sizes, stride, read.dtype, by_value=read.by_value)
+    for of in problem.score_gradients:
+        read = tensors.get(SCORE_MOD_ROLES[of.number])
+        sizes = (1, 4, 1, 1) if read is None else read.dim
+        stride = tuple(math.prod(sizes[axis + 1 :]) for axis in range(4))
+        tensors[of.role] = TensorSpec(of.role, sizes, stride, of.dtype)
     longest = seq if any(paged.values()) else None
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None

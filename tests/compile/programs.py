@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import dlattn as cudnn
-from dlattn.problem import Direction, ScoreProgram
+from dlattn.problem import Direction, Edit, Problem, ScoreGradient, ScoreProgram
 from tests.cases import Case
 from tests.score_mods import TENSORS, callback
 
@@ -22,9 +22,25 @@ MODS = {
 }
 
 
-@cache
 def program(name: str, direction: Direction) -> ScoreProgram:
     """What is left of a function when it is recognised."""
+    return _program_of(_problem(name, direction))
+
+
+def with_gradients(name: str) -> tuple[tuple[Edit, ...], tuple[ScoreGradient, ...]]:
+    """What a function is in a backward that writes the gradients of all floats that it reads, and
+    those."""
+    problem = _problem(name, Direction.BACKWARD, gradients=True)
+    return problem.edits[1:], problem.score_gradients
+
+
+def _program_of(problem: Problem) -> ScoreProgram:
+    (found,) = (edit for edit in problem.edits if isinstance(edit, ScoreProgram))
+    return found
+
+
+@cache
+def _problem(name: str, direction: Direction, gradients: bool = False) -> Problem:
     mod = MODS[name]
     case = Case(batch=2, heads_q=4, heads_k=4, heads_v=4, seq_q=300, seq_kv=300, score_mod=mod)
     graph = cudnn.pygraph(
@@ -47,12 +63,16 @@ def program(name: str, direction: Direction) -> ScoreProgram:
     if direction is Direction.FORWARD:
         made = graph.sdpa(q, k, v, generate_stats=False, score_mod=score_mod)[:1]
     else:
-        made = graph.sdpa_backward(q, k, v, o, d_o, stats, score_mod=score_mod)
+        floats = [t for key, t in tensors.items() if "float" in TENSORS[key][1]]
+        made = graph.sdpa_backward(
+            q, k, v, o, d_o, stats,
+            score_mod=score_mod, score_mod_gradients=floats if gradients else None,
+        )  # fmt: skip
     for t in made:
         t.set_output(True)
     problem = graph.lowered.problem
-    (found,) = (edit for edit in problem.edits if isinstance(edit, ScoreProgram))
-    return found
+    assert isinstance(problem, Problem)
+    return problem
 
 
 _TYPES = {

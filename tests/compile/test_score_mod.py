@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -26,12 +27,14 @@ from dlattn.problem import (
     Problem,
     Read,
     Scale,
+    ScoreGradient,
     ScoreProgram,
+    SoftCap,
     skipped_blocks,
 )
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind
-from dlattn.problem.score_program import score_program, slope_of
+from dlattn.problem.score_program import partial_program, score_program, slope_of
 from dlattn.runtime import jit
 from tests.compile.problems import (
     EDITED_HEAD_DIMS,
@@ -43,7 +46,7 @@ from tests.compile.problems import (
     is_decoded,
     plan_for,
 )
-from tests.compile.programs import MODS, program
+from tests.compile.programs import MODS, program, with_gradients
 from tests.unit.test_score_blocks import program as condition
 
 #: What a function meets, in turn.
@@ -122,6 +125,70 @@ def test_beside_other_kernels(arch: str) -> None:
     geometry = replace(geometry, tensors={**geometry.tensors, "debug_softmax": spec})
     (kernel,) = debug_kernels(forward, geometry)
     assert not jit.compile_kernel(kernel.source, arch).spill_stores
+
+
+#: Head dimensions, function, what else: each tiling, with what takes most registers.
+_READ_GRADIENTS: tuple[tuple[tuple[int, int], str, dict[str, Any]], ...] = (
+    ((8, 8), "table", {}),
+    ((64, 64), "capped", {"dropout": Philox()}),
+    ((64, 64), "bent", {"access_bytes": 2}),
+    ((96, 96), "bent", {"ragged": True}),
+    ((128, 128), "bent", {"dropout": Philox()}),
+    ((128, 128), "table", {}),
+    ((192, 128), "capped", {}),
+    ((256, 256), "bent", {"dropout": Philox()}),
+    ((64, 64), "slopes", {}),
+    ((128, 128), "slopes", {"dropout": Philox()}),
+)
+
+
+def _learned_slopes() -> ScoreGradient:
+    """The gradient of slopes that are ALiBi's."""
+    builder = Builder()
+    ahead = builder.pointwise("sub", builder.position(3), builder.position(2))
+    return ScoreGradient(0, data_type.FLOAT, partial_program(builder, ahead, (), ()))
+
+
+def read_gradients(
+    arch: str, dims: tuple[int, int], name: str, more: Mapping[str, Any]
+) -> list[jit.KernelSource]:
+    """The kernels for gradients of all floats that a function reads, beside a soft cap and a bias
+    in every second case."""
+    if name == "slopes":
+        made, gradients = (*EDITS["bias"], *EDITS["alibi"]), (_learned_slopes(),)
+    else:
+        made, gradients = with_gradients(name)
+    crowded = "dropout" in more
+    bias = EDITS["rows"] if crowded and name != "slopes" else ()
+    problem = Problem(
+        Direction.BACKWARD, data_type.HALF, *dims,
+        (Scale(), *((SoftCap(),) * crowded), *made, *bias),
+        MASKS["causal"], data_type.FLOAT,
+        score_gradients=gradients, **more,
+    )  # fmt: skip
+    family = BwdSm90 if arch == "sm_90a" and not more else BwdSm80
+    kernels = plan_for(family, problem, arch).kernels()
+    found = [k.source for k in kernels if k.source.name == "dlattn_bwd_dbias"]
+    assert len(found) == len(gradients) > 0
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+def test_gradients_of_what_is_read(arch: str) -> None:
+    """Their kernels neither spill nor draw a warning."""
+    sources = {
+        source.text: (case, source)
+        for case in _READ_GRADIENTS
+        for source in read_gradients(arch, *case)
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
+        complaints = [
+            f"{kernel.spill_stores} bytes spilled, {kernel.warnings}: {case}"
+            for (case, _), kernel in zip(sources.values(), compiled, strict=True)
+            if kernel.spill_stores or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
 
 
 def everything(direction: Direction, by_value: bool) -> ScoreProgram:

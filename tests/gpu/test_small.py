@@ -203,6 +203,24 @@ CASES = {
         head_dim_qk=64, head_dim_v=64, scale=0.125, dropout="bfloat16", dropout_layout="queries",
         dropout_as="host", len_kv=(99,),
     ),
+    "gradients of tables, slopes, rows and a number that a function reads": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=140, seq_kv=200, len_q=(140, 33),
+        len_kv=(90, 200), head_dim_qk=64, head_dim_v=64, scale=0.125, d_mods="float32",
+        score_mod=(
+            (
+                "add",
+                ("mul", ("add", "s", "table"), "factor"),
+                ("mul", ("tanh", ("mul", "s", "rows")), ("mul", "slopes", "columns")),
+            ),
+            ("cmp_ge", ("add", "row", 60), "col"),
+        ),
+    ),
+    "gradients of what a function reads, dropout, a soft cap and a bias": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=1, seq_q=130, seq_kv=150, right=0,
+        bottom_right=True, head_dim_qk=72, head_dim_v=40, scale=0.12, softcap=20.0, dropout=0.3,
+        bias="float32", bias_axes="qk", d_bias="float32", d_mods="float16",
+        score_mod=(("add", ("sigmoid", ("add", "s", "columns")), ("mul", "slopes", "s")), None),
+    ),
     "pages of keys and values, of two sizes, in turn": Case(
         batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=70, seq_kv=300, right=0, bottom_right=True,
         len_q=(70, 33, 1), len_kv=(300, 129, 64), head_dim_qk=128, head_dim_v=128, scale=0.09,

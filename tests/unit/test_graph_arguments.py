@@ -28,7 +28,10 @@ BACKWARD = """
 PAGED = {f"paged_attention_{what}" for what in ("k_table", "v_table", "max_seq_len_kv")}
 DLATTNS_OWN = {
     "sdpa": {"softcap", "alibi_slopes", "dropout_algorithm", "debug_softmax"},
-    "sdpa_backward": {"softcap", "alibi_slopes", "dropout_algorithm", "block_mask", *PAGED},
+    "sdpa_backward": {
+        *("softcap", "alibi_slopes", "dropout_algorithm", "block_mask", "score_mod_gradients"),
+        *PAGED,
+    },
 }
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dlattn as cudnn
+from dlattn.dtypes import to_numpy
 from dlattn.errors import DlattnError
 from dlattn.runtime import bundle
 from tests.callers import Caller
@@ -93,9 +94,10 @@ def test_programs():
     assert np.array_equal(*made) and made[0].any()
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [None, "as given", "with gradients"])
 def test_functions_of_scores(backward):
-    """A function of scores comes back as the operations that it has added."""
+    """A function of scores comes back as the operations that it has added, and the gradients of
+    what it reads as those of the same tensors."""
     pytest.importorskip("dlattn.graph.score_mod.callback")
     FLOAT, saved = cudnn.data_type.FLOAT, {}
 
@@ -116,9 +118,10 @@ def test_functions_of_scores(backward):
     cap, floor = graph.tensor_scalar(5.0), graph.tensor_scalar(-3.0)
     if backward:
         tensors[6] = graph.tensor((*DIM[:3], 1), data_type=FLOAT, uid=6)
-        made = graph.sdpa_backward(
-            *tensors.values(), score_mod=score_mod, score_mod_bprop=score_mod_bprop
-        )
+        more = {"score_mod_bprop": score_mod_bprop}
+        if backward == "with gradients":
+            more = {"score_mod_gradients": [heads]}
+        made = graph.sdpa_backward(*tensors.values(), score_mod=score_mod, **more)
     else:
         made = graph.sdpa(*tensors.values(), generate_stats=False, score_mod=score_mod)[:1]
     for uid, t in enumerate(made, 20):
@@ -135,7 +138,9 @@ def test_functions_of_scores(backward):
         inputs[6] = inputs[6].astype(np.float32) + 3
     results = []
     for it in (graph, again):
-        results.append({t.get_uid(): np.zeros(DIM, np.float16) for t in made})
+        results.append(
+            {t.get_uid(): np.zeros(t.get_dim(), to_numpy(t.get_data_type())) for t in made}
+        )
         it.execute(inputs | results[-1])
     assert all(
         np.array_equal(x, y) and x.any() for x, y in zip(*map(dict.values, results), strict=True)

@@ -15,7 +15,13 @@ from dlattn.dtypes import data_type
 from dlattn.problem import POINTWISE, Read
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind, needed
-from dlattn.problem.score_program import evaluate, masked_by_infinity, score_program, slope_of
+from dlattn.problem.score_program import (
+    evaluate,
+    masked_by_infinity,
+    partial_program,
+    score_program,
+    slope_of,
+)
 
 Tree = Any
 
@@ -44,9 +50,10 @@ def _grown(x: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
     )
 
 
-TREES = st.recursive(
-    st.just("s") | st.sampled_from((-1.5, 0.25, 2.0)) | st.just("row"), _grown, max_leaves=6
-)
+_NUMBERS = st.sampled_from((-1.5, 0.25, 2.0))
+TREES = st.recursive(st.just("s") | _NUMBERS | st.just("row"), _grown, max_leaves=6)
+#: Of a tensor that is read, too.
+READING = st.recursive(st.sampled_from(("s", "t", "t")) | _NUMBERS, _grown, max_leaves=6)
 
 
 def line(builder: Builder, tree: Tree) -> int:
@@ -55,6 +62,8 @@ def line(builder: Builder, tree: Tree) -> int:
         return builder.score()
     if tree == "row":
         return builder.position(2)
+    if tree == "t":
+        return builder.read(0, Kind.FLOAT)
     if isinstance(tree, float):
         return builder.constant(tree)
     operation, *operands = tree
@@ -62,16 +71,18 @@ def line(builder: Builder, tree: Tree) -> int:
     return builder.pointwise(operation, *(line(builder, x) for x in operands), **numbers)
 
 
-def exact(tree: Tree, score: Any, kinks: list[Any]) -> Any:
+def exact(tree: Tree, score: Any, kinks: list[Any], read: Any = None) -> Any:
     """The tree by the operations' NumPy twins; what is near 0 at kinks and jumps is appended."""
     if tree == "s":
         return score
+    if tree == "t":
+        return read
     if tree == "row":
         return 3.0 + 0 * score
     if isinstance(tree, float):
         return tree + 0 * score
     operation, *operands = tree
-    given = [exact(x, score, kinks) for x in operands]
+    given = [exact(x, score, kinks, read) for x in operands]
     if operation in ("max", "min") or operation.startswith("cmp"):
         kinks.append(abs(given[0] - given[1]))
     if operation in ("abs", "relu", "elu") or operation.startswith(("relu_", "leaky_", "elu_")):
@@ -103,11 +114,41 @@ def test_derivative(tree: Tree, seed: int) -> None:
     builder = Builder()
     result = line(builder, tree)
     slope = slope_of(builder, result)
-    score, step = np.random.default_rng(seed).normal(size=8), 1e-5
+    score = np.random.default_rng(seed).normal(size=8)
+    away, want, difference = differences(lambda x, kinks: exact(tree, x, kinks), score)
+    assume(away.any())
+    got, slopes = (computed(builder, x, score) for x in (result, slope))
+    np.testing.assert_allclose(got[away], want[away], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(slopes[away], difference[away], rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=600, deadline=None)
+@given(READING, st.integers(0, 2**16))
+def test_derivative_by_what_is_read(tree: Tree, seed: int) -> None:
+    """The derivative by an element that is read is that of central differences, away from kinks."""
+    builder = Builder()
+    result = line(builder, tree)
+    slope = slope_of(builder, result, read=0)
+    partial = partial_program(builder, slope, [Read(data_type.FLOAT)], [0])
+    score, read = np.random.default_rng(seed).normal(size=(2, 8))
+    away, _, difference = differences(lambda x, kinks: exact(tree, score, kinks, x), read)
+    assume(away.any())
+
+    def leaf(it: Any) -> Any:
+        return score if it.operation == "score" else read
+
+    with np.errstate(all="ignore"):
+        got = evaluate(partial.lines, partial.result, leaf, np.float64) + 0 * score
+    np.testing.assert_allclose(got[away], difference[away], rtol=1e-5, atol=1e-5)
+
+
+def differences(function: Callable[[Any, list[Any]], Any], at: Any) -> tuple[Any, Any, Any]:
+    """Where central differences tell the derivative, what a function is there, and they."""
+    step = 1e-5
     with np.errstate(all="ignore"):
         kinks: list[Any] = []
-        want = exact(tree, score, kinks)
-        nearby = [exact(tree, score + k * step, []) for k in (-2, -1, 1, 2)]
+        want = function(at, kinks) + 0 * at
+        nearby = [function(at + k * step, []) + 0 * at for k in (-2, -1, 1, 2)]
     away = np.isfinite(want)
     for distance in kinks:
         away &= ~(distance < 1e-2)
@@ -118,10 +159,7 @@ def test_derivative(tree: Tree, seed: int) -> None:
     # Where it bends within a few steps, differences tell little.
     coarse = (nearby[3] - nearby[0]) / (4 * step)
     away &= abs(coarse - difference) < 1e-6 * (1 + abs(difference))
-    assume(away.any())
-    got, slopes = (computed(builder, x, score) for x in (result, slope))
-    np.testing.assert_allclose(got[away], want[away], rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(slopes[away], difference[away], rtol=1e-5, atol=1e-5)
+    return away, want, difference
 
 
 @pytest.mark.parametrize("operation", sorted(POINTWISE))
@@ -204,3 +242,15 @@ def test_masked_scores_have_no_derivative_to_compute() -> None:
     builder = Builder()
     result = line(builder, ("binary_select", "s", -9999.0, ("cmp_gt", "row", 1.0)))
     assert masked_by_infinity(builder, result) == result
+
+
+def test_a_tensor_is_no_constant() -> None:
+    """A derivative that is the second tensor, or the head, is not the number 1 (found when
+    gradients of what is read were built)."""
+    builder = Builder()
+    first, second = builder.read(0, Kind.FLOAT), builder.read(1, Kind.FLOAT)
+    product = builder.pointwise("mul", builder.score(), second)
+    result = builder.pointwise("add", first, product)
+    reads = (Read(data_type.FLOAT), Read(data_type.FLOAT))
+    program, used = score_program(builder, result, slope_of(builder, result), reads)
+    assert used == [0, 1] and not program.constant_derivative

@@ -14,11 +14,16 @@ from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.score_mod.callback import ScoreMod
 from dlattn.graph.score_mod.recognise import Found, recognised
 from dlattn.graph.tensor import packed_strides, tensor
-from dlattn.problem import SCORE_MOD_ROLES, Direction, Read
+from dlattn.problem import SCORE_GRADIENT_ROLES, SCORE_MOD_ROLES, Direction, Read
 from dlattn.problem.derivative import derivative
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind, needed
-from dlattn.problem.score_program import masked_by_infinity, score_program, slope_of
+from dlattn.problem.score_program import (
+    masked_by_infinity,
+    partial_program,
+    score_program,
+    slope_of,
+)
 
 _WHOLE = {
     data_type.INT8: Kind.INT32,
@@ -52,14 +57,17 @@ def meant(node: AttentionNode, types: Mapping[str, data_type]) -> AttentionNode:
     result = builder.cast(lines[mod.result], Kind.FLOAT)
     result = masked_by_infinity(builder, result)
     given = mod.d_score is not None
-    found = recognised(node, builder, result, list(reads.values()), masks_alone=given)
+    wanted = _wanted(node)
+    found = recognised(
+        node, builder, result, list(reads.values()), masks_alone=given, wanted=[*wanted.values()]
+    )
     slope = None
     if node.direction is Direction.BACKWARD:
         if mod.d_score is None:
             slope = slope_of(builder, found.result)
         else:
             slope = _linear_factor(node, builder, builder.cast(lines[mod.d_score], Kind.FLOAT))
-    return _node_of(found, builder, slope, list(reads.values()))
+    return _node_of(found, builder, slope, reads, wanted)
 
 
 def _complete(
@@ -168,15 +176,65 @@ def _linear_factor(node: AttentionNode, builder: Builder, d_score: int) -> int:
     return factor
 
 
+def _wanted(node: AttentionNode) -> dict[str, tensor]:
+    """What gradients are wanted of, by their roles.
+
+    Raises:
+        cudnnGraphNotSupportedError: one is not of floats.
+    """
+    wanted = {
+        gradient: node.inputs[role]
+        for role, gradient in zip(SCORE_MOD_ROLES, SCORE_GRADIENT_ROLES, strict=True)
+        if gradient in node.outputs
+    }
+    for t in wanted.values():
+        if read_of(t).kind is not Kind.FLOAT:
+            raise cudnnGraphNotSupportedError(
+                f"{t.get_name()!r} in score_mod_gradients is {t.get_data_type()}, of which there "
+                "is no gradient; leave it out, or give numbers of a float type."
+            )
+    return wanted
+
+
 def _node_of(
-    found: Found, builder: Builder, slope: int | None, reads: list[tensor]
+    found: Found,
+    builder: Builder,
+    slope: int | None,
+    given: Mapping[str, tensor],
+    wanted: Mapping[str, tensor],
 ) -> AttentionNode:
-    """The node with the rest of the program, if there is any, and the tensors that it reads."""
-    node = found.node
+    """The node with the rest of the program, if there is any, and the tensors that it reads.
+
+    Args:
+        given: role -> tensor, of all that the whole function reads.
+        wanted: role of a gradient -> what it is of.
+    """
+    node, tensors = found.node, list(given.values())
+    reads = [read_of(t) for t in tensors]
     dropped = {*SCORE_MOD_ROLES, *(() if node.padding else ("seq_len_q", "seq_len_kv"))}
     others = {role: t for role, t in node.inputs.items() if role not in dropped}
-    if found.result == builder.score() and slope in (None, builder.constant(1.0)):
-        return replace(node, inputs=others, score_mod=None)
-    program, used = score_program(builder, found.result, slope, [read_of(t) for t in reads])
-    used_reads = dict(zip(SCORE_MOD_ROLES, (reads[number] for number in used), strict=False))
-    return replace(node, inputs={**others, **used_reads}, score_mod=None, program=program)
+    by = {role: tensors.index(t) for role, t in wanted.items() if t is not found.slopes}
+    program, used = None, list[int]()
+    if by or found.result != builder.score() or slope not in (None, builder.constant(1.0)):
+        program, used = score_program(builder, found.result, slope, reads, [*by.values()])
+    used_reads = dict(zip(SCORE_MOD_ROLES, (tensors[number] for number in used), strict=False))
+    outputs = {role: t for role, t in node.outputs.items() if role not in SCORE_GRADIENT_ROLES}
+    partials = {}
+    for old in wanted:
+        if old in by:
+            number, partial = used.index(by[old]), slope_of(builder, found.result, by[old])
+        else:
+            # What slopes are multiplied by; a number that no read has.
+            number = len(used)
+            partial = builder.pointwise("sub", builder.position(3), builder.position(2))
+        role = SCORE_GRADIENT_ROLES[number]
+        partials[role] = partial_program(builder, partial, reads, used)
+        outputs[role] = node.outputs[old]
+    return replace(
+        node,
+        inputs={**others, **used_reads},
+        outputs=outputs,
+        score_mod=None,
+        program=program,
+        partials=dict(sorted(partials.items())),
+    )

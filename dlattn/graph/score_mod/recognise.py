@@ -18,7 +18,7 @@ from dlattn.graph.pages import max_seq_kv
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate, band, comparison
 from dlattn.graph.tensor import tensor
 from dlattn.problem.expressions import Builder
-from dlattn.problem.lines import Kind
+from dlattn.problem.lines import Kind, needed
 from dlattn.records import dataclass
 
 _COMPARISONS = ("cmp_ge", "cmp_gt", "cmp_le", "cmp_lt")
@@ -27,10 +27,15 @@ _LENGTHS = {"q": "seq_len_q", "kv": "seq_len_kv"}
 
 @dataclass(frozen=True)
 class Found:
-    """A node that has what was recognised, and the result of what remains of the program."""
+    """A node that has what was recognised, and the result of what remains of the program.
+
+    Attributes:
+        slopes: what the program reads no more, because it is the slopes of the node.
+    """
 
     node: AttentionNode
     result: int
+    slopes: tensor | None
 
 
 def recognised(
@@ -39,6 +44,7 @@ def recognised(
     result: int,
     reads: Sequence[tensor],
     masks_alone: bool,
+    wanted: Sequence[tensor] = (),
 ) -> Found:
     """A node with as much of a program as it has arguments for.
 
@@ -46,22 +52,31 @@ def recognised(
         result: the line that is the new score.
         reads: the tensors that reads are numbers of.
         masks_alone: leave what has a derivative of its own: the user gave that of the program.
+        wanted: tensors of which gradients are wanted: slopes are left to the program if anything
+            else of it reads them.
     """
-    reader = _Reader(node, builder, reads, masks_alone)
+    reader = _Reader(node, builder, reads, masks_alone, wanted)
     result = reader.peeled(result)
     if not masks_alone:
         result = reader.without_cap(result)
-    return Found(reader.node, result)
+    return Found(reader.node, result, reader.slopes)
 
 
 class _Reader:
     def __init__(
-        self, node: AttentionNode, builder: Builder, reads: Sequence[tensor], masks_alone: bool
+        self,
+        node: AttentionNode,
+        builder: Builder,
+        reads: Sequence[tensor],
+        masks_alone: bool,
+        wanted: Sequence[tensor],
     ) -> None:
         self.node = node
+        self.slopes: tensor | None = None
         self._builder = builder
         self._reads = reads
         self._masks_alone = masks_alone
+        self._wanted = wanted
         self._lengths = self._known_lengths()
         self._conditions: tuple[Affine, ...] = ()
 
@@ -224,11 +239,17 @@ class _Reader:
             terms = [(0, 1, ROW.plus(COL, -1))]
         for rest, added, distance in terms:
             slopes = self._slopes(it.operands[added], distance)
-            if slopes is not None:
+            if slopes is not None and not self._is_wanted_of(it.operands[rest], slopes):
                 inputs = {**self.node.inputs, "alibi_slopes": slopes}
-                self.node = replace(self.node, inputs=inputs, alibi=True)
+                self.node, self.slopes = replace(self.node, inputs=inputs, alibi=True), slopes
                 return self.peeled(it.operands[rest])
         return line
+
+    def _is_wanted_of(self, line: int, t: tensor) -> bool:
+        """Whether a gradient has a part in what a line reads."""
+        lines = self._builder.lines
+        read = (lines[n].number for n in needed(lines, line) if lines[n].operation == "read")
+        return t in self._wanted and any(self._reads[int(number or 0)] is t for number in read)
 
     def _slopes(self, line: int, distance: Affine) -> tensor | None:
         """The slopes that a line multiplies a distance by, if the node can have them."""
