@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/score_mask.cuh"
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
@@ -57,6 +58,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  using Kept = dlattn::Kept<Problem>;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
@@ -80,14 +82,13 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
             anew<Score>(tile) * tile_k + Scores::column(0, 0)};
   }
 
-  template <class Edit = Score>
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    Edit::template prepare<quick>(scores, values);
+    Score::template prepare<quick>(scores, values);
     const Position first = position(work, tile);
 #pragma unroll
     for (int begin = 0; begin < tile_k / 8; begin += 2) {
       for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
-        score = Edit::apply(score, at, values);
+        score = Score::apply(score, at, values);
       });
     }
   }
@@ -131,7 +132,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile) {
+  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile, const Kept& kept_by_function) {
     const int first_query = work.queries.first + first_row();
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
@@ -140,7 +141,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
 #pragma unroll
       for (int n = 0; n < tile_k / 8; n += 16) {
-        const uint32 kept = kept_elements(keys, first_key + 8 * n);
+        const uint32 kept = kept_elements(keys, first_key + 8 * n) & kept_by_function.row(i);
 #pragma unroll
         for (int e = 0; e < least(32, tile_k / 4 - 2 * n); ++e) {
           if ((kept >> e & 1) == 0) scores.at[0][n + e / 2][i + e % 2] = -infinity();
@@ -212,40 +213,48 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
-  // Whether a user's function masks nothing of a tile. Asked for before its scores are there, and not
-  // made uniform, which would wait for the answer.
+  // Whether a user's function masks nothing of a tile: the answer is on its way when products begin.
   DLATTN_DEVICE bool is_whole(const State& state, int tile) const {
-    if constexpr (!knows_wholes<Problem>) return false;
+    if constexpr (!MasksElements<Problem>) return true;
     const WorkItem at = item(state.item.stage);
     return Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
+  }
+
+  // What it keeps, while products are under way.
+  DLATTN_DEVICE Kept kept_elements_of(const Work& work, int tile, bool whole, const ScoreValues& values) {
+    if constexpr (MasksElements<Problem>) {
+      if (__any_sync(0xffffffffu, !whole)) {
+        return kept_by<typename Problem::ElementMask, tile_k / 4, false>(position(work, tile), values);
+      }
+      return {true, {~0u, ~0u}};
+    } else {
+      return {};
+    }
   }
 
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
-                                 bool whole, const ScoreValues& values, Softmax& softmax) {
+                                 const Kept& kept, const ScoreValues& values, Softmax& softmax) {
+    const bool all = kept.all && work.is_full(tile);
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
     }
     if constexpr (quick) {
-      if (!first && work.is_full(tile)) {
+      if (!first && all) {
         sums = take_quickly(state.scores, work, tile, values, softmax);
         return false;
       }
     }
-    if (whole) {
-      edit<WholeScore<Problem>>(state.scores, work, values, tile);
-    } else {
-      edit(state.scores, work, values, tile);
-    }
-    if (work.is_full(tile)) {
+    edit(state.scores, work, values, tile);
+    if (all) {
       const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
       sums = softmax.exponentiate(state.scores);
       return grew;
     }
     const Columns seen = seen_columns(work, tile);
-    mask(state.scores, work, tile);
+    mask(state.scores, work, tile, kept);
     const bool grew = softmax.advance(state.scores, state.factor, seen);
     sums = softmax.exponentiate(state.scores, seen);
     return grew;
@@ -319,8 +328,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     begin_scores(state, work, tile);
     begin_output(state);
     pass_turn();
+    const Kept kept = kept_elements_of(work, tile, whole, values);
     wgmma_wait<1>();
-    bool grew = take_scores(state, sums, work, tile, first, whole, values, softmax);
+    bool grew = take_scores(state, sums, work, tile, first, kept, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
     // ptxas moves arithmetic below waits for wgmma, but keeps memory accesses in order with them. This
     // one depends on all exponentials: they stand before the wait if it does.
@@ -353,9 +363,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     const bool whole = is_whole(state, work.last_tile);
     begin_scores(state, work, work.last_tile);
     pass_turn();
+    const Kept kept = kept_elements_of(work, work.last_tile, whole, values);
     wgmma_wait<0>();
     Sums sums;
-    take_scores(state, sums, work, work.last_tile, true, whole, values, softmax);
+    take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);
     softmax.add(sums);
     end_scores(state, work, work.last_tile);
     state.k.advance();

@@ -201,7 +201,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
-        return problem.without_score_blocks if register_refusal(problem) else problem
+        apart = problem.masked_apart
+        return problem.without_score_blocks if register_refusal(apart) else apart
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

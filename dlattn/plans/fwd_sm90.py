@@ -166,7 +166,7 @@ class FwdSm90(MappedPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem, geometry)
+        self.tiling = tiling or choose_tiling(self.problem, geometry)
         self._schedule: Any = None
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
@@ -189,6 +189,7 @@ class FwdSm90(MappedPlan):
     def choices(
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[Sm90FwdTiling]:
+        problem = cls.skipping(problem)
         best = choose_tiling(problem, geometry)
         return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
 

@@ -68,19 +68,17 @@ class ScoreProgram(Edit):
         result: the number of the line that is the new score.
         slope: that of its derivative; ``None`` in a forward.
         reads: the tensors that the lines read, of the roles :data:`SCORE_MOD_ROLES`.
-        is_whole: it is what is left of another one, of which the rest is known.
     """
 
     lines: tuple[Line, ...]
     result: int
     slope: int | None = None
     reads: tuple[Read, ...] = ()
-    is_whole: bool = False
 
     @property
     def cpp(self) -> str:
         """The name of the struct that ``dlattn/plans/score_source.py`` writes."""
-        return "WholeScoreProgram" if self.is_whole else "ScoreProgram"
+        return "ScoreProgram"
 
     @property
     def constant_derivative(self) -> bool:
