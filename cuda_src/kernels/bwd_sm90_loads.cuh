@@ -83,15 +83,18 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     return all ? tile_q : length.q - tile * tile_q;
   }
 
-  DLATTN_DEVICE bool is_masked(int head, int tile) const {
-    if constexpr (MasksElements<Problem>) {
-      if (!Base::Tiles::is_whole(p, work.batch, head, tile, work.tile)) return true;
-    }
+  DLATTN_DEVICE bool is_masked(int tile) const {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
     // A bias there may be NaN, whatever the log-sum-exp.
     const bool unknown = Problem::Score::reads_memory && queries.last - queries.first < tile_q;
     return unknown || !Problem::Mask::full_keys(queries, length, p)
                            .contains({keys.first, keys.first + Base::tile_k});
+  }
+
+  // Whether a user's function masks nothing of a tile.
+  DLATTN_DEVICE bool is_whole(int head, int tile) const {
+    if constexpr (!MasksElements<Problem>) return true;
+    return Base::Tiles::is_whole(p, work.batch, head, tile, work.tile);
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
@@ -114,7 +117,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) {
-        shared.steps[place.stage] = {head, tile, last, is_masked(head, tile)};
+        shared.steps[place.stage] = {head, tile, last, is_masked(tile) | !is_whole(head, tile)};
       }
       fill_rows(shared.q_ring, place, shared.q, existing_rows(p.q, tile), shared.landed[0],
                 at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,

@@ -272,9 +272,11 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // S, exponentiated. Waits for all products.
   DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
                                            Piece piece, const ScoreValues& values) {
+    Kept<Problem> kept;
+    if constexpr (by_product) kept = kept_elements_of(stage, piece, values);  // few registers for both
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    const Kept<Problem> kept = kept_elements_of(stage, piece, values);
+    if constexpr (!by_product) kept = kept_elements_of(stage, piece, values);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
