@@ -49,17 +49,23 @@ struct MaskedRows {
     return place;
   }
   DLATTN_DEVICE auto row(int row) const {
-    if constexpr (rows_are_keys) return Mask::of_key(at(row, 0), values);
-    else return Mask::of_query(at(row, 0), values);
+    if constexpr (rows_are_keys)
+      return Mask::of_key(at(row, 0), values);
+    else
+      return Mask::of_query(at(row, 0), values);
   }
   DLATTN_DEVICE auto column(int column) const {
-    if constexpr (rows_are_keys) return Mask::of_query(at(0, column), values);
-    else return Mask::of_key(at(0, column), values);
+    if constexpr (rows_are_keys)
+      return Mask::of_query(at(0, column), values);
+    else
+      return Mask::of_key(at(0, column), values);
   }
   template <class Row, class Column>
   DLATTN_DEVICE bool keeps(const Row& of_row, const Column& of_column, int row, int column) const {
-    if constexpr (rows_are_keys) return Mask::keeps(of_column, of_row, at(row, column), values);
-    else return Mask::keeps(of_row, of_column, at(row, column), values);
+    if constexpr (rows_are_keys)
+      return Mask::keeps(of_column, of_row, at(row, column), values);
+    else
+      return Mask::keeps(of_row, of_column, at(row, column), values);
   }
 };
 
@@ -90,8 +96,8 @@ DLATTN_DEVICE KeptElements kept_by(const Position& first, const ScoreValues& val
 
 // Elements of a warp's tile that the mask drops become `value`.
 template <class Mask, int m_tiles, int n_tiles>
-DLATTN_DEVICE void drop_masked(Accumulator<m_tiles, n_tiles>& tile, float value, const Position& first,
-                               const ScoreValues& values) {
+DLATTN_DEVICE void drop_masked(Accumulator<m_tiles, n_tiles>& tile, float value,
+                               const Position& first, const ScoreValues& values) {
 #pragma unroll
   for (int m = 0; m < m_tiles; ++m) {
     Position at = first;

@@ -171,7 +171,8 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   }
   DLATTN_DEVICE void mask_by_function(Scores& probability, int tile) {
     if constexpr (MasksElements<Problem>) {
-      drop_masked<typename Problem::ElementMask>(probability, 0.f, position(opaque(tile), 0, 0, 0), values);
+      drop_masked<typename Problem::ElementMask>(probability, 0.f, position(opaque(tile), 0, 0, 0),
+                                                 values);
     }
   }
 

@@ -180,7 +180,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
                            const Step& step, Piece piece, const ScoreValues& values) {
     const auto weight = [&](int i) {
       return Score::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
-                            values);
+                             values);
     };
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -273,7 +273,8 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
                                            Piece piece, const ScoreValues& values) {
     Kept<Problem> kept;
-    if constexpr (by_product) kept = kept_elements_of(stage, piece, values);  // few registers for both
+    if constexpr (by_product)
+      kept = kept_elements_of(stage, piece, values);  // few registers for both
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
     if constexpr (!by_product) kept = kept_elements_of(stage, piece, values);

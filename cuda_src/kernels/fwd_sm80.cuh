@@ -117,8 +117,14 @@ struct FwdSm80 {
   }
   // Of this lane's first element.
   DLATTN_DEVICE Position position(int first_query, int first_key) const {
-    return {item.batch, item.head, length.q, length.kv, first_query + Scores::row(0, 0),
-            first_key + Scores::column(0, 0), 0, 0};
+    return {item.batch,
+            item.head,
+            length.q,
+            length.kv,
+            first_query + Scores::row(0, 0),
+            first_key + Scores::column(0, 0),
+            0,
+            0};
   }
   DLATTN_DEVICE void mask(Scores& scores, int tile) {
     const int first_query = queries.first + first_row, first_key = tile * tile_k;
@@ -141,7 +147,8 @@ struct FwdSm80 {
   DLATTN_DEVICE void mask_by_function(Scores& scores, int tile) {
     if constexpr (MasksElements<Problem>) {
       drop_masked<typename Problem::ElementMask>(
-          scores, -infinity(), position(opaque(queries.first + first_row), opaque(tile * tile_k)), values);
+          scores, -infinity(), position(opaque(queries.first + first_row), opaque(tile * tile_k)),
+          values);
     }
   }
 

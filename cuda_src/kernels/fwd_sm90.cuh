@@ -132,7 +132,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile, const Kept& kept_by_function) {
+  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile,
+                          const Kept& kept_by_function) {
     const int first_query = work.queries.first + first_row();
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
@@ -221,10 +222,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // What it keeps, while products are under way.
-  DLATTN_DEVICE Kept kept_elements_of(const Work& work, int tile, bool whole, const ScoreValues& values) {
+  DLATTN_DEVICE Kept kept_elements_of(const Work& work, int tile, bool whole,
+                                      const ScoreValues& values) {
     if constexpr (MasksElements<Problem>) {
       if (__any_sync(0xffffffffu, !whole)) {
-        return kept_by<typename Problem::ElementMask, tile_k / 4, false>(position(work, tile), values);
+        return kept_by<typename Problem::ElementMask, tile_k / 4, false>(position(work, tile),
+                                                                         values);
       }
       return {true, {~0u, ~0u}};
     } else {

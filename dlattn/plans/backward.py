@@ -188,7 +188,8 @@ class BackwardPlan(CudaPlan):
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
         if self.problem.d_bias is not None:
-            kernels.append(dbias_kernel(self.problem.masked_by_edits, self.geometry, self.target, self.tiling))
+            whole = self.problem.masked_by_edits
+            kernels.append(dbias_kernel(whole, self.geometry, self.target, self.tiling))
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels

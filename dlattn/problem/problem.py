@@ -169,7 +169,9 @@ class Problem:
         at = 1 + sum(isinstance(edit, SoftCap) for edit in others)
         return self._with_program((*others[:at], blocks.program, *others[at:]), blocks, False)
 
-    def _with_program(self, edits: tuple[Edit, ...], blocks: ScoreBlocks, elements: bool) -> Problem:
+    def _with_program(
+        self, edits: tuple[Edit, ...], blocks: ScoreBlocks, elements: bool
+    ) -> Problem:
         new = replace(blocks, elements=elements)
         masks = tuple(new if mask is blocks else mask for mask in self.masks)
         return replace(self, edits=edits, masks=masks)

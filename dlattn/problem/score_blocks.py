@@ -29,8 +29,8 @@ class ScoreBlocks(BlockMask):
     Attributes:
         program: the program.
         double: floats are computed in float64.
-        elements: it drops, too, what :attr:`conditions` are not true of; the edit is what the program
-            makes of the others.
+        elements: it drops, too, elements that :attr:`conditions` are not true of; the edit is
+            what the program makes of the others.
     """
 
     program: ScoreProgram

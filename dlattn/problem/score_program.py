@@ -89,7 +89,10 @@ class ScoreProgram(Edit):
     @property
     def gathers(self) -> bool:
         """Whether it reads elements of queries or keys, of which there are many."""
-        return any(read.by_query or read.by_key for read in self.reads)
+        results = (self.result,) if self.slope is None else (self.result, self.slope)
+        used = (self.lines[number] for number in needed(self.lines, *results))
+        reads = [self.reads[int(x.number or 0)] for x in used if x.operation == "read"]
+        return any(read.by_query or read.by_key for read in reads)
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         return self._computed(self.result, score, where, values)
