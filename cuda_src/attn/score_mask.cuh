@@ -7,6 +7,8 @@
 //     static OfQuery of_query(at, values);
 //     static OfKey of_key(at, values);
 //     static bool keeps(query, key, at, values)  // what is left to do for each element
+//     static OfQuery from_lane(query, lane);     // another lane's
+//     static OfKey from_lane(key, lane);
 //   };
 //
 // Kernels ask before they need scores, and only of tiles of which some elements may be masked
@@ -23,22 +25,49 @@ concept MasksElements = requires { typename Problem::ElementMask; };
 
 // Of a tile's elements that a lane has in two rows, as accumulators have them: two in each eight columns.
 struct KeptElements {
-  bool all;
-  uint32 of_row[2];  // a bit each, unless all are kept
+  uint32 of_row[2];  // a bit each
   DLATTN_DEVICE uint32 row(int i) const { return of_row[i / 2]; }
 };
 struct AllElements {
-  static constexpr bool all = true;
   DLATTN_DEVICE uint32 row(int) const { return ~0u; }
 };
 template <class Problem>
 using Kept = Either<MasksElements<Problem>, KeptElements, AllElements>;
 
-// What the mask makes of a lane's rows and columns, one of which are queries and one keys.
-template <class Mask, bool rows_are_keys>
+// What is asked of a warp's rows and of `count` elements in each, that is of 4 * count columns; one of
+// rows and columns are queries, the others keys.
+template <class Mask, int count, bool rows_are_keys>
 struct MaskedRows {
-  const Position first;  // of the lane's elements
-  const ScoreValues& values;
+  static constexpr int columns_of_lane = ceil_div(4 * count, 32);
+  using OfQuery = typename Mask::OfQuery;
+  using OfKey = typename Mask::OfKey;
+  using OfRow = Either<rows_are_keys, OfKey, OfQuery>;
+  using OfColumn = Either<rows_are_keys, OfQuery, OfKey>;
+
+  Position first;                 // of the lane's elements
+  OfRow rows[2];                  // its own
+  OfColumn own[columns_of_lane];  // one in 32, for all lanes
+
+  MaskedRows() = default;
+  DLATTN_DEVICE MaskedRows(const Position& first_of_lane, const ScoreValues& values)
+      : first(first_of_lane) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (rows_are_keys)
+        rows[r] = Mask::of_key(at(8 * r, 0), values);
+      else
+        rows[r] = Mask::of_query(at(8 * r, 0), values);
+    }
+#pragma unroll
+    for (int i = 0; i < columns_of_lane; ++i) {
+      const int column = 32 * i + lane - lane % 4 * 2;  // from this lane's first
+      if constexpr (rows_are_keys)
+        own[i] = Mask::of_query(at(0, column), values);
+      else
+        own[i] = Mask::of_key(at(0, column), values);
+    }
+  }
 
   // What does not exist is as the last that does, and masked elsewhere.
   DLATTN_DEVICE Position at(int row, int column) const {
@@ -48,51 +77,43 @@ struct MaskedRows {
     place.down = place.right = 0;
     return place;
   }
-  DLATTN_DEVICE auto row(int row) const {
-    if constexpr (rows_are_keys)
-      return Mask::of_key(at(row, 0), values);
-    else
-      return Mask::of_query(at(row, 0), values);
-  }
-  DLATTN_DEVICE auto column(int column) const {
-    if constexpr (rows_are_keys)
-      return Mask::of_query(at(0, column), values);
-    else
-      return Mask::of_key(at(0, column), values);
-  }
-  template <class Row, class Column>
-  DLATTN_DEVICE bool keeps(const Row& of_row, const Column& of_column, int row, int column) const {
-    if constexpr (rows_are_keys)
-      return Mask::keeps(of_column, of_row, at(row, column), values);
-    else
-      return Mask::keeps(of_row, of_column, at(row, column), values);
+
+  DLATTN_DEVICE KeptElements kept(const ScoreValues& values) const {
+    KeptElements found{};
+    const int lane = threadIdx.x % 4 * 2;  // that has this lane's first column
+#pragma unroll
+    for (int e = 0; e < count; ++e) {
+      const int column = e / 2 * 8 + e % 2;
+      const OfColumn of_column = Mask::from_lane(own[column / 32], lane + column % 32);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        bool keeps;
+        if constexpr (rows_are_keys) {
+          keeps = Mask::keeps(of_column, rows[r], at(8 * r, column), values);
+        } else {
+          keeps = Mask::keeps(rows[r], of_column, at(8 * r, column), values);
+        }
+        if (keeps) found.of_row[r] |= 1u << e;
+      }
+    }
+    return found;
   }
 };
 
-// Of `count` elements a row, in the row of `first` and the one eight rows below.
-template <class Mask, int count, bool rows_are_keys>
-DLATTN_DEVICE KeptElements kept_by(const Position& first, const ScoreValues& values) {
-  const MaskedRows<Mask, rows_are_keys> masked{first, values};
-  const decltype(masked.row(0)) rows[2] = {masked.row(0), masked.row(8)};
-  KeptElements kept{};
-  constexpr int group = 8;  // on their way at a time
-#pragma unroll 1
-  for (int begin = 0; begin < count; begin += group) {
-    uint32 found[2] = {};
-#pragma unroll
-    for (int e = 0; e < group; ++e) {
-      const int column = 4 * begin + e / 2 * 8 + e % 2;
-      const auto own = masked.column(column);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (masked.keeps(rows[r], own, 8 * r, column)) found[r] |= 1u << e;
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) kept.of_row[r] |= found[r] << begin;
-  }
-  return kept;
-}
+// What there is to ask of a problem's function, and its answer.
+struct NothingAsked {
+  NothingAsked() = default;
+  DLATTN_DEVICE NothingAsked(const Position&, const ScoreValues&) {}
+  DLATTN_DEVICE AllElements kept(const ScoreValues&) const { return {}; }
+};
+template <class Problem, int count, bool rows_are_keys>
+struct AskedOf {
+  using Type = NothingAsked;
+};
+template <MasksElements Problem, int count, bool rows_are_keys>
+struct AskedOf<Problem, count, rows_are_keys> {
+  using Type = MaskedRows<typename Problem::ElementMask, count, rows_are_keys>;
+};
 
 // Elements of a warp's tile that the mask drops become `value`.
 template <class Mask, int m_tiles, int n_tiles>
@@ -102,7 +123,7 @@ DLATTN_DEVICE void drop_masked(Accumulator<m_tiles, n_tiles>& tile, float value,
   for (int m = 0; m < m_tiles; ++m) {
     Position at = first;
     at.query += 16 * m;
-    const KeptElements kept = kept_by<Mask, 2 * n_tiles, false>(at, values);
+    const KeptElements kept = MaskedRows<Mask, 2 * n_tiles, false>(at, values).kept(values);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
 #pragma unroll

@@ -211,14 +211,18 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
-  // What a user's function keeps of a piece, while its products are under way.
-  DLATTN_DEVICE Kept<Problem> kept_elements_of(int stage, Piece piece, const ScoreValues& values) {
+  // What is asked of a user's function before a piece's products, and answered beside them.
+  using Asked = typename AskedOf<Problem, part_q / 4, true>::Type;
+  DLATTN_DEVICE Asked ask(int stage, Piece piece, const ScoreValues& values) {
     if constexpr (MasksElements<Problem>) {
       const Step step = shared.steps[stage];
-      if (step.masked) {
-        return kept_by<typename Problem::ElementMask, part_q / 4, true>(position(step, piece, 0, 0),
-                                                                        values);
-      }
+      if (step.masked) return Asked(position(step, piece, 0, 0), values);
+    }
+    return {};
+  }
+  DLATTN_DEVICE Kept<Problem> answer(int stage, const Asked& asked, const ScoreValues& values) {
+    if constexpr (MasksElements<Problem>) {
+      if (shared.steps[stage].masked) return asked.kept(values);
     }
     return {};
   }
@@ -272,12 +276,12 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // S, exponentiated. Waits for all products.
   DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
                                            Piece piece, const ScoreValues& values) {
+    const Asked asked = ask(stage, piece, values);
     Kept<Problem> kept;
-    if constexpr (by_product)
-      kept = kept_elements_of(stage, piece, values);  // few registers for both
+    if constexpr (by_product) kept = answer(stage, asked, values);  // few registers for both
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    if constexpr (!by_product) kept = kept_elements_of(stage, piece, values);
+    if constexpr (!by_product) kept = answer(stage, asked, values);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes

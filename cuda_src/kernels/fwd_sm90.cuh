@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
-#include "attn/score_mask.cuh"
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
@@ -42,7 +41,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::stages;
   using Base::stages_bias;
   using Base::store_nothing;
-  using Base::tile_before;
   using Base::tile_k;
   using Base::tile_q;
   using Base::tiles_with_queries;
@@ -50,6 +48,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using T = typename Base::T;
   using Score = typename Base::Score;
   using typename Base::OSlab;
+  using typename Base::Visit;
   using typename Base::VTile;
   using typename Base::Work;
 
@@ -59,6 +58,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
   using Kept = dlattn::Kept<Problem>;
+  using Asked = typename AskedOf<Problem, tile_k / 4, false>::Type;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
@@ -154,10 +154,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
   // a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a page, it does.
-  DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
+  DLATTN_DEVICE void clear_padding(int item_stage, const Place<stages>& place) {
     const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
     if (all && !Problem::paged_v) return;
-    const Work work(p, item);
+    const Work work(p, item(item_stage), this->ends(item_stage));
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
     const int stage = place.stage;
@@ -177,12 +177,27 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     Place<q_stages> q;
     Place<stages> k, v;
     Place<1> bias;
+    Visit visit;
   };
+  // The key tile to visit after the one at work.
+  DLATTN_DEVICE int tile_before(const State& state, int tile) const {
+    return Base::Tiles::skips ? state.visit.before : tile - 1;
+  }
 
-  DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
+  // Asks what a user's function masks, if it masks some: the answer is made while products are under way.
+  DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
+                                   const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
+    state.visit = this->visit(state.k.stage, tile);
+    Asked asked;
+    if (state.visit.partial) asked = Asked(position(work, tile), values);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
+    return asked;
+  }
+  DLATTN_DEVICE Kept answer(const State& state, const Asked& asked, const ScoreValues& values) {
+    if (state.visit.partial) return asked.kept(values);
+    return {};
   }
 
   DLATTN_DEVICE void begin_output(State& state) {
@@ -214,32 +229,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
-  // Whether a user's function masks nothing of a tile: the answer is on its way when products begin.
-  DLATTN_DEVICE bool is_whole(const State& state, int tile) const {
-    if constexpr (!MasksElements<Problem>) return true;
-    const WorkItem at = item(state.item.stage);
-    return Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
-  }
-
-  // What it keeps, while products are under way.
-  DLATTN_DEVICE Kept kept_elements_of(const Work& work, int tile, bool whole,
-                                      const ScoreValues& values) {
-    if constexpr (MasksElements<Problem>) {
-      if (__any_sync(0xffffffffu, !whole)) {
-        return kept_by<typename Problem::ElementMask, tile_k / 4, false>(position(work, tile),
-                                                                         values);
-      }
-      return {true, {~0u, ~0u}};
-    } else {
-      return {};
-    }
-  }
-
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const Kept& kept, const ScoreValues& values, Softmax& softmax) {
-    const bool all = kept.all && work.is_full(tile);
+    const bool all = !state.visit.partial && work.is_full(tile);
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
@@ -327,11 +321,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE bool step(State& state, const Work& work, int tile, const ScoreValues& values,
                           Softmax& softmax) {
     Sums sums;
-    const bool whole = is_whole(state, tile);
-    begin_scores(state, work, tile);
+    const Asked asked = begin_scores(state, work, tile, values);
     begin_output(state);
     pass_turn();
-    const Kept kept = kept_elements_of(work, tile, whole, values);
+    const Kept kept = answer(state, asked, values);
     wgmma_wait<1>();
     bool grew = take_scores(state, sums, work, tile, first, kept, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
@@ -360,13 +353,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     State state;
     const WorkItem first = await_item(state.item);
     if (first.tile < 0) return;
-    Work work(p, first);
+    Work work(p, first, this->ends(state.item.stage));
     Softmax softmax(factor);
     mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
-    const bool whole = is_whole(state, work.last_tile);
-    begin_scores(state, work, work.last_tile);
+    const Asked asked = begin_scores(state, work, work.last_tile, values);
     pass_turn();
-    const Kept kept = kept_elements_of(work, work.last_tile, whole, values);
+    const Kept kept = answer(state, asked, values);
     wgmma_wait<0>();
     Sums sums;
     take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);
@@ -375,14 +367,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     state.k.advance();
     make_probabilities(state, work, work.last_tile);
 
-    // Read anew for each tile, where it is asked for: it would take registers between tiles.
-    const auto item_at_work = [&] { return item(state.item.stage); };
     for (;;) {
-      clear_padding(item(state.item.stage), state.v);
+      clear_padding(state.item.stage, state.v);
       state.output.clear();
 #pragma unroll 1
-      for (int tile = tile_before(item_at_work, work, work.last_tile); tile >= work.first_tile;
-           tile = tile_before(item_at_work, work, tile)) {
+      for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;
+           tile = tile_before(state, tile)) {
         if (step<false>(state, work, tile, values, softmax)) {
           softmax.rescale(state.output, state.factor);
         }
@@ -393,7 +383,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       const WorkItem next = await_item(state.item);
       const bool more = next.tile >= 0;
       if (more) {
-        work = Work(p, next);
+        work = Work(p, next, this->ends(state.item.stage));
         state.q.advance();
         mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
         step<true>(state, work, work.last_tile, values, next_softmax);

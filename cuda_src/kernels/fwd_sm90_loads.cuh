@@ -24,6 +24,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::tile_q;
   using typename Base::BiasTile;
   using typename Base::QTile;
+  using typename Base::Tiles;
   using typename Base::Work;
 
   // ---- Scheduler: one warp, which hands out query tiles ----
@@ -41,13 +42,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     } else {
       offer_attending(place);
     }
-    hand_out(place, {-1, 0, 0});
+    hand_out(place, {-1, 0, 0}, {0, 0});
   }
 
-  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item) {
+  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item, Interval ends) {
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
     if (threadIdx.x % 32 == 0) {
       shared.items[place.stage] = int4{item.tile, item.head, item.batch, 0};
+      if constexpr (Tiles::skips) shared.walked.ends[place.stage] = ends;
       mbarrier_arrive(shared.item_ring.full[place.stage]);
     }
     place.advance();
@@ -58,7 +60,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if (work.empty()) {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
-      hand_out(place, item);
+      hand_out(place, item, {work.first_tile, work.last_tile + 1});
     }
   }
 
@@ -109,9 +111,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void for_each_work(Visit visit) {
     for (Place<item_stages> place;; place.advance()) {
       const WorkItem item = await_item(place);
+      const auto ends = this->ends(place.stage);
       release(shared.item_ring.empty[place.stage]);
       if (item.tile < 0) return;
-      visit(Work(p, item));
+      visit(Work(p, item, ends));
     }
   }
 
@@ -132,8 +135,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
-    const auto item = [&] { return at; };
-    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(item, work, tile)) {
+    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(work, tile)) {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
@@ -146,16 +148,20 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
-  template <class Tile>
+  // Of k, or of v; the former tells what follows.
+  template <bool tells, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                Mapped tensor, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
-      const auto item = [&] { return work.item; };
-      for (int tile = work.last_tile; tile >= work.first_tile;
-           tile = tile_before(item, work, tile)) {
+      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
+        before = tile_before(work, tile);
+        if constexpr (tells && Tiles::skips) {
+          mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
+          this->tell(place.stage, work, tile, before);
+        }
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -164,23 +170,26 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // The same through a page table, of which the entries for a tile are read a tile early.
-  template <class Tile>
+  template <bool tells, class Tile>
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                  const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
-      const auto item = [&] { return work.item; };
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
-        before = tile_before(item, work, tile);
+        before = tile_before(work, tile);
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
         uint64& full = ring.full[place.stage];
+        if constexpr (tells && Tiles::skips) {
+          mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
+          this->tell(place.stage, work, tile, before);
+        }
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
         boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
         place.advance();
@@ -194,14 +203,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         return load_queries();
       case 1:
         if constexpr (Problem::paged_k) {
-          return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+          return gather_keys<true>(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
         }
-        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
+        return load_keys<true>(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
         if constexpr (Problem::paged_v) {
-          return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+          return gather_keys<false>(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
         }
-        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
+        return load_keys<false>(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();
     }

@@ -85,9 +85,10 @@ class Sm90FwdTiling:
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (16 + 2 * 8)
         barriers = 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
+        walked = 3 * 8 + 4 * self.stages if problem.has_blocks else 1
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
-        return round_up(tiles + items + barriers, 1024)
+        return round_up(tiles + items + walked + barriers, 1024)
 
 
 def value_columns(problem: Problem) -> int:

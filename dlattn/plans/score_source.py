@@ -138,6 +138,9 @@ def _of_axis(program: ScoreProgram, axis: str, numbers: Sequence[int]) -> str:
     using namespace pointwise;
 {_body(program, needed(lines, *numbers))}    return {{{", ".join(f"x{n}" for n in numbers)}}};
   }}
+  static DLATTN_DEVICE Of{axis} from_lane(const Of{axis}& own, int lane) {{
+    return {{{", ".join(f"dlattn::from_lane(own.x{n}, lane)" for n in numbers)}}};
+  }}
 """
 
 
