@@ -79,24 +79,35 @@ struct MaskedRows {
   }
 
   DLATTN_DEVICE KeptElements kept(const ScoreValues& values) const {
-    KeptElements found{};
-    const int lane = threadIdx.x % 4 * 2;  // that has this lane's first column
+    constexpr int group = least(8, count);  // of 32 columns; more at once take more registers
+    OfColumn next[columns_of_lane];
 #pragma unroll
-    for (int e = 0; e < count; ++e) {
-      const int column = e / 2 * 8 + e % 2;
-      const OfColumn of_column = Mask::from_lane(own[column / 32], lane + column % 32);
+    for (int i = 0; i < columns_of_lane; ++i) next[i] = own[i];
+    KeptElements kept{};
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += group) {
+      uint32 found[2] = {};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        bool keeps;
-        if constexpr (rows_are_keys) {
-          keeps = Mask::keeps(of_column, rows[r], at(8 * r, column), values);
-        } else {
-          keeps = Mask::keeps(rows[r], of_column, at(8 * r, column), values);
+      for (int e = 0; e < group; ++e) {
+        const int step = e / 2 * 8 + e % 2, column = 4 * begin + step;
+        const OfColumn of_column = Mask::from_lane(next[0], threadIdx.x % 4 * 2 + step);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          bool keeps;
+          if constexpr (rows_are_keys) {
+            keeps = Mask::keeps(of_column, rows[r], at(8 * r, column), values);
+          } else {
+            keeps = Mask::keeps(rows[r], of_column, at(8 * r, column), values);
+          }
+          if (keeps) found[r] |= 1u << e;
         }
-        if (keeps) found.of_row[r] |= 1u << e;
       }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) kept.of_row[r] |= found[r] << begin;
+#pragma unroll
+      for (int i = 1; i < columns_of_lane; ++i) next[i - 1] = next[i];
     }
-    return found;
+    return kept;
   }
 };
 

@@ -278,7 +278,8 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
                                            Piece piece, const ScoreValues& values) {
     const Asked asked = ask(stage, piece, values);
     Kept<Problem> kept;
-    if constexpr (by_product) kept = answer(stage, asked, values);  // few registers for both
+    // By product, there are no registers for both.
+    if constexpr (by_product) kept = answer(stage, asked, values);
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
     if constexpr (!by_product) kept = answer(stage, asked, values);

@@ -161,7 +161,8 @@ def register_refusal(problem: Problem) -> str | None:
             "dropout by a mask beside a soft cap takes more registers than head dimensions "
             "above 384 in sum, or of v above 192, leave."
         )
-    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores):
+    masks = problem.score_blocks is not None and problem.score_blocks.elements
+    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores or masks):
         return (
             "head dimensions above 384 in sum leave no registers for block_mask together with "
             "use_deterministic_algorithm, or with a bias or slopes."
