@@ -6,7 +6,7 @@
 //     struct OfKey;                              // of a key alone
 //     static OfQuery of_query(at, values);
 //     static OfKey of_key(at, values);
-//     static bool keeps(query, key, at, values)  // what is left to do for each element
+//     static bool keeps(query, key)              // what is left to do for each element
 //     static OfQuery from_lane(query, lane);     // another lane's
 //     static OfKey from_lane(key, lane);
 //   };
@@ -25,7 +25,7 @@ concept MasksElements = requires { typename Problem::ElementMask; };
 
 // Of a tile's elements that a lane has in two rows, as accumulators have them: two in each eight columns.
 struct KeptElements {
-  uint32 of_row[2];  // a bit each
+  uint32 of_row[2] = {~0u, ~0u};  // a bit each
   DLATTN_DEVICE uint32 row(int i) const { return of_row[i / 2]; }
 };
 struct AllElements {
@@ -34,72 +34,59 @@ struct AllElements {
 template <class Problem>
 using Kept = Either<MasksElements<Problem>, KeptElements, AllElements>;
 
-// What is asked of a warp's rows and of `count` elements in each, that is of 4 * count columns; one of
-// rows and columns are queries, the others keys.
+// What is asked of a lane's rows, and of `count` elements in each, that is of a warp's 4 * count columns.
+// Rows are queries and columns keys, or the other way round.
 template <class Mask, int count, bool rows_are_keys>
 struct MaskedRows {
-  static constexpr int columns_of_lane = ceil_div(4 * count, 32);
   using OfQuery = typename Mask::OfQuery;
   using OfKey = typename Mask::OfKey;
   using OfRow = Either<rows_are_keys, OfKey, OfQuery>;
   using OfColumn = Either<rows_are_keys, OfQuery, OfKey>;
+  static constexpr int columns_of_lane = ceil_div(4 * count, 32);
 
-  Position first;                 // of the lane's elements
-  OfRow rows[2];                  // its own
-  OfColumn own[columns_of_lane];  // one in 32, for all lanes
+  OfRow rows[2];
+  OfColumn columns[columns_of_lane];  // one in 32, of which all lanes take what they need
 
   MaskedRows() = default;
-  DLATTN_DEVICE MaskedRows(const Position& first_of_lane, const ScoreValues& values)
-      : first(first_of_lane) {
-    const int lane = threadIdx.x % 32;
+  // Of the lane's first element on.
+  DLATTN_DEVICE MaskedRows(const Position& first, const ScoreValues& values) {
+    const int lane = threadIdx.x % 32, first_column = lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (rows_are_keys)
-        rows[r] = Mask::of_key(at(8 * r, 0), values);
-      else
-        rows[r] = Mask::of_query(at(8 * r, 0), values);
+      const Position at = existing(first, 8 * r, 0);
+      if constexpr (rows_are_keys) {
+        rows[r] = Mask::of_key(at, values);
+      } else {
+        rows[r] = Mask::of_query(at, values);
+      }
     }
 #pragma unroll
     for (int i = 0; i < columns_of_lane; ++i) {
-      const int column = 32 * i + lane - lane % 4 * 2;  // from this lane's first
-      if constexpr (rows_are_keys)
-        own[i] = Mask::of_query(at(0, column), values);
-      else
-        own[i] = Mask::of_key(at(0, column), values);
+      const Position at = existing(first, 0, 32 * i + lane - first_column);
+      if constexpr (rows_are_keys) {
+        columns[i] = Mask::of_query(at, values);
+      } else {
+        columns[i] = Mask::of_key(at, values);
+      }
     }
   }
 
-  // What does not exist is as the last that does, and masked elsewhere.
-  DLATTN_DEVICE Position at(int row, int column) const {
-    Position place = first;
-    place.query = least(first.query + (rows_are_keys ? column : row), first.length_q - 1);
-    place.key = least(first.key + (rows_are_keys ? row : column), first.length_kv - 1);
-    place.down = place.right = 0;
-    return place;
-  }
-
-  DLATTN_DEVICE KeptElements kept(const ScoreValues& values) const {
+  DLATTN_DEVICE KeptElements kept() const {
     constexpr int group = least(8, count);  // of 32 columns; more at once take more registers
     OfColumn next[columns_of_lane];
 #pragma unroll
-    for (int i = 0; i < columns_of_lane; ++i) next[i] = own[i];
-    KeptElements kept{};
+    for (int i = 0; i < columns_of_lane; ++i) next[i] = columns[i];
+    KeptElements kept{{0, 0}};
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += group) {
       uint32 found[2] = {};
 #pragma unroll
       for (int e = 0; e < group; ++e) {
-        const int step = e / 2 * 8 + e % 2, column = 4 * begin + step;
-        const OfColumn of_column = Mask::from_lane(next[0], threadIdx.x % 4 * 2 + step);
+        const int lane = threadIdx.x % 4 * 2 + e / 2 * 8 + e % 2;
+        const OfColumn column = Mask::from_lane(next[0], lane);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          bool keeps;
-          if constexpr (rows_are_keys) {
-            keeps = Mask::keeps(of_column, rows[r], at(8 * r, column), values);
-          } else {
-            keeps = Mask::keeps(rows[r], of_column, at(8 * r, column), values);
-          }
-          if (keeps) found[r] |= 1u << e;
+          if (keeps(rows[r], column)) found[r] |= 1u << e;
         }
       }
 #pragma unroll
@@ -109,13 +96,32 @@ struct MaskedRows {
     }
     return kept;
   }
+
+ private:
+  // What does not exist is as the last that does, and masked elsewhere.
+  static DLATTN_DEVICE Position existing(Position at, int row, int column) {
+    at.query = least(at.query + (rows_are_keys ? column : row), at.length_q - 1);
+    at.key = least(at.key + (rows_are_keys ? row : column), at.length_kv - 1);
+    at.down = at.right = 0;
+    return at;
+  }
+  static DLATTN_DEVICE bool keeps(const OfQuery& query, const OfKey& key)
+    requires(!rows_are_keys)
+  {
+    return Mask::keeps(query, key);
+  }
+  static DLATTN_DEVICE bool keeps(const OfKey& key, const OfQuery& query)
+    requires rows_are_keys
+  {
+    return Mask::keeps(query, key);
+  }
 };
 
 // What there is to ask of a problem's function, and its answer.
 struct NothingAsked {
   NothingAsked() = default;
   DLATTN_DEVICE NothingAsked(const Position&, const ScoreValues&) {}
-  DLATTN_DEVICE AllElements kept(const ScoreValues&) const { return {}; }
+  DLATTN_DEVICE AllElements kept() const { return {}; }
 };
 template <class Problem, int count, bool rows_are_keys>
 struct AskedOf {
@@ -134,7 +140,7 @@ DLATTN_DEVICE void drop_masked(Accumulator<m_tiles, n_tiles>& tile, float value,
   for (int m = 0; m < m_tiles; ++m) {
     Position at = first;
     at.query += 16 * m;
-    const KeptElements kept = MaskedRows<Mask, 2 * n_tiles, false>(at, values).kept(values);
+    const KeptElements kept = MaskedRows<Mask, 2 * n_tiles, false>(at, values).kept();
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
 #pragma unroll

@@ -220,9 +220,9 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
     return {};
   }
-  DLATTN_DEVICE Kept<Problem> answer(int stage, const Asked& asked, const ScoreValues& values) {
+  DLATTN_DEVICE Kept<Problem> answer(int stage, const Asked& asked) {
     if constexpr (MasksElements<Problem>) {
-      if (shared.steps[stage].masked) return asked.kept(values);
+      if (shared.steps[stage].masked) return asked.kept();
     }
     return {};
   }
@@ -279,10 +279,10 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     const Asked asked = ask(stage, piece, values);
     Kept<Problem> kept;
     // By product, there are no registers for both.
-    if constexpr (by_product) kept = answer(stage, asked, values);
+    if constexpr (by_product) kept = answer(stage, asked);
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
-    if constexpr (!by_product) kept = answer(stage, asked, values);
+    if constexpr (!by_product) kept = answer(stage, asked);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes

@@ -195,8 +195,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
     return asked;
   }
-  DLATTN_DEVICE Kept answer(const State& state, const Asked& asked, const ScoreValues& values) {
-    if (state.visit.partial) return asked.kept(values);
+  DLATTN_DEVICE Kept answer(const State& state, const Asked& asked) {
+    if (state.visit.partial) return asked.kept();
     return {};
   }
 
@@ -324,7 +324,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     const Asked asked = begin_scores(state, work, tile, values);
     begin_output(state);
     pass_turn();
-    const Kept kept = answer(state, asked, values);
+    const Kept kept = answer(state, asked);
     wgmma_wait<1>();
     bool grew = take_scores(state, sums, work, tile, first, kept, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
@@ -358,7 +358,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
     const Asked asked = begin_scores(state, work, work.last_tile, values);
     pass_turn();
-    const Kept kept = answer(state, asked, values);
+    const Kept kept = answer(state, asked);
     wgmma_wait<0>();
     Sums sums;
     take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);

@@ -168,8 +168,11 @@ struct FwdSm90Block {
 
   // Its ends.
   DLATTN_DEVICE Ends ends(int stage) const {
-    if constexpr (Tiles::skips) return uniform(shared.walked.ends[stage]);
-    return {};
+    if constexpr (Tiles::skips) {
+      return uniform(shared.walked.ends[stage]);
+    } else {
+      return {};
+    }
   }
 
   // The key tile to visit after this one: a loader finds out.
@@ -190,9 +193,12 @@ struct FwdSm90Block {
     }
   }
   DLATTN_DEVICE Visit visit(int stage, int tile) const {
-    if constexpr (!Tiles::skips) return {false, tile - 1};
-    const int told = uniform(shared.walked.visits[stage]);
-    return {(told & 1) != 0, told >> 1};
+    if constexpr (Tiles::skips) {
+      const int told = uniform(shared.walked.visits[stage]);
+      return {(told & 1) != 0, told >> 1};
+    } else {
+      return {false, tile - 1};
+    }
   }
 };
 

@@ -102,8 +102,7 @@ def mask_definition(blocks: ScoreBlocks) -> str:
 // score_mod
 struct ScoreMask {{
 {_of_axis(program, "Query", of_query)}{_of_axis(program, "Key", of_key)}\
-  static DLATTN_DEVICE bool keeps(const OfQuery& query, const OfKey& key, const Position& at,
-                                  const ScoreValues& values) {{
+  static DLATTN_DEVICE bool keeps(const OfQuery& query, const OfKey& key) {{
     using namespace pointwise;
 {told}{_body(program, both)}    return {kept};
   }}

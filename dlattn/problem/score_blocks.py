@@ -39,14 +39,15 @@ class ScoreBlocks(BlockMask):
 
     @property
     def conditions(self) -> list[tuple[int, bool]]:
-        """Those lines of :func:`masked_last` that positions alone decide, whatever the score."""
-        return [it for it in masked_last(self.program)[1] if not self._is_of_score(it)]
+        """Those lines of :func:`masked_last` that something of the query and something of the key
+        decide, whatever the score and tables of both."""
+        return [it for it in masked_last(self.program)[1] if not self._is_of_elements(it)]
 
     @property
     def rest(self) -> ScoreProgram | None:
         """What the program makes of elements that the conditions keep; ``None`` if nothing."""
         lines, (result, conditions) = list(self.program.lines), masked_last(self.program)
-        for mask, wanted in filter(self._is_of_score, conditions):
+        for mask, wanted in filter(self._is_of_elements, conditions):
             lines.append(Line("constant", Kind.FLOAT, number=-np.inf))
             chosen = (result, len(lines) - 1) if wanted else (len(lines) - 1, result)
             lines.append(Line("binary_select", Kind.FLOAT, (*chosen, mask)))
@@ -55,9 +56,13 @@ class ScoreBlocks(BlockMask):
             return None
         return replace(self.program, lines=tuple(lines), result=result)
 
-    def _is_of_score(self, condition: tuple[int, bool]) -> bool:
-        lines = self.program.lines
-        return any(lines[number].operation == "score" for number in needed(lines, condition[0]))
+    def _is_of_elements(self, condition: tuple[int, bool]) -> bool:
+        used = (self.program.lines[number] for number in needed(self.program.lines, condition[0]))
+        return any(
+            line.operation == "score"
+            or (line.operation == "read" and not is_summed_up(self.program, line))
+            for line in used
+        )
 
     def keep(self, where: Where, values: Values) -> Array:
         kept = self.truth(int(where.batch.item()), values).maybe

@@ -76,7 +76,7 @@ def test_what_masks_alone_leaves_no_edit() -> None:
         made, _ = program(tree)
         blocks = skipped_blocks(made)
         assert blocks is not None, name
-        assert blocks.rest is None and len(blocks.conditions) == 1
+        assert blocks.rest is None and blocks.conditions
     blocks = skipped_blocks(program(("logical_or", ("cmp_gt", "s", 0.0), EXACT["causal"]))[0])
     assert blocks is not None and not blocks.conditions
     assert blocks.rest is not None
