@@ -184,15 +184,16 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return Base::Tiles::skips ? state.visit.before : tile - 1;
   }
 
-  // Asks what a user's function masks, if it masks some: the answer is made while products are under way.
+  // Starts them, and asks what a user's function masks, if it masks some: the answer is made while products
+  // are under way.
   DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
                                    const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
     state.visit = this->visit(state.k.stage, tile);
-    Asked asked;
-    if (state.visit.partial) asked = Asked(position(work, tile), values);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
+    Asked asked;
+    if (state.visit.partial) asked = Asked(position(work, tile), values);
     return asked;
   }
   DLATTN_DEVICE Kept answer(const State& state, const Asked& asked) {

@@ -181,16 +181,14 @@ struct FwdSm90Block {
     return Tiles::last_keys(p, work.item, tile - 1, work.first_tile);
   }
 
-  // Of a tile whose buffer is empty, before it is filled by the same warp.
-  DLATTN_DEVICE void tell(int stage, const Work& work, int tile, int before) {
-    if constexpr (Tiles::skips) {
-      bool partial = false;
-      if constexpr (MasksElements<Problem>) {
-        const WorkItem at = work.item;
-        partial = !Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
-      }
-      if (threadIdx.x % 32 == 0) shared.walked.visits[stage] = 2 * before + partial;
+  // What the loader of k tells of a tile, found out before it waits for a buffer.
+  DLATTN_DEVICE int told(const Work& work, int tile, int before) const {
+    bool partial = false;
+    if constexpr (MasksElements<Problem>) {
+      const WorkItem at = work.item;
+      partial = !Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
     }
+    return uniform(2 * before + partial);
   }
   DLATTN_DEVICE Visit visit(int stage, int tile) const {
     if constexpr (Tiles::skips) {

@@ -148,6 +148,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // Before the arrival that publishes it, by the same lane.
+  DLATTN_DEVICE void tell(const Place<stages>& place, int told) {
+    mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
+    if (threadIdx.x % 32 == 0) shared.walked.visits[place.stage] = told;
+  }
+
   // Of k, or of v; the former tells what follows.
   template <bool tells, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
@@ -158,10 +164,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         before = tile_before(work, tile);
-        if constexpr (tells && Tiles::skips) {
-          mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-          this->tell(place.stage, work, tile, before);
-        }
+        if constexpr (tells && Tiles::skips) tell(place, this->told(work, tile, before));
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -186,10 +189,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
         uint64& full = ring.full[place.stage];
-        if constexpr (tells && Tiles::skips) {
-          mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-          this->tell(place.stage, work, tile, before);
-        }
+        if constexpr (tells && Tiles::skips) tell(place, this->told(work, tile, before));
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
         boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
         place.advance();
