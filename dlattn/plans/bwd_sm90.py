@@ -225,17 +225,16 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
-        of them where there are few items. Blocks differ as much, and no table says how."""
+        of them where there are few items. Where blocks are dropped, tiles differ as well."""
         blocks, tiles = self.target.multiprocessors, self._key_tiles
         if self.problem.ragged:  # of one batch entry
             groups = self.geometry.heads_q // self._heads_per_block
             return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
-        if self.geometry.band_right is None and not self.problem.has_blocks:
-            return 1
+        if self.geometry.band_right is None:
+            return min(4, self._pairs) if self.problem.has_blocks else 1
         if self._pairs * tiles <= 4 * blocks:
             return self._pairs
-        least = min(4, self._pairs) if self.problem.has_blocks else 1
-        return min(8, max(least, 3 * blocks // (2 * tiles)))
+        return min(8, max(1, 3 * blocks // (2 * tiles)))
 
     @property
     def row_tiling(self) -> Tiling:
