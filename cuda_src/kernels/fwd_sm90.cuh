@@ -436,8 +436,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       named_barrier_sync(Base::rows_staged + warpgroup, 128);
       if (threadIdx.x % 128 == 0) {
         const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);
-        tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first_query + 64 * warpgroup,
-                     at.head, entry.batch);
+        const int first = first_query + 64 * warpgroup;
+        if (may_move<Problem>(p.o, first, length_q)) {
+          tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first, at.head, entry.batch);
+        }
         tma_commit();
       }
     }
