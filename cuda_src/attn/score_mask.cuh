@@ -11,7 +11,7 @@
 //     static OfKey from_lane(key, lane);
 //   };
 //
-// Kernels ask before they need scores, and only of tiles of which some elements may be masked
+// Kernels ask before they have scores, and only of tiles of which some elements may be masked
 // (kernels/score_blocks.cuh): answers take a bit each, and no branch.
 #pragma once
 
