@@ -86,6 +86,7 @@ struct FwdSm90Block {
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
+    uint64 nearly_loaded;  // the keys of an item
   };
 
   // Named barriers, by event; + warpgroup.
@@ -150,6 +151,7 @@ struct FwdSm90Block {
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
       for (Ring<1>& ring : shared.bias_ring) ring.init(4);
+      mbarrier_init(shared.nearly_loaded, 1);
       fence_mbarrier_init();
     }
     __syncthreads();
@@ -181,8 +183,8 @@ struct FwdSm90Block {
     return Tiles::last_keys(p, work.item, tile - 1, work.first_tile);
   }
 
-  // What the loader of k tells of a tile, found out before it waits for a buffer.
-  DLATTN_DEVICE int told(const Work& work, int tile, int before) const {
+  // What the loader of k tells of a tile.
+  DLATTN_DEVICE int visit_from(const Work& work, int tile, int before) const {
     bool partial = false;
     if constexpr (MasksElements<Problem>) {
       const WorkItem at = work.item;

@@ -55,23 +55,35 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     place.advance();
   }
 
-  DLATTN_DEVICE void offer(Place<item_stages>& place, WorkItem item) {
+  // True if there is anything to do for others.
+  DLATTN_DEVICE bool offer(Place<item_stages>& place, WorkItem item) {
     const Work work(p, item);
     if (work.empty()) {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
       hand_out(place, item, {work.first_tile, work.last_tile + 1});
     }
+    return !work.empty();
+  }
+
+  // The same, and then waits until few of its keys are left to load. What a block has asked for is its
+  // own: at the end, blocks that ask early have much to do, and others nothing.
+  DLATTN_DEVICE void offer_and_wait(Place<item_stages>& place, uint32& offered, WorkItem item) {
+    if (offer(place, item)) mbarrier_wait(shared.nearly_loaded, offered++ % 2);
+  }
+  DLATTN_DEVICE void tell_progress(const Work& work, int tile, bool& told) {
+    if (told || tile > work.first_tile + 1) return;
+    release(shared.nearly_loaded);
+    told = true;
   }
 
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
-    int taken = ask();
-    while (taken < count) {
+    uint32 offered = 0;
+    for (int taken = ask(); taken < count; taken = ask()) {
       const int4 row = p.ragged.items[1 + taken];
-      taken = ask();
-      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+      offer_and_wait(place, offered, {uniform(row.x), uniform(row.y), uniform(row.z)});
     }
   }
 
@@ -80,11 +92,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
-    int taken = ask();
-    while (walk.find(taken, p.batch, count)) {
-      taken = ask();  // early: the answer takes as long as some key tiles
+    uint32 offered = 0;
+    while (walk.find(ask(), p.batch, count)) {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
-      offer(place, {tile, walk.rest % p.heads_q, walk.batch});
+      offer_and_wait(place, offered, {tile, walk.rest % p.heads_q, walk.batch});
     }
   }
 
@@ -148,23 +159,28 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
-  // Before the arrival that publishes it, by the same lane.
-  DLATTN_DEVICE void tell(const Place<stages>& place, int told) {
-    mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) shared.walked.visits[place.stage] = told;
+  // Tells consumers of a tile of k, before the arrival that publishes it, by the same lane. What is told
+  // is found out before the wait for a buffer.
+  DLATTN_DEVICE void tell(const Place<stages>& place, const Work& work, int tile, int before) {
+    if constexpr (Tiles::skips) {
+      const int told = this->visit_from(work, tile, before);
+      mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) shared.walked.visits[place.stage] = told;
+    }
   }
 
-  // Of k, or of v; the former tells what follows.
-  template <bool tells, class Tile>
+  template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                Mapped tensor, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
+      bool told = tensor != Mapped::k;
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         before = tile_before(work, tile);
-        if constexpr (tells && Tiles::skips) tell(place, this->told(work, tile, before));
+        tell_progress(work, tile, told);
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -173,23 +189,25 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // The same through a page table, of which the entries for a tile are read a tile early.
-  template <bool tells, class Tile>
+  template <class Tile>
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                                 const PageTableRef& table, int heads_per_key) {
+                                 Mapped tensor, const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
+      bool told = tensor != Mapped::k;
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
         before = tile_before(work, tile);
+        tell_progress(work, tile, told);
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
         uint64& full = ring.full[place.stage];
-        if constexpr (tells && Tiles::skips) tell(place, this->told(work, tile, before));
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
         boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
         place.advance();
@@ -203,14 +221,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         return load_queries();
       case 1:
         if constexpr (Problem::paged_k) {
-          return gather_keys<true>(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages, p.heads_per_k);
         }
-        return load_keys<true>(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
         if constexpr (Problem::paged_v) {
-          return gather_keys<false>(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages, p.heads_per_v);
         }
-        return load_keys<false>(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();
     }
