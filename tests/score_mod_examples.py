@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,11 @@ MODS: dict[str, tuple[Any, Any]] = {
     "windows of heads": (
         "s",
         ("cmp_lt", ("sub", "row", "col"), ("mul", "slopes", 400.0)),
+    ),
+    "marked documents": ("s", ("logical_and", _SAME, ("cmp_lt", "table", 0.5))),
+    "low scores of documents": (
+        ("binary_select", "s", -math.inf, ("cmp_lt", "s", 1e4)),
+        _SAME,
     ),
     "activations": (("add", ("softplus", "s"), ("mul", ("sin", "rows"), ("sigmoid", "s"))), _SAME),
 }

@@ -15,8 +15,8 @@
 //     static constexpr bool ragged = false;               // some tensor is
 //     static constexpr int access_bytes = 16;             // or 2: rows that are not 16-byte aligned
 //     static constexpr int shared_memory = 104448;        // what the launch asks for
-//     using WholeScore = Edits<PositiveScale>;            // where known: what Score is in blocks that
-//   };                                                    // a user's function masks nothing of
+//     using ElementMask = ScoreMask;                      // attn/score_mask.cuh; if a function masks
+//   };
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -24,21 +24,6 @@
 #include "attn/score.cuh"
 
 namespace dlattn {
-
-// What Score is in blocks that a user's function masks nothing of, if kernels are told which.
-template <class Problem>
-struct WholeScoreOf {
-  using Type = typename Problem::Score;
-};
-template <class Problem>
-  requires requires { typename Problem::WholeScore; }
-struct WholeScoreOf<Problem> {
-  using Type = typename Problem::WholeScore;
-};
-template <class Problem>
-using WholeScore = typename WholeScoreOf<Problem>::Type;
-template <class Problem>
-inline constexpr bool knows_wholes = !same_type<WholeScore<Problem>, typename Problem::Score>;
 
 // Row maxima are results, and not only what exponents are relative to.
 template <class Problem>

@@ -52,6 +52,11 @@ DLATTN_DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 // A value that is the same in all lanes, made known to the compiler as such: what depends on it
 // alone takes uniform registers, of which there are plenty. Every lane of the warp must be there.
 DLATTN_DEVICE int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+// Another lane's value. Every lane of the warp must be there.
+template <class T>
+DLATTN_DEVICE T from_lane(T value, int lane) {
+  return T(__shfl_sync(0xffffffffu, value, lane));
+}
 DLATTN_DEVICE int warp_index() { return uniform(threadIdx.x / 32); }
 
 // Half-open range of positions.

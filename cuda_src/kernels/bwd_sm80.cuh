@@ -12,6 +12,7 @@
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
+#include "attn/score_mask.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/signs.cuh"
 #include "attn/walk.cuh"
@@ -133,12 +134,11 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   }
 
   // Turns raw products into probabilities, where all keys are attended.
-  template <class Edit = typename Problem::Score>
   DLATTN_DEVICE void exponentiate(Scores& probability, const Scores& raw, int tile,
                                   const float* s_stats) {
-    const float log2_factor = Edit::factor(values) * log2_e;
+    const float log2_factor = Problem::Score::factor(values) * log2_e;
     probability.for_each([&](float& value, int m, int n, int i) {
-      const float score = Edit::apply(raw.at[m][n][i], position(tile, m, n, i), values);
+      const float score = Problem::Score::apply(raw.at[m][n][i], position(tile, m, n, i), values);
       value = exp2_approx(score * log2_factor - s_stats[SGrid::first_row() + Scores::row(m, i)]);
     });
   }
@@ -166,8 +166,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
 
   // Whether a user's function masks nothing of a tile.
   DLATTN_DEVICE bool is_whole(int tile) const {
-    if constexpr (!knows_wholes<Problem>) return false;
+    if constexpr (!MasksElements<Problem>) return true;
     return Tiles::is_whole(p, batch, head, tile, keys.first / tile_k);
+  }
+  DLATTN_DEVICE void mask_by_function(Scores& probability, int tile) {
+    if constexpr (MasksElements<Problem>) {
+      drop_masked<typename Problem::ElementMask>(probability, 0.f, position(opaque(tile), 0, 0, 0),
+                                                 values);
+    }
   }
 
   // One query tile of one head. Prefetches the next one.
@@ -194,12 +200,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     const Interval queries{tile * tile_q, least((tile + 1) * tile_q, length.q)};
     const bool full =
         Problem::Mask::full_keys(queries, length, p).contains({keys.first, keys.first + tile_k});
-    if (whole) {
-      exponentiate<WholeScore<Problem>>(probability, raw, tile, s_stats);
-    } else {
-      exponentiate(probability, raw, tile, s_stats);
-    }
+    exponentiate(probability, raw, tile, s_stats);
     if (!full) mask(probability, tile);
+    if (!whole) mask_by_function(probability, tile);
     if constexpr (drops) {
       const typename Problem::Dropout dropout(p, batch, head, length);
       mark_dropped(probability, dropout, queries.first + SGrid::first_row(),

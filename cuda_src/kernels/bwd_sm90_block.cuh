@@ -84,11 +84,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   };
 
   // A query tile of a head, as the walk over heads that share keys and values meets it.
-  using Whole = Either<knows_wholes<Problem>, bool, Nothing>;
   struct alignas(16) Step {
     int head, tile;
-    bool last, masked;  // of the walk; some of its scores do not exist
-    Whole whole;        // a user's function masks none of them
+    bool last, masked;  // of the walk; some of its scores do not exist, or are masked
   };
 
   // What the worker on values sends to the worker on keys: 16 words a thread, at its own place.

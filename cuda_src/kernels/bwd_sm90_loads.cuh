@@ -134,11 +134,10 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                            .contains({keys.first, keys.first + Base::block_k});
   }
 
-  DLATTN_DEVICE typename Base::Whole is_whole(int head, int tile) const {
-    if constexpr (!knows_wholes<Problem>)
-      return {};
-    else
-      return Base::Tiles::is_whole(p, work.batch, head, tile, work.tile);
+  // Whether a user's function masks nothing of a tile.
+  DLATTN_DEVICE bool is_whole(int head, int tile) const {
+    if constexpr (!MasksElements<Problem>) return true;
+    return Base::Tiles::is_whole(p, work.batch, head, tile, work.tile);
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
@@ -163,7 +162,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) {
-        shared.steps[place.stage] = {head, tile, last, is_masked(tile), is_whole(head, tile)};
+        shared.steps[place.stage] = {head, tile, last, is_masked(tile) | !is_whole(head, tile)};
       }
       fill_rows(shared.q_ring, place, shared.q, existing_rows(p.q, tile), shared.landed[0],
                 at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,

@@ -1,6 +1,7 @@
 // What the key workers of a Hopper backward block make of scores: probabilities, and weights of dP.
 #pragma once
 
+#include "attn/score_mask.cuh"
 #include "attn/signs.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_outputs.cuh"
@@ -66,26 +67,17 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
                                   int stage, Piece piece, const LogSumExp& log_sum_exp,
-                                  const ScoreValues& values) {
+                                  const Kept<Problem>& kept, const ScoreValues& values) {
     const Step step = shared.steps[stage];
     if constexpr (Score::is_quick) {
       exponentiate_quickly(probability, weights, raw, step, stage, piece, log_sum_exp, values);
     } else {
-      if constexpr (knows_wholes<Problem>) {
-        if (step.whole) {
-          exponentiate_edited<WholeScore<Problem>>(probability, weights, raw, step, piece,
-                                                   log_sum_exp, values);
-        } else {
-          exponentiate_edited<Score>(probability, weights, raw, step, piece, log_sum_exp, values);
-        }
-      } else {
-        exponentiate_edited<Score>(probability, weights, raw, step, piece, log_sum_exp, values);
-      }
+      exponentiate_edited(probability, weights, raw, step, piece, log_sum_exp, values);
     }
     // A soft cap alone has no register for it above; with positions, ptxas spills if it is read here.
     constexpr bool reread = !constant_derivative && !Score::reads_positions;
     if (reread ? shared.steps[opaque(stage)].masked : step.masked) {
-      mask(step, piece, [&](int e, int i) {
+      mask(step, piece, kept, [&](int e, int i) {
         zero(probability, e, i);
         if constexpr (!constant_derivative) zero(weights, e, i);
       });
@@ -164,33 +156,31 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     return bias;
   }
 
-  template <class Edit>
   DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,
                                          const Step& step, Piece piece,
                                          const LogSumExp& log_sum_exp, const ScoreValues& values) {
-    const float log2_factor = Edit::factor(values) * log2_e;
+    const float log2_factor = Score::factor(values) * log2_e;
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
       const float2 subtrahends = log_sum_exp.columns(n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float score = Edit::apply(raw.at[0][n][i], position(step, piece, n, i), values);
+        const float score = Score::apply(raw.at[0][n][i], position(step, piece, n, i), values);
         probability.at[0][n][i] =
             exp2_approx(score * log2_factor - (i % 2 == 0 ? subtrahends.x : subtrahends.y));
       }
       if constexpr (!constant_derivative) {
-        weigh<Edit>(weights, probability, raw, n, step, piece, values);
+        weigh(weights, probability, raw, n, step, piece, values);
       }
     }
   }
 
   // Column n, at once: no register holds a raw score longer than its exponential.
-  template <class Edit>
   DLATTN_DEVICE void weigh(Rounded& weights, const Scores& probability, const Scores& raw, int n,
                            const Step& step, Piece piece, const ScoreValues& values) {
     const auto weight = [&](int i) {
-      return Edit::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
-                            values);
+      return Score::backward(probability.at[0][n][i], raw.at[0][n][i], position(step, piece, n, i),
+                             values);
     };
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -205,18 +195,36 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   }
 
   template <class Zero>
-  DLATTN_DEVICE void mask(const Step& step, Piece piece, Zero zero) {
+  DLATTN_DEVICE void mask(const Step& step, Piece piece, const Kept<Problem>& kept_by_function,
+                          Zero zero) {
     const Position first = position(step, piece, 0, 0);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int key = first.key + Scores::row(0, i) - Scores::row(0, 0);
       const uint32 kept =
-          kept_elements(Problem::Mask::queries({key, key + 1}, length, p), first.query);
+          kept_elements(Problem::Mask::queries({key, key + 1}, length, p), first.query) &
+          kept_by_function.row(i);
 #pragma unroll
       for (int e = 0; e < part_q / 4; ++e) {
         if ((kept >> e & 1) == 0) zero(e, i);
       }
     }
+  }
+
+  // What is asked of a user's function before a piece's products, and answered beside them.
+  using Asked = typename AskedOf<Problem, part_q / 4, true>::Type;
+  DLATTN_DEVICE Asked ask(int stage, Piece piece, const ScoreValues& values) {
+    if constexpr (MasksElements<Problem>) {
+      const Step step = shared.steps[stage];
+      if (step.masked) return Asked(position(step, piece, 0, 0), values);
+    }
+    return {};
+  }
+  DLATTN_DEVICE Kept<Problem> answer(int stage, const Asked& asked) {
+    if constexpr (MasksElements<Problem>) {
+      if (shared.steps[stage].masked) return asked.kept();
+    }
+    return {};
   }
 
   DLATTN_DEVICE Position position(const Step& step, Piece piece, int n, int i) const {
@@ -268,8 +276,13 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // S, exponentiated. Waits for all products.
   DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
                                            Piece piece, const ScoreValues& values) {
+    const Asked asked = ask(stage, piece, values);
+    Kept<Problem> kept;
+    // By product, there are no registers for both.
+    if constexpr (by_product) kept = answer(stage, asked);
     Scores raw;
     start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    if constexpr (!by_product) kept = answer(stage, asked);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes
@@ -281,7 +294,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     const LogSumExp log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
     tie(raw);
-    exponentiate(probability, weights, raw, stage, piece, log_sum_exp, values);
+    exponentiate(probability, weights, raw, stage, piece, log_sum_exp, kept, values);
     if constexpr (signs_last) {
       signs<Signs>(stage, piece).mark(weights);
     } else if constexpr (drops) {

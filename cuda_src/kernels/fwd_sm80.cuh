@@ -12,6 +12,7 @@
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
+#include "attn/score_mask.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
@@ -105,22 +106,25 @@ struct FwdSm80 {
         length.kv - tile * tile_k);
   }
 
-  template <class Edit = typename Problem::Score>
   DLATTN_DEVICE void edit(Scores& scores, int tile) {
-    Edit::prepare(scores, values);
-    const int first_query = queries.first + first_row + Scores::row(0, 0);
-    const int first_key = tile * tile_k + Scores::column(0, 0);
+    Problem::Score::prepare(scores, values);
+    Position at = position(queries.first + first_row, tile * tile_k);
     scores.for_each([&](float& score, int m, int n, int i) {
-      const Position at{item.batch,
-                        item.head,
-                        length.q,
-                        length.kv,
-                        first_query,
-                        first_key,
-                        Scores::row_step(m, i),
-                        Scores::column_step(n, i)};
-      score = Edit::apply(score, at, values);
+      at.down = Scores::row_step(m, i);
+      at.right = Scores::column_step(n, i);
+      score = Problem::Score::apply(score, at, values);
     });
+  }
+  // Of this lane's first element.
+  DLATTN_DEVICE Position position(int first_query, int first_key) const {
+    return {item.batch,
+            item.head,
+            length.q,
+            length.kv,
+            first_query + Scores::row(0, 0),
+            first_key + Scores::column(0, 0),
+            0,
+            0};
   }
   DLATTN_DEVICE void mask(Scores& scores, int tile) {
     const int first_query = queries.first + first_row, first_key = tile * tile_k;
@@ -137,8 +141,15 @@ struct FwdSm80 {
 
   // Whether a user's function masks nothing of a tile.
   DLATTN_DEVICE bool is_whole(int tile) const {
-    if constexpr (!knows_wholes<Problem>) return false;
+    if constexpr (!MasksElements<Problem>) return true;
     return Tiles::is_whole(p, item.batch, item.head, item.tile, tile);
+  }
+  DLATTN_DEVICE void mask_by_function(Scores& scores, int tile) {
+    if constexpr (MasksElements<Problem>) {
+      drop_masked<typename Problem::ElementMask>(
+          scores, -infinity(), position(opaque(queries.first + first_row), opaque(tile * tile_k)),
+          values);
+    }
   }
 
   // One key tile: scores, probabilities, output. Prefetches the next one, before it.
@@ -158,12 +169,9 @@ struct FwdSm80 {
     scores.clear();
     gemm<T, dim_qk / 16>(scores, SharedLeft<QTile, false>(shared.q, first_row),
                          SharedRight<KTile, false>(shared.k[stage], 0));
-    if (whole) {
-      edit<WholeScore<Problem>>(scores, tile);
-    } else {
-      edit(scores, tile);
-    }
+    edit(scores, tile);
     if (!full.contains({tile * tile_k, (tile + 1) * tile_k})) mask(scores, tile);
+    if (!whole) mask_by_function(scores, tile);
 
     if constexpr (Tiling::stages == 1) {
       cp_async_wait_all();

@@ -42,7 +42,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::stages;
   using Base::stages_bias;
   using Base::store_nothing;
-  using Base::tile_before;
   using Base::tile_k;
   using Base::tile_q;
   using Base::tiles_with_queries;
@@ -50,6 +49,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using T = typename Base::T;
   using Score = typename Base::Score;
   using typename Base::OSlab;
+  using typename Base::Visit;
   using typename Base::VTile;
   using typename Base::Work;
 
@@ -58,6 +58,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Probabilities = RegisterLeft<T, 1, tile_k / 16>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
+  using Kept = dlattn::Kept<Problem>;
+  using Asked = typename AskedOf<Problem, tile_k / 4, false>::Type;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
@@ -81,14 +83,13 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
             anew<Score>(tile) * tile_k + Scores::column(0, 0)};
   }
 
-  template <class Edit = Score>
   DLATTN_DEVICE void edit(Scores& scores, const Work& work, const ScoreValues& values, int tile) {
-    Edit::template prepare<quick>(scores, values);
+    Score::template prepare<quick>(scores, values);
     const Position first = position(work, tile);
 #pragma unroll
     for (int begin = 0; begin < tile_k / 8; begin += 2) {
       for_each_element(scores, begin, first, [&](float& score, const auto& at, int) {
-        score = Edit::apply(score, at, values);
+        score = Score::apply(score, at, values);
       });
     }
   }
@@ -132,7 +133,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile) {
+  DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile,
+                          const Kept& kept_by_function) {
     const int first_query = work.queries.first + first_row();
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
@@ -141,7 +143,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
 #pragma unroll
       for (int n = 0; n < tile_k / 8; n += 16) {
-        const uint32 kept = kept_elements(keys, first_key + 8 * n);
+        const uint32 kept = kept_elements(keys, first_key + 8 * n) & kept_by_function.row(i);
 #pragma unroll
         for (int e = 0; e < least(32, tile_k / 4 - 2 * n); ++e) {
           if ((kept >> e & 1) == 0) scores.at[0][n + e / 2][i + e % 2] = -infinity();
@@ -153,10 +155,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
   // a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a page, it does.
-  DLATTN_DEVICE void clear_padding(WorkItem item, const Place<stages>& place) {
+  DLATTN_DEVICE void clear_padding(int item_stage, const Place<stages>& place) {
     const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
     if (all && !Problem::paged_v) return;
-    const Work work(p, item);
+    const Work work(p, item(item_stage), this->ends(item_stage));
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
     const int stage = place.stage;
@@ -181,13 +183,29 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     Place<q_stages> q;
     Place<stages> k, v;
     Place<1> bias;
+    Visit visit;
     bool guess;  // at how scores are to be computed, until it was wrong
   };
+  // The key tile to visit after the one at work.
+  DLATTN_DEVICE int tile_before(const State& state, int tile) const {
+    return Base::Tiles::skips ? state.visit.before : tile - 1;
+  }
 
-  DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
+  // Starts them, and asks what a user's function masks, if it masks some: the answer is made while products
+  // are under way.
+  DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
+                                   const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
+    state.visit = this->visit(state.k.stage, tile);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
+    Asked asked;
+    if (state.visit.partial) asked = Asked(position(work, tile), values);
+    return asked;
+  }
+  DLATTN_DEVICE Kept answer(const State& state, const Asked& asked) {
+    if (state.visit.partial) return asked.kept();
+    return {};
   }
 
   DLATTN_DEVICE void begin_output(State& state) {
@@ -227,40 +245,29 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
-  // Whether a user's function masks nothing of a tile. Asked for before its scores are there, and not
-  // made uniform, which would wait for the answer.
-  DLATTN_DEVICE bool is_whole(const State& state, int tile) const {
-    if constexpr (!knows_wholes<Problem>) return false;
-    const WorkItem at = item(state.item.stage);
-    return Base::Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
-  }
-
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
-                                 bool whole, const ScoreValues& values, Softmax& softmax) {
+                                 const Kept& kept, const ScoreValues& values, Softmax& softmax) {
+    const bool all = !state.visit.partial && work.is_full(tile);
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
     }
     if constexpr (quick) {
-      if (!first && work.is_full(tile)) {
+      if (!first && all) {
         sums = take_quickly(state.scores, work, tile, state.guess, values, softmax);
         return false;
       }
     }
-    if (whole) {
-      edit<WholeScore<Problem>>(state.scores, work, values, tile);
-    } else {
-      edit(state.scores, work, values, tile);
-    }
-    if (work.is_full(tile)) {
+    edit(state.scores, work, values, tile);
+    if (all) {
       const bool grew = (first || Softmax::exact) && softmax.advance(state.scores, state.factor);
       sums = softmax.exponentiate(state.scores);
       return grew;
     }
     const Columns seen = seen_columns(work, tile);
-    mask(state.scores, work, tile);
+    mask(state.scores, work, tile, kept);
     const bool grew = softmax.advance(state.scores, state.factor, seen);
     sums = softmax.exponentiate(state.scores, seen);
     return grew;
@@ -333,12 +340,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE bool step(State& state, const Work& work, int tile, const ScoreValues& values,
                           Softmax& softmax) {
     Sums sums;
-    const bool whole = is_whole(state, tile);
-    begin_scores(state, work, tile);
+    const Asked asked = begin_scores(state, work, tile, values);
     begin_output(state);
     pass_turn();
+    const Kept kept = answer(state, asked);
     wgmma_wait<1>();
-    bool grew = take_scores(state, sums, work, tile, first, whole, values, softmax);
+    bool grew = take_scores(state, sums, work, tile, first, kept, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
     // ptxas moves arithmetic below waits for wgmma, but keeps memory accesses in order with them. This
     // one depends on all exponentials: they stand before the wait if it does.
@@ -366,28 +373,26 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     state.guess = may_guess(values);
     const WorkItem first = await_item(state.item);
     if (first.tile < 0) return;
-    Work work(p, first);
+    Work work(p, first, this->ends(state.item.stage));
     Softmax softmax(factor);
     mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
-    const bool whole = is_whole(state, work.last_tile);
-    begin_scores(state, work, work.last_tile);
+    const Asked asked = begin_scores(state, work, work.last_tile, values);
     pass_turn();
+    const Kept kept = answer(state, asked);
     wgmma_wait<0>();
     Sums sums;
-    take_scores(state, sums, work, work.last_tile, true, whole, values, softmax);
+    take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);
     softmax.add(sums);
     end_scores(state, work, work.last_tile);
     state.k.advance();
     make_probabilities(state, work, work.last_tile);
 
-    // Read anew for each tile, where it is asked for: it would take registers between tiles.
-    const auto item_at_work = [&] { return item(state.item.stage); };
     for (;;) {
-      clear_padding(item(state.item.stage), state.v);
+      clear_padding(state.item.stage, state.v);
       state.output.clear();
 #pragma unroll 1
-      for (int tile = tile_before(item_at_work, work, work.last_tile); tile >= work.first_tile;
-           tile = tile_before(item_at_work, work, tile)) {
+      for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;
+           tile = tile_before(state, tile)) {
         if (step<false>(state, work, tile, values, softmax)) {
           softmax.rescale(state.output, state.factor);
         }
@@ -399,7 +404,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       const WorkItem next = await_item(state.item);
       const bool more = next.tile >= 0;
       if (more) {
-        work = Work(p, next);
+        work = Work(p, next, this->ends(state.item.stage));
         state.q.advance();
         mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
         step<true>(state, work, work.last_tile, values, next_softmax);

@@ -6,6 +6,7 @@
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
+#include "attn/score_mask.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/walk.cuh"
 #include "ptx/warpgroup.cuh"
@@ -60,6 +61,19 @@ struct FwdSm90Block {
   // Query tiles handed out: one at work, the next being loaded, one more.
   static constexpr int item_stages = 3;
 
+  // With a block mask, what only one warp finds out: of a query tile that is handed out, the first and the
+  // last key tile to visit; and of a key tile in its buffer, the one to visit after it.
+  struct Walked {
+    Interval ends[item_stages];
+    int visits[stages];
+  };
+  using Ends = Either<Tiles::skips, Interval, Nothing>;
+  // A user's function masks some elements of a key tile; and which comes after it.
+  struct Visit {
+    bool partial;
+    int before;
+  };
+
   struct SharedMemory {
     QTile q[q_stages];
     KTile k[stages];
@@ -67,6 +81,7 @@ struct FwdSm90Block {
     OSlab o[consumers][o_slabs];
     Either<stages_bias, BiasTile, Nothing> bias[consumers];
     int4 items[item_stages];  // tile, head, batch
+    Either<Tiles::skips, Walked, Nothing> walked;
     Ring<q_stages> q_ring;
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
@@ -99,6 +114,15 @@ struct FwdSm90Block {
         first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
       }
     }
+    // The same, once it has been handed out.
+    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, Nothing) : Work(p, work_item) {}
+    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, Interval ends)
+        : item(work_item),
+          length(p, item.batch),
+          queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
+          full(Problem::Mask::full_keys(queries, length, p)),
+          first_tile(ends.first),
+          last_tile(ends.last - 1) {}
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
       return full.contains({tile * tile_k, (tile + 1) * tile_k});
@@ -144,11 +168,37 @@ struct FwdSm90Block {
     return item(place.stage);
   }
 
-  // The key tile to visit after this one.
-  template <class Item>
-  DLATTN_DEVICE int tile_before(Item item, const Work& work, int tile) const {
+  // Its ends.
+  DLATTN_DEVICE Ends ends(int stage) const {
+    if constexpr (Tiles::skips) {
+      return uniform(shared.walked.ends[stage]);
+    } else {
+      return {};
+    }
+  }
+
+  // The key tile to visit after this one: a loader finds out.
+  DLATTN_DEVICE int tile_before(const Work& work, int tile) const {
     if constexpr (!Tiles::skips) return tile - 1;
-    return Tiles::last_keys(p, item(), tile - 1, work.first_tile);
+    return Tiles::last_keys(p, work.item, tile - 1, work.first_tile);
+  }
+
+  // What the loader of k tells of a tile.
+  DLATTN_DEVICE int visit_from(const Work& work, int tile, int before) const {
+    bool partial = false;
+    if constexpr (MasksElements<Problem>) {
+      const WorkItem at = work.item;
+      partial = !Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
+    }
+    return uniform(2 * before + partial);
+  }
+  DLATTN_DEVICE Visit visit(int stage, int tile) const {
+    if constexpr (Tiles::skips) {
+      const int told = uniform(shared.walked.visits[stage]);
+      return {(told & 1) != 0, told >> 1};
+    } else {
+      return {false, tile - 1};
+    }
   }
 };
 

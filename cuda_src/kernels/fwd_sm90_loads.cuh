@@ -24,6 +24,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::tile_q;
   using typename Base::BiasTile;
   using typename Base::QTile;
+  using typename Base::Tiles;
   using typename Base::Work;
 
   // ---- Scheduler: one warp, which hands out query tiles ----
@@ -41,13 +42,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     } else {
       offer_attending(place);
     }
-    hand_out(place, {-1, 0, 0});
+    hand_out(place, {-1, 0, 0}, {0, 0});
   }
 
-  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item) {
+  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item, Interval ends) {
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
     if (threadIdx.x % 32 == 0) {
       shared.items[place.stage] = int4{item.tile, item.head, item.batch, 0};
+      if constexpr (Tiles::skips) shared.walked.ends[place.stage] = ends;
       mbarrier_arrive(shared.item_ring.full[place.stage]);
     }
     place.advance();
@@ -59,7 +61,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if (work.empty()) {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
     } else {
-      hand_out(place, item);
+      hand_out(place, item, {work.first_tile, work.last_tile + 1});
     }
     return !work.empty();
   }
@@ -120,9 +122,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void for_each_work(Visit visit) {
     for (Place<item_stages> place;; place.advance()) {
       const WorkItem item = await_item(place);
+      const auto ends = this->ends(place.stage);
       release(shared.item_ring.empty[place.stage]);
       if (item.tile < 0) return;
-      visit(Work(p, item));
+      visit(Work(p, item, ends));
     }
   }
 
@@ -143,8 +146,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
-    const auto item = [&] { return at; };
-    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(item, work, tile)) {
+    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(work, tile)) {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
@@ -157,6 +159,16 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // Tells consumers of a tile of k, before the arrival that publishes it, by the same lane. What is told
+  // is found out before the wait for a buffer.
+  DLATTN_DEVICE void tell(const Place<stages>& place, const Work& work, int tile, int before) {
+    if constexpr (Tiles::skips) {
+      const int told = this->visit_from(work, tile, before);
+      mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
+      if (threadIdx.x % 32 == 0) shared.walked.visits[place.stage] = told;
+    }
+  }
+
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                Mapped tensor, int heads_per_key) {
@@ -164,11 +176,11 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     for_each_work([&](const Work& work) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
-      const auto item = [&] { return work.item; };
       bool told = tensor != Mapped::k;
-      for (int tile = work.last_tile; tile >= work.first_tile;
-           tile = tile_before(item, work, tile)) {
+      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
+        before = tile_before(work, tile);
         tell_progress(work, tile, told);
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -184,18 +196,18 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     for_each_work([&](const Work& work) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
-      const auto item = [&] { return work.item; };
       bool told = tensor != Mapped::k;
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
+        before = tile_before(work, tile);
         tell_progress(work, tile, told);
-        before = tile_before(item, work, tile);
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
         uint64& full = ring.full[place.stage];
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
         order(ring, place, full, Tile::bytes, [](int, uint64&) {});
         boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
         place.advance();

@@ -199,8 +199,9 @@ class BackwardPlan(CudaPlan):
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
         if self.problem.d_bias is not None:
             kernels.append(self.dbias_kernel())
+        whole = self.problem.masked_by_edits
         for of in self.problem.score_gradients:
-            its = score_gradient_kernel(of, self.problem, self.geometry, self.target, self.tiling)
+            its = score_gradient_kernel(of, whole, self.geometry, self.target, self.tiling)
             kernels.append(its)
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
@@ -208,7 +209,8 @@ class BackwardPlan(CudaPlan):
 
     def dbias_kernel(self) -> KernelLaunch:
         """The kernel that computes the gradient of a bias."""
-        return dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
+        whole = self.problem.masked_by_edits
+        return dbias_kernel(whole, self.geometry, self.target, self.tiling)
 
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0

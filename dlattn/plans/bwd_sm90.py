@@ -208,7 +208,8 @@ def register_refusal(problem: Problem) -> str | None:
             "dropout by a mask beside a soft cap takes more registers than head dimensions "
             "above 384 in sum, or of v above 192, leave."
         )
-    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores):
+    masks = problem.score_blocks is not None and problem.score_blocks.elements
+    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores or masks):
         return (
             "head dimensions above 384 in sum leave no registers for block_mask together with "
             "use_deterministic_algorithm, or with a bias or slopes."
@@ -248,7 +249,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
-        return problem.without_score_blocks if register_refusal(problem) else problem
+        apart = problem.masked_apart
+        return problem.without_score_blocks if register_refusal(apart) else apart
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -274,13 +276,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
-        of them where there are few items."""
+        of them where there are few items. Where blocks are dropped, tiles differ as well."""
         blocks, tiles = self._items_at_once, self._key_tiles
         wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
         if self.problem.ragged:  # of one batch entry
             return even_wave(self.geometry.heads_q // self._heads_per_block, wanted)
         if self.geometry.band_right is None:
-            return 1
+            return min(4, self._pairs) if self.problem.has_blocks else 1
         if self._pairs * tiles <= 4 * blocks:
             return self._pairs
         return even_wave(self._pairs, wanted)
@@ -319,9 +321,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
 
     def dbias_kernel(self) -> KernelLaunch:
-        if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(self.problem, self.geometry):
+        whole = self.problem.masked_by_edits
+        if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(whole, self.geometry):
             return super().dbias_kernel()
-        return bwd_dbias_sm90.dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
+        return bwd_dbias_sm90.dbias_kernel(whole, self.geometry, self.target, self.tiling)
 
     def main_kernel(self, items: int) -> KernelLaunch:
         cluster = self.tiling.cluster

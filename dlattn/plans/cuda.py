@@ -125,8 +125,8 @@ class CudaPlan(Plan):
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
         """The problem, with blocks that a user's function masks skipped only where that does not
-        ask for another kernel."""
-        return problem
+        ask for another kernel; where they are, kernels mask elements, too."""
+        return problem.masked_apart
 
     @cached_property
     def score_blocks(self) -> ScoreBlocksScratch | None:
@@ -202,7 +202,7 @@ class CudaPlan(Plan):
             *self.first_kernels(),
             *self.kernels(),
             *dump_kernels(self.problem, self.geometry),
-            *debug_kernels(self.problem, self.geometry),
+            *debug_kernels(self.problem.masked_by_edits, self.geometry),
         ]
 
     def sources(self) -> list[jit.KernelSource]:

@@ -86,9 +86,10 @@ class Sm90FwdTiling:
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (16 + 2 * 8)
         barriers = 8 + 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
+        walked = 3 * 8 + 4 * self.stages if problem.has_blocks else 1
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
-        return round_up(tiles + items + barriers, 1024)
+        return round_up(tiles + items + walked + barriers, 1024)
 
 
 def value_columns(problem: Problem) -> int:
@@ -170,7 +171,7 @@ class FwdSm90(MappedPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(problem, geometry)
+        self.tiling = tiling or choose_tiling(self.problem, geometry)
         self._schedule: Any = None
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
@@ -193,6 +194,7 @@ class FwdSm90(MappedPlan):
     def choices(
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[Sm90FwdTiling]:
+        problem = cls.skipping(problem)
         best = choose_tiling(problem, geometry)
         return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
 

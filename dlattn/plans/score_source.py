@@ -6,10 +6,10 @@ Each line of the program is a line of the struct; ``cuda_src/attn/program.cuh`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.problem import Read, ScoreProgram
+from dlattn.problem import Read, ScoreBlocks, ScoreProgram
 from dlattn.problem.lines import Kind, Line, needed
 
 _POSITIONS = ("at.batch", "at.head", "query(at)", "key(at)")
@@ -62,16 +62,83 @@ def _reads_positions(program: ScoreProgram) -> bool:
 
 def _function(program: ScoreProgram, name: str, result: int) -> str:
     lines = program.lines
-    used = needed(lines, result)
-    body = "".join(
-        f"    const {_type(lines[n])} x{n} = {_expression(lines, n, program.reads)};\n"
-        for n in used
-        if lines[n].operation not in ("score", "constant")
-    )
+    body = _body(program, needed(lines, result))
     return f"""\
   static DLATTN_DEVICE float {name}(float score, const Position& at, const ScoreValues& values) {{
     using namespace pointwise;
 {body}    return {_operand(lines, result)};
+  }}
+"""
+
+
+def _body(program: ScoreProgram, numbers: Iterable[int]) -> str:
+    lines = program.lines
+    return "".join(
+        f"    const {_type(lines[n])} x{n} = {_expression(lines, n, program.reads)};\n"
+        for n in numbers
+        if lines[n].operation not in ("score", "constant")
+    )
+
+
+def mask_definition(blocks: ScoreBlocks) -> str:
+    """The struct that ``cuda_src/attn/score_mask.cuh`` calls ``ElementMask``: what is computed once
+    of a query, once of a key, and of both."""
+    program, conditions = blocks.program, blocks.conditions
+    lines = program.lines
+    used = needed(lines, *(number for number, _ in conditions))
+    axes = _axes(program, used)
+    both = [n for n in used if axes[n] == {"query", "key"}]
+    asked = {number for number, _ in conditions}.union(*(lines[n].operands for n in both))
+    known = [n for n in used if n in asked and n not in both and lines[n].operation != "constant"]
+    of_key = [n for n in known if axes[n] == {"key"}]
+    of_query = [n for n in known if n not in of_key]
+    told = "".join(
+        f"    const {_type(lines[n])} x{n} = {axis}.x{n};\n"
+        for axis, numbers in (("query", of_query), ("key", of_key))
+        for n in numbers
+    )
+    kept = " & ".join(f"{'' if wanted else '!'}{_operand(lines, n)}" for n, wanted in conditions)
+    return f"""\
+// score_mod
+struct ScoreMask {{
+{_of_axis(program, "Query", of_query)}{_of_axis(program, "Key", of_key)}\
+  static DLATTN_DEVICE bool keeps(const OfQuery& query, const OfKey& key) {{
+    using namespace pointwise;
+{told}{_body(program, both)}    return {kept};
+  }}
+}};
+
+"""
+
+
+def _axes(program: ScoreProgram, used: Sequence[int]) -> dict[int, set[str]]:
+    """What each line depends on, of queries and keys."""
+    found: dict[int, set[str]] = {}
+    for n in used:
+        line = program.lines[n]
+        axes = set[str]().union(*(found[x] for x in line.operands))
+        if line.operation == "position" and line.number in (2, 3):
+            axes |= {"query" if line.number == 2 else "key"}
+        elif line.operation == "read":
+            read = program.reads[int(line.number or 0)]
+            axes |= {"query"} if read.by_query else set()
+            axes |= {"key"} if read.by_key else set()
+        found[n] = axes
+    return found
+
+
+def _of_axis(program: ScoreProgram, axis: str, numbers: Sequence[int]) -> str:
+    """What of its lines others ask for, and how it is computed."""
+    lines = program.lines
+    fields = "".join(f" {_type(lines[n])} x{n};" for n in numbers)
+    return f"""\
+  struct Of{axis} {{{fields} }};
+  static DLATTN_DEVICE Of{axis} of_{axis.lower()}(const Position& at, const ScoreValues& values) {{
+    using namespace pointwise;
+{_body(program, needed(lines, *numbers))}    return {{{", ".join(f"x{n}" for n in numbers)}}};
+  }}
+  static DLATTN_DEVICE Of{axis} from_lane(const Of{axis}& own, int lane) {{
+    return {{{", ".join(f"dlattn::from_lane(own.x{n}, lane)" for n in numbers)}}};
   }}
 """
 

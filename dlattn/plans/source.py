@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dlattn.dtypes import to_cpp
 from dlattn.plans.argument import Params
-from dlattn.plans.score_source import definition
+from dlattn.plans.score_source import definition, mask_definition
 from dlattn.problem import Problem, ScoreProgram
 from dlattn.runtime.jit import KernelSource
 
@@ -60,13 +60,13 @@ def kernel_source(
 
 using namespace dlattn;
 
-{"".join(map(definition, _programs(problem)))}\
+{_of_program(problem)}\
 {definitions}\
 struct Problem {{
   using Element = {to_cpp(problem.dtype)};
   static constexpr int head_dim_qk = {problem.head_dim_qk}, head_dim_v = {problem.head_dim_v};
-  using Score = Edits<{edits}>;{_whole_score(problem)}
-  using Mask = Masks<{masks}>;
+  using Score = Edits<{edits}>;
+  using Mask = Masks<{masks}>;{_element_mask(problem)}
   static constexpr bool stats = {str(problem.stats is not None).lower()};
   using Stats = {to_cpp(problem.stats) if problem.stats else "float"};
 {_flags(problem, "flash_stats", "score_max", "score_sum_exp", "sink", "ragged")}
@@ -87,18 +87,18 @@ extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_block
     return KernelSource(entry, text)
 
 
-def _programs(problem: Problem) -> list[ScoreProgram]:
-    """The user's function, and what it is in blocks that it masks nothing of."""
+def _of_program(problem: Problem) -> str:
+    """What a user's function is: a score edit, a mask, or both."""
     programs = [edit for edit in problem.edits if isinstance(edit, ScoreProgram)]
-    return programs if problem.score_blocks is None else [*programs, problem.score_blocks.rest]
-
-
-def _whole_score(problem: Problem) -> str:
     blocks = problem.score_blocks
-    if blocks is None:
-        return ""
-    edits = (blocks.rest if edit == blocks.program else edit for edit in problem.edits)
-    return f"\n  using WholeScore = Edits<{', '.join(edit.cpp for edit in edits)}>;"
+    mask = mask_definition(blocks) if blocks is not None and blocks.elements else ""
+    return "".join(map(definition, programs)) + mask
+
+
+def _element_mask(problem: Problem) -> str:
+    blocks = problem.score_blocks
+    masks = blocks is not None and blocks.elements
+    return "\n  using ElementMask = ScoreMask;" if masks else ""
 
 
 def _flags(problem: Problem, *names: str) -> str:

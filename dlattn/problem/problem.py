@@ -13,7 +13,7 @@ from enum import Enum
 from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
 from dlattn.problem.mask import BlockMask, Mask
-from dlattn.problem.score import Alibi, Bias, Edit
+from dlattn.problem.score import Alibi, Bias, Edit, SoftCap
 from dlattn.problem.score_blocks import ScoreBlocks
 from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreGradient, ScoreProgram
 from dlattn.records import dataclass
@@ -146,8 +146,37 @@ class Problem:
     @property
     def without_score_blocks(self) -> Problem:
         """The same attention with no block dropped for a user's function."""
+        if self.score_blocks is None:
+            return self
         masks = tuple(mask for mask in self.masks if not isinstance(mask, ScoreBlocks))
-        return self if masks == self.masks else replace(self, masks=masks)
+        return replace(self, edits=self.masked_by_edits.edits, masks=masks)
+
+    @property
+    def masked_apart(self) -> Problem:
+        """The same attention where what a user's function masks is a mask, and no edit."""
+        blocks = self.score_blocks
+        if blocks is None or blocks.elements or not blocks.conditions:
+            return self
+        rest = () if blocks.rest is None else (blocks.rest,)
+        at = self.edits.index(blocks.program)
+        return self._with_program((*self.edits[:at], *rest, *self.edits[at + 1 :]), blocks, True)
+
+    @property
+    def masked_by_edits(self) -> Problem:
+        """The same attention where an edit is all that a user's function says."""
+        blocks = self.score_blocks
+        if blocks is None or not blocks.elements:
+            return self
+        others = tuple(edit for edit in self.edits if not isinstance(edit, ScoreProgram))
+        at = 1 + sum(isinstance(edit, SoftCap) for edit in others)
+        return self._with_program((*others[:at], blocks.program, *others[at:]), blocks, False)
+
+    def _with_program(
+        self, edits: tuple[Edit, ...], blocks: ScoreBlocks, elements: bool
+    ) -> Problem:
+        new = replace(blocks, elements=elements)
+        masks = tuple(new if mask is blocks else mask for mask in self.masks)
+        return replace(self, edits=edits, masks=masks)
 
     @property
     def keeps_scores(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dlattn.problem.lines import Line
+from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.mask import BLOCK, BlockMask
 from dlattn.problem.ranges import Known, Truth, known_lines, number_range, ranges, unknown
 from dlattn.problem.score import Array, Values, Where
@@ -29,15 +29,40 @@ class ScoreBlocks(BlockMask):
     Attributes:
         program: the program.
         double: floats are computed in float64.
+        elements: it drops, too, elements that :attr:`conditions` are not true of; the edit is
+            what the program makes of the others.
     """
 
     program: ScoreProgram
     double: bool = False
+    elements: bool = False
 
     @property
-    def rest(self) -> ScoreProgram:
-        """The program in blocks that it masks nothing of."""
-        return replace(self.program, result=masked_last(self.program)[0], name="WholeScoreProgram")
+    def conditions(self) -> list[tuple[int, bool]]:
+        """Those lines of :func:`masked_last` that something of the query and something of the key
+        decide, whatever the score and tables of both."""
+        return [it for it in masked_last(self.program)[1] if not self._is_of_elements(it)]
+
+    @property
+    def rest(self) -> ScoreProgram | None:
+        """What the program makes of elements that the conditions keep; ``None`` if nothing."""
+        lines, (result, conditions) = list(self.program.lines), masked_last(self.program)
+        for mask, wanted in filter(self._is_of_elements, conditions):
+            lines.append(Line("constant", Kind.FLOAT, number=-np.inf))
+            chosen = (result, len(lines) - 1) if wanted else (len(lines) - 1, result)
+            lines.append(Line("binary_select", Kind.FLOAT, (*chosen, mask)))
+            result = len(lines) - 1
+        if lines[result].operation == "score":
+            return None
+        return replace(self.program, lines=tuple(lines), result=result)
+
+    def _is_of_elements(self, condition: tuple[int, bool]) -> bool:
+        used = (self.program.lines[number] for number in needed(self.program.lines, condition[0]))
+        return any(
+            line.operation == "score"
+            or (line.operation == "read" and not is_summed_up(self.program, line))
+            for line in used
+        )
 
     def keep(self, where: Where, values: Values) -> Array:
         kept = self.truth(int(where.batch.item()), values).maybe

@@ -92,7 +92,10 @@ class ScoreProgram(Edit):
     @property
     def gathers(self) -> bool:
         """Whether it reads elements of queries or keys, of which there are many."""
-        return any(read.by_query or read.by_key for read in self.reads)
+        results = (self.result,) if self.slope is None else (self.result, self.slope)
+        used = (self.lines[number] for number in needed(self.lines, *results))
+        reads = [self.reads[int(x.number or 0)] for x in used if x.operation == "read"]
+        return any(read.by_query or read.by_key for read in reads)
 
     @property
     def takes_score(self) -> bool:
@@ -260,8 +263,18 @@ def masked_last(program: ScoreProgram) -> tuple[int, list[tuple[int, bool]]]:
             result, wanted = y, False
         else:
             break
-        conditions.append((mask, wanted))
+        conditions.extend(_conjuncts(lines, mask, wanted))
     return result, conditions
+
+
+def _conjuncts(lines: Sequence[Line], number: int, wanted: bool) -> list[tuple[int, bool]]:
+    """The lines that must all have these values for a line to have the one that is wanted."""
+    line = lines[number]
+    if line.operation == "logical_not":
+        return _conjuncts(lines, line.operands[0], not wanted)
+    if line.operation == ("logical_and" if wanted else "logical_or"):
+        return [it for x in line.operands for it in _conjuncts(lines, x, wanted)]
+    return [(number, wanted)]
 
 
 def masked_by_infinity(builder: Builder, result: int) -> int:

@@ -13,10 +13,12 @@ _CAP = ("mul", ("tanh", ("mul", "s", 0.05)), "factor")
 _SAME = ("cmp_eq", "documents_q", "documents_k")
 _NEAR = ("binary_select", "s", ("mul", "s", 0.5), ("cmp_lt", ("abs", ("sub", "row", "col")), 64))
 
-#: A cap; documents; a table that is added; activations, positions, slopes and rows together.
+#: A cap; documents; documents and a table that masks; a table that is added; activations,
+#: positions, slopes and rows together.
 MODS = {
     "capped": (_CAP, None),
     "documents": ("s", _SAME),
+    "marked": ("s", ("logical_and", _SAME, ("cmp_lt", "table", 0.5))),
     "table": (("add", "s", "table"), None),
     "bent": (("add", ("sigmoid", _NEAR), ("mul", "slopes", ("sub", "col", "row"))), _SAME),
 }

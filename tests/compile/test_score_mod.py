@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.score_blocks import ScoreBlocksScratch
-from dlattn.plans.score_source import definition
+from dlattn.plans.score_source import definition, mask_definition
 from dlattn.problem import (
     POINTWISE,
     Arithmetic,
@@ -47,6 +48,7 @@ from tests.compile.problems import (
     plan_for,
 )
 from tests.compile.programs import MODS, program, with_gradients
+from tests.unit.test_score_blocks import EXACT
 from tests.unit.test_score_blocks import program as condition
 
 #: What a function meets, in turn.
@@ -249,6 +251,21 @@ def test_every_condition_compiles(arch: str) -> None:
     assert blocks is not None
     kernel = jit.compile_kernel(ScoreBlocksScratch(blocks, Geometry()).source(), arch)
     assert not kernel.spill_stores and not kernel.warnings
+
+
+def test_a_mask_as_it_is_written() -> None:
+    """The generated struct computes what is of queries alone, and of keys alone, apart from what is
+    left for each element; numbers that are of neither are with the queries."""
+    nearest = ("cmp_lt", ("abs_whole", ("sub_whole", "row", "col")), ("mul", "slopes", 8.0))
+    blocks = skipped_blocks(condition(("logical_and", nearest, EXACT["documents"]))[0])
+    assert blocks is not None
+    written = mask_definition(blocks)
+    functions = {
+        part.split("(")[0].split()[-1]: part for part in written.split("DLATTN_DEVICE")[1:]
+    }
+    query, key, both = (functions[name] for name in ("of_query", "of_key", "keeps"))
+    assert [len(re.findall("read<", part)) for part in (query, key, both)] == [2, 1, 0]
+    assert [len(re.findall("pointwise::", part)) for part in (query, key, both)] == [1, 0, 4]
 
 
 def test_a_function_as_it_is_written() -> None:
