@@ -86,7 +86,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       const float stats = exists ? to_float(*g_row) : -infinity();
       // Rows without keys have stats -infinity and rows beyond the length have none: a
       // log-sum-exp of +infinity makes their probabilities exactly zero.
-      g_stats[row] =
+      const float log_sum_exp =
           stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
       if constexpr (Problem::d_stats) {
         // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
@@ -96,7 +96,13 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       }
       // What the sums of dP begin with, which dropout's scale is not a factor of yet.
       const float minus_delta = -delta * dropout_scale_inv<Problem>(p);
-      g_stats[Shapes::tile_q + row] = minus_delta;
+      if constexpr (Tiling::stats_in_products) {
+        const float log2_factor = Problem::Score::factor(ScoreValues(p)) * log2_e;
+        ProductStats::write(g_stats, row, -log_sum_exp / log2_factor, minus_delta);
+      } else {
+        g_stats[row] = log_sum_exp;
+        g_stats[Shapes::tile_q + row] = minus_delta;
+      }
       if constexpr (Problem::delta) {
         const bool stored = query < p.delta.stored_rows<Problem::ragged>(length.q, p.seq_q);
         if (stored) *p.delta.rows<float, Problem::ragged>(batch, head, query) = -minus_delta;

@@ -50,6 +50,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
+  using typename Base::HeldKeys;
   using typename Base::Nothing;
   using typename Base::Piece;
   using typename Base::Rounded;
@@ -70,8 +71,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       mbarrier_wait(shared.do_ring.full[stage], place.parity);
       return start_product(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
     }
-    const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
-    dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
+    if constexpr (Tiling::stats_in_products) {
+      ProductStats::start<ProductStats::minus_delta>(dP, shared.row_stats[stage], piece.query);
+    } else {
+      const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
+      dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
+    }
     mbarrier_wait(shared.do_ring.full[stage], place.parity);
     start_product<true>(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
   }
@@ -86,14 +91,14 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // One query tile of one head. False after the last of a walk. One of raw scores and dP is in flight
   // at a time: both take more registers than the query worker leaves.
-  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place,
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const HeldKeys& held, const Place<stages>& place,
                           const Place<ds_stages>& ds_place, const ScoreValues& values) {
     const int stage = place.stage;
     const Piece piece = own_piece(0);
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
     Scores probability, dP;
     Weights weights;
-    compute_probabilities(probability, weights, stage, piece, values);
+    compute_probabilities(probability, weights, held, stage, piece, values);
     const Rounded rounded_p = rounded(probability, weights);
     const Rounded factors(weights);
     start_dp(dP, place, piece);
@@ -110,8 +115,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   }
 
   // The same in parts of the queries. While dP is there, no other product has registers.
-  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const Place<stages>& place,
-                                   const Place<ds_stages>& ds_place, const ScoreValues& values) {
+  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const HeldKeys& held,
+                                   const Place<stages>& place, const Place<ds_stages>& ds_place,
+                                   const ScoreValues& values) {
     const int stage = place.stage;
     mbarrier_wait(shared.q_ring.full[stage], place.parity);
     mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
@@ -120,7 +126,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       const Piece piece = own_piece(part);
       Scores probability, dP;
       Weights weights;
-      compute_probabilities(probability, weights, stage, piece, values);
+      compute_probabilities(probability, weights, held, stage, piece, values);
       start_dp(dP, place, piece);
       wgmma_wait<0>();
       tie(dP);
@@ -163,7 +169,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       const Piece piece = shared_piece(block);
       Scores probability;
       Weights weights;
-      compute_probabilities(probability, weights, stage, piece, values);
+      compute_probabilities(probability, weights, HeldKeys(), stage, piece, values);
       send(Rounded(weights), block, ds_place);
       if (block == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
       if (block == blocks - 1) {
@@ -267,10 +273,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
+      HeldKeys held;
+      this->hold_keys(held, own_piece(0));
       this->take_steps(i, last, some, [&] {
         if constexpr (few_registers)
-          return at.advance(step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values));
-        return at.advance(step(dK[0], dV[0], at.place, at.ds_place(), values));
+          return at.advance(step_in_parts(dK[0], dV[0], held, at.place, at.ds_place(), values));
+        return at.advance(step(dK[0], dV[0], held, at.place, at.ds_place(), values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {

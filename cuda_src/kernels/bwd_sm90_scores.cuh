@@ -59,9 +59,19 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   static constexpr bool drops = Problem::Dropout::drops;
   using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
 
-  using LogSumExp = Either<constant_derivative && (!Score::reads_positions ||
-                                                   (Score::is_quick && part_q <= 64 && !drops)),
-                           RowStats, RowStatsInPlace>;
+  // None: the sums of the scores begin with them.
+  static_assert(!Tiling::stats_in_products ||
+                (!by_product && !drops && same_type<Score, Edits<PositiveScale>>));
+  struct NoRowStats {
+    DLATTN_DEVICE explicit NoRowStats(const float*) {}
+    DLATTN_DEVICE float2 columns(int) const { return {0.f, 0.f}; }
+  };
+
+  using LogSumExp =
+      Either<Tiling::stats_in_products, NoRowStats,
+             Either<constant_derivative && (!Score::reads_positions ||
+                                            (Score::is_quick && part_q <= 64 && !drops)),
+                    RowStats, RowStatsInPlace>>;
 
   // Turns raw scores into probabilities and weights.
   DLATTN_DEVICE void exponentiate(Scores& probability, Weights& weights, const Scores& raw,
@@ -265,11 +275,31 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
+  // The keys of a key worker, where it has registers for them.
+  static constexpr bool holds_keys = Tiling::keys_in_registers;
+  using HeldKeys = Either<holds_keys, RegisterLeft<T, 1, Base::steps_qk / 16>, Nothing>;
+  DLATTN_DEVICE void hold_keys(HeldKeys& held, Piece piece) const {
+    if constexpr (holds_keys) load_left(held, shared.k[0], piece.key + Base::first_row_of_warp());
+  }
+
+  DLATTN_DEVICE void start_scores(Scores& raw, const HeldKeys& held, int stage, Piece piece) {
+    constexpr bool begun = Tiling::stats_in_products;
+    if constexpr (begun) {
+      ProductStats::start<ProductStats::score>(raw, shared.row_stats[stage], piece.query);
+    }
+    if constexpr (holds_keys) {
+      start_product<begun>(raw, held, shared.q[stage], piece.query);
+    } else {
+      start_product<begun>(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    }
+  }
+
   // S, exponentiated. Waits for all products.
-  DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
-                                           Piece piece, const ScoreValues& values) {
+  DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights,
+                                           const HeldKeys& held, int stage, Piece piece,
+                                           const ScoreValues& values) {
     Scores raw;
-    start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    start_scores(raw, held, stage, piece);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
     if constexpr (!constant_derivative && !Score::is_quick) {  // and for what preparing takes

@@ -37,6 +37,9 @@ class BackwardTiling(Tiling, Protocol):
     @property
     def columns(self) -> int: ...
 
+    @property
+    def stats_words(self) -> int: ...
+
     def shared_memory(self, problem: Problem) -> int: ...
 
 
@@ -138,7 +141,7 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def _row_stats_bytes(self) -> int:
-        return 4 * self._row_tiles * 2 * self.tiling.tile_q
+        return 4 * self._row_tiles * self.tiling.stats_words * self.tiling.tile_q
 
     @cached_property
     def _sink_parts_bytes(self) -> int:

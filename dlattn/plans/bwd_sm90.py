@@ -14,7 +14,7 @@ from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Geometry, GivenMask, Problem
+from dlattn.problem import Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
@@ -34,6 +34,8 @@ class Sm90BwdTiling:
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
+        stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
+        keys_in_registers: key workers hold the left operand of S.
     """
 
     tile_q: int = 64
@@ -45,6 +47,8 @@ class Sm90BwdTiling:
     dq_slots: int = 1
     share_slots: int = 1
     stages_bias: bool = False
+    stats_in_products: bool = False
+    keys_in_registers: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -58,19 +62,25 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product = str(self.by_product).lower()
+        flags = self.by_product, self.stats_in_products, self.keys_in_registers
+        by_product, stats_in_products, keys_in_registers = (str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
-            f"{self.query_registers}>"
+            f"{self.query_registers}, {stats_in_products}, {keys_in_registers}>"
         )
+
+    @property
+    def stats_words(self) -> int:
+        """Words of a query row's statistics (``kernels/bwd_stats.cuh``)."""
+        return 4 if self.stats_in_products else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
         q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
-        row_stats, step = 4 * 2 * self.tile_q, 16
+        row_stats, step = 4 * self.stats_words * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         weights = 16 + ds if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
@@ -90,6 +100,15 @@ def result_width(dim: int) -> int:
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
+    """:func:`choose_tiles`, and what scores that are only scaled leave registers for."""
+    tiling = choose_tiles(problem)
+    plain = problem.edits == (Scale(positive=True),) and not problem.dropout
+    if not plain or max(problem.head_dim_qk, problem.head_dim_v) > 128:
+        return tiling
+    return replace(tiling, stats_in_products=True, keys_in_registers=tiling.tile_q == 128)
+
+
+def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread; and
     shared memory, where both have whole slabs of 64 columns."""
     dims = problem.head_dim_qk, problem.head_dim_v
