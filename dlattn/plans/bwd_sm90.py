@@ -8,6 +8,7 @@ from functools import cached_property
 from math import gcd
 from typing import ClassVar
 
+from dlattn.dtypes import data_type
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -102,10 +103,13 @@ def result_width(dim: int) -> int:
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     """:func:`choose_tiles`, and what scores that are only scaled leave registers for."""
     tiling = choose_tiles(problem)
-    plain = problem.edits == (Scale(positive=True),) and not problem.dropout
-    if not plain or max(problem.head_dim_qk, problem.head_dim_v) > 128:
+    only_scales = problem.edits == (Scale(positive=True),) and not problem.dropout
+    wide = max(problem.head_dim_qk, problem.head_dim_v) > 128
+    if wide or not only_scales or problem.has_blocks:
         return tiling
-    return replace(tiling, stats_in_products=True, keys_in_registers=tiling.tile_q == 128)
+    # In fp16, weights take more registers before they are numbers again.
+    holds_keys = tiling.tile_q == 128 and problem.dtype is data_type.BFLOAT16
+    return replace(tiling, stats_in_products=True, keys_in_registers=holds_keys)
 
 
 def choose_tiles(problem: Problem) -> Sm90BwdTiling:
