@@ -32,7 +32,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::length;
   using Base::lowering;
   using Base::m;
-  using Base::multiply;
   using Base::offer_ds;
   using Base::own_piece;
   using Base::p;
@@ -49,6 +48,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::tile_k;
   using Base::tile_q;
   using Base::tiles;
+  using Base::weighted;
   using Base::work;
   using typename Base::HeldKeys;
   using typename Base::Nothing;
@@ -105,8 +105,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage]);
     wgmma_wait<1>();
     tie(dP);
-    multiply(dP, factors, stage, piece);
-    const Rounded dS(dP);
+    const Rounded dS = weighted(dP, factors, stage, piece);
     mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
     store_ds(dS, ds_place.stage, piece);
     start_accumulation<most_columns>(dK, dS, shared.q[stage]);
@@ -130,8 +129,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       start_dp(dP, place, piece);
       wgmma_wait<0>();
       tie(dP);
-      multiply(dP, weights, stage, piece);
-      const Rounded rounded_p = rounded(probability, weights), dS(dP);
+      const Rounded dS = weighted(dP, weights, stage, piece);
+      const Rounded rounded_p = rounded(probability, weights);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage], piece.query / 16);
       start_accumulation<most_columns>(dK, dS, shared.q[stage], piece.query / 16);
@@ -197,8 +196,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       wgmma_wait<0>();
       tie(dP);
       if (block == blocks - 1) release(shared.do_ring.empty[stage]);
-      multiply(dP, receive(block, ds_place), stage, piece);
-      const Rounded dS(dP);
+      const Rounded dS = weighted(dP, receive(block, ds_place), stage, piece);
       if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dK[block], dS, shared.q[stage]);
@@ -246,13 +244,13 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
   template <int n>
-  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head, const ScoreValues& values) {
+  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head) {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       this->template store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i,
                                              {m.dK, Mapped::dK, p.k_pages}, head / p.heads_per_k,
-                                             gradient_factor<Problem>(values));
+                                             gradient_factor<Problem>(ScoreValues(p)));
     }
   }
   template <int n>
@@ -286,7 +284,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         release(shared.v_ring.empty[0]);
       }
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head, values);
+        store_dk(dK, first, head);
         release(shared.k_ring.empty[0]);
       }
     });
@@ -313,7 +311,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void work_on_keys(Steps& at) {
-    const ScoreValues values(p);
     DK dK[blocks];
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
@@ -325,7 +322,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         release(shared.v_ring.empty[0]);
       }
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, 0, this->first_head() + i, values);
+        store_dk(dK, 0, this->first_head() + i);
         release(shared.k_ring.empty[0]);
       }
     });

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
 from typing import ClassVar
 
-from dlattn.dtypes import data_type
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -107,9 +107,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     wide = max(problem.head_dim_qk, problem.head_dim_v) > 128
     if wide or not only_scales or problem.has_blocks:
         return tiling
-    # In fp16, weights take more registers before they are numbers again.
-    holds_keys = tiling.tile_q == 128 and problem.dtype is data_type.BFLOAT16
-    return replace(tiling, stats_in_products=True, keys_in_registers=holds_keys)
+    return replace(tiling, stats_in_products=True, keys_in_registers=tiling.tile_q == 128)
 
 
 def choose_tiles(problem: Problem) -> Sm90BwdTiling:
@@ -150,6 +148,32 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
     ptxas then has registers for both."""
     one_piece = problem.has_blocks and problem.head_dim_qk <= 64
     return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
+
+
+def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int) -> int:
+    """How many pairs are taken at a time, whose key tiles are the shorter the later they come.
+
+    Enough for all blocks, and as many in every wave: a small last one would leave blocks idle.
+    """
+    wanted = blocks / tiles
+    some = range(max(1, int(wanted / 2)), max(1, int(2 * wanted)) + 1)
+    width = min(some, key=lambda n: (-pairs % n, abs(n - wanted)))
+    if pairs * tiles > 4 * blocks:
+        return width
+    # There are so few items that it matters where each ends.
+    divisors = (n for n in range(some[0], pairs + 1) if pairs % n == 0)
+    ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
+    return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
+
+
+def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
+    """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
+    ends = [0] * blocks
+    for first in range(0, pairs, pairs_per_wave):
+        for tile in range(tiles):
+            for _ in range(min(pairs_per_wave, pairs - first)):
+                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
+    return max(ends)
 
 
 def register_refusal(problem: Problem) -> str | None:
@@ -245,17 +269,17 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
-        pair's first tiles take much longer than its last, and other pairs must fill the time: all
-        of them where there are few items."""
-        blocks, tiles = self.target.multiprocessors, self._key_tiles
+        pair's first tiles take much longer than its last, and other pairs must fill the time. In a
+        narrow window, no tile takes longer."""
+        geometry, blocks, tiles = self.geometry, self.target.multiprocessors, self._key_tiles
         if self.problem.ragged:  # of one batch entry
-            groups = self.geometry.heads_q // self._heads_per_block
+            groups = geometry.heads_q // self._heads_per_block
             return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
-        if self.geometry.band_right is None:
+        if geometry.band_right is None:
             return 1
-        if self._pairs * tiles <= 4 * blocks:
-            return self._pairs
-        return min(8, max(1, 3 * blocks // (2 * tiles)))
+        if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
+            return 1
+        return pairs_of_causal_waves(self._pairs, tiles, blocks)
 
     @property
     def row_tiling(self) -> Tiling:

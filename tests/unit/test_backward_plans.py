@@ -164,7 +164,9 @@ def test_a_sink_takes_one_kernel_and_a_number_for_each_query_tile(family) -> Non
     sunk.place_workspace(4096)
     parts = 4 * shape.batch * shape.heads_q * -(-shape.seq_q // sunk.tiling.tile_q)
     params = sunk.params_in(sunk._argument)
-    assert params.sink_parts == params.row_stats + sunk.tiling.stats_words * sunk.tiling.tile_q * parts
+    assert (
+        params.sink_parts == params.row_stats + sunk.tiling.stats_words * sunk.tiling.tile_q * parts
+    )
     assert params.dq_arrivals in (0, params.sink_parts + parts)
     assert params.sink_parts + parts <= 4096 + sunk.workspace_size
     assert abs(sunk.workspace_size - plain.workspace_size - parts) < 256
