@@ -48,7 +48,8 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots.
+#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots, stages_bias,
+#: stats_in_products, keys_in_registers.
 BACKWARD = {
     32: [
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
@@ -57,9 +58,10 @@ BACKWARD = {
         Sm90BwdTiling(128, 128, False, 3, 2, 32, 2, 1),
     ],
     64: [
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, False, True, True),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, False, True, False),
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 0),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 2),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 1, False, True, True),
     ],
     96: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
@@ -67,9 +69,10 @@ BACKWARD = {
         Sm90BwdTiling(64, 128, False, 3, 2, 32, 3, 0),
     ],
     128: [
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2, False, True),
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
-        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 1),
-        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1),
+        Sm90BwdTiling(64, 128, False, 2, 3, 64, 2, 1, False, True),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1, False, True),
     ],
     160: [
         Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),

@@ -12,14 +12,13 @@
 
 namespace dlattn {
 
-// A number as the sum of three of 16 bits, to fp32's precision; or to infinity's stead, the least of them:
-// it meets zeros in products.
+// A number as the sum of three of 16 bits, to fp32's precision.
 struct ThreeParts {
   float at[3];
 
   DLATTN_DEVICE explicit ThreeParts(float x) {
-    constexpr float least_part = -3e38f;
-    x = x < least_part ? least_part : x;
+    constexpr float lowest = -3e38f;  // in the place of -infinity, which times zero is no number
+    x = x < lowest ? lowest : x;
 #pragma unroll
     for (float& part : at) {
       part = Convert<bf16>::low(Convert<bf16>::pack(x, 0.f));
@@ -28,14 +27,14 @@ struct ThreeParts {
   }
 };
 
-// As a right operand: three parts of what scores begin with, three of -delta, zeros. Of 16 columns only
-// these eight are stored, and read twice; the left operand has zeros for the others.
+// As a right operand, a row: three parts of what scores begin with, three of -delta, zeros. Of 16 columns
+// these eight alone are stored, and read twice: the left operand has zeros for the second eight.
 struct ProductStats {
   static constexpr int words = 4;  // a row's
   enum Column { score = 0, minus_delta = 3 };
 
-  static DLATTN_DEVICE void write(float* g_tile, int row, float first_score, float delta_below) {
-    const ThreeParts s(first_score), d(delta_below);
+  static DLATTN_DEVICE void write(float* g_tile, int row, float first_score, float first_dp) {
+    const ThreeParts s(first_score), d(first_dp);
     const auto pack = &Convert<bf16>::pack;
     reinterpret_cast<uint4*>(g_tile)[row] =
         uint4{pack(s.at[0], s.at[1]), pack(s.at[2], d.at[0]), pack(d.at[1], d.at[2]), 0};

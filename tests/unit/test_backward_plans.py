@@ -14,7 +14,7 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90 import BwdSm90, pairs_of_causal_waves
 from dlattn.problem import (
     Alibi,
     Bias,
@@ -140,6 +140,18 @@ def test_places_are_free_and_sums_complete(
             # Its items come after the last one that stores a part of this pair's dQ.
             first_follower = follower // wave * wave * key_tiles
             assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
+
+
+@given(pairs=st.integers(1, 2000), tiles=st.integers(1, 300), blocks=st.integers(1, 200))
+def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> None:
+    """No wave is narrower than others if a width near to an item for every block divides them."""
+    width = pairs_of_causal_waves(pairs, tiles, blocks)
+    assert width >= 1
+    near = [n for n in range(1, pairs + 1) if blocks / 2 <= n * tiles <= 2 * blocks]
+    if any(pairs % n == 0 for n in near):
+        assert pairs % width == 0
+    if pairs * tiles > 4 * blocks:
+        assert width == 1 or width * tiles <= 2 * blocks
 
 
 @given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))
