@@ -143,12 +143,6 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // (last_keys_first), or of earlier ones. Items start at the diagonal, where later keys meet a query
   // first, so that hardly one waits.
   static constexpr bool last_keys_first = Problem::deterministic && Problem::Mask::bounded_right;
-  // But then the longest items would end alone, after all others: in the last wave they are the first.
-  static DLATTN_DEVICE bool takes_last_keys_first(int pair, const Params& p) {
-    if (!last_keys_first || Problem::ragged) return last_keys_first;
-    const int last_wave = (p.batch * (p.heads_q / p.heads_per_block) - 1) / p.heads_per_wave;
-    return last_wave == 0 || pair / p.heads_per_wave < last_wave;
-  }
 
   // What the item of this number is.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
@@ -156,10 +150,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       const int4 row = p.ragged.items[1 + item];
       return {uniform(row.x), uniform(row.y), uniform(row.z)};
     }
-    const int tiles = ceil_div(rows_of_gradients<Problem>(p), tile_k);
-    WorkItem work = first_first(item, tiles, p.heads_q / p.heads_per_block, p);
-    if (takes_last_keys_first(item / tiles, p)) work.tile = tiles - 1 - work.tile;
-    return work;
+    constexpr auto order = last_keys_first ? longest_first : first_first;
+    return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
+                 p.heads_q / p.heads_per_block, p);
   }
   static DLATTN_DEVICE int item_count(const Params& p) {
     if constexpr (Problem::ragged) return p.ragged.items[0].x;

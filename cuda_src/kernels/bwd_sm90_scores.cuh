@@ -344,7 +344,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     return Rounded(dP);
   }
   DLATTN_DEVICE Rounded weighted(Scores& dP, const Rounded& weights, int stage, Piece piece) const {
-    if constexpr (same_type<T, bf16> && !drops) return product(dP, weights);
+    if constexpr (stats_in_products && same_type<T, bf16>) return product(dP, weights);
     const RowStatsInPlace minus_delta(shared.row_stats[stage] + tile_q + piece.query);
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {

@@ -232,9 +232,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return share.sums[piece].warp[warp];
   }
 
-  // Stores these rows as dQ; leaves zeros in the sum, if it is another pair's next. load(n) is this lane's
-  // part of columns [8 n, 8 n + 8).
-  template <bool leaves_zeros = true, class Load>
+  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
+  template <class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     constexpr int per_row = dim_qk / piece_columns;
     const int piece = piece_of_share % dq_pieces;
@@ -256,10 +255,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       float4 values[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) values[n] = load(first + n);
-      if constexpr (leaves_zeros) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) g_rows.at[first + n][lane] = float4{0.f, 0.f, 0.f, 0.f};
-      }
+      for (int n = 0; n < 4; ++n) g_rows.at[first + n][lane] = float4{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32 row[4];
@@ -393,6 +390,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
+    const int worker = Base::warpgroup_index() - 1;
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
@@ -403,9 +401,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
 #pragma unroll 1
-      for (int piece = Base::warpgroup_index() - 1; piece < pieces; piece += 3) {
+      for (int piece = worker; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
-        store_rows<false>(shared.rest, piece, [&](int n) { return rows.at[n]; });
+        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
       if (tells && Base::warp_of_group() == 0 && is_counted(shared.rest)) free_sums(shared.rest);

@@ -26,8 +26,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // Of this item, where additions have a fixed order.
   DLATTN_DEVICE int turn(int tile) const {
     const Interval all = this->visitors(tile, this->length);
-    return this->takes_last_keys_first(this->pair(work), p) ? all.last - 1 - work.tile
-                                                            : work.tile - all.first;
+    return Base::last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
   }
 
   // A step's additions are counted when so many pieces of the next step are on their way: a step late,

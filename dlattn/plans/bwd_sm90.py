@@ -107,7 +107,11 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     wide = max(problem.head_dim_qk, problem.head_dim_v) > 128
     if wide or not only_scales or problem.has_blocks:
         return tiling
-    return replace(tiling, stats_in_products=True, keys_in_registers=tiling.tile_q == 128)
+    tiling = replace(tiling, stats_in_products=True)
+    if tiling.tile_q == 128:
+        tiling = replace(tiling, keys_in_registers=True)
+        return tiling if problem.head_dim_qk <= 32 else replace(tiling, dq_slots=2)
+    return replace(tiling, ds_stages=3, share_slots=1)
 
 
 def choose_tiles(problem: Problem) -> Sm90BwdTiling:
@@ -150,12 +154,11 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
     return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
 
 
-def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int) -> int:
+def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
     """How many pairs are taken at a time, whose key tiles are the shorter the later they come.
 
-    Enough for all blocks, and as many in every wave: a small last one would leave blocks idle.
+    About as many as are wanted, and in every wave: a small last one would leave blocks idle.
     """
-    wanted = blocks / tiles
     some = range(max(1, int(wanted / 2)), max(1, int(2 * wanted)) + 1)
     width = min(some, key=lambda n: (-pairs % n, abs(n - wanted)))
     if pairs * tiles > 4 * blocks:
@@ -279,7 +282,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
-        return pairs_of_causal_waves(self._pairs, tiles, blocks)
+        # In a fixed order, more items wait for each other.
+        wanted = (2 if self.problem.deterministic else 1) * blocks / tiles
+        return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
 
     @property
     def row_tiling(self) -> Tiling:

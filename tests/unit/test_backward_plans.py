@@ -145,7 +145,7 @@ def test_places_are_free_and_sums_complete(
 @given(pairs=st.integers(1, 2000), tiles=st.integers(1, 300), blocks=st.integers(1, 200))
 def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> None:
     """No wave is narrower than others if a width near to an item for every block divides them."""
-    width = pairs_of_causal_waves(pairs, tiles, blocks)
+    width = pairs_of_causal_waves(pairs, tiles, blocks, blocks / tiles)
     assert width >= 1
     near = [n for n in range(1, pairs + 1) if blocks / 2 <= n * tiles <= 2 * blocks]
     if any(pairs % n == 0 for n in near):
