@@ -69,10 +69,19 @@ struct PagedBoxes {
   }
 };
 
+// Whether the copy engine may be given a box of a tensor that begins with row `first` of an entry. One that
+// lies wholly past the end of its map makes it look at the map's beginning (an illegal address, seen on an
+// H200), which for a ragged tensor is before the tensor, where there may be no memory.
+template <class Problem>
+DLATTN_DEVICE bool may_move(const TensorRef& ref, int first, int length) {
+  return !ref.is_ragged<Problem::ragged>() || first < length;
+}
+
 // Where the copy engine finds keys, values, or their gradients.
 struct MappedKeys {
   const TensorMap& map;
   Mapped tensor;
+  const TensorRef& ref;
   const PageTableRef& table;  // if they are paged
 };
 
@@ -99,6 +108,7 @@ DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const MappedKe
     const int end = keys.table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
     boxes.store(tile, keys.map, first, head, end, tile_row);
   } else {
+    if (!may_move<Problem>(keys.ref, first, p.seq_len_kv.at(batch, p.seq_kv))) return;
     const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
     tile.store_rows(tile_row, keys.map, entry.row + first, head, entry.batch);
   }

@@ -248,9 +248,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_k>(dK[i], shared.k[0], first + 64 * i,
-                                             {m.dK, Mapped::dK, p.k_pages}, head / p.heads_per_k,
-                                             gradient_factor<Problem>(ScoreValues(p)));
+      this->template store<Problem::paged_k>(
+          dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.dK, p.k_pages},
+          head / p.heads_per_k, gradient_factor<Problem>(ScoreValues(p)));
     }
   }
   template <int n>
@@ -258,9 +258,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     named_barrier_sync(Base::values_read, 128 * 2);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_v>(dV[i], shared.v[0], first + 64 * i,
-                                             {m.dV, Mapped::dV, p.v_pages}, head / p.heads_per_v,
-                                             lowering * dropout_scale<Problem>(p));
+      this->template store<Problem::paged_v>(
+          dV[i], shared.v[0], first + 64 * i, {m.dV, Mapped::dV, p.dV, p.v_pages},
+          head / p.heads_per_v, lowering * dropout_scale<Problem>(p));
     }
   }
 

@@ -41,14 +41,17 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // The keys or values that this head of the item is the first to need.
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
-                               const MappedKeys& mapped, const TensorRef& ref, int i,
-                               int heads_per_key) {
+                               const MappedKeys& mapped, int i, int heads_per_key) {
     if (i % heads_per_key != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
-    const int rows =
-        ref.is_ragged<Problem::ragged>() ? Tile::rows : most(keys.last - keys.first, 0);
-    fill_rows(ring, place, tile, rows, landed, clearings, Tile::bytes, [&](int, uint64& full) {
+    const bool cleared = !mapped.ref.is_ragged<Problem::ragged>();
+    const int rows = cleared ? most(keys.last - keys.first, 0) : Tile::rows;
+    // Of an item without keys nothing is read.
+    const bool moves = may_move<Problem>(mapped.ref, keys.first, keys.last);
+    const uint32 bytes = moves ? Tile::bytes : 0;
+    fill_rows(ring, place, tile, rows, landed, clearings, bytes, [&](int, uint64& full) {
+      if (!moves) return;
       load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
@@ -109,7 +112,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
       load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,
-                                  {m.k, Mapped::k, p.k_pages}, p.k, i, p.heads_per_k);
+                                  {m.k, Mapped::k, p.k, p.k_pages}, i, p.heads_per_k);
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
@@ -142,7 +145,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
     const auto load_values_of = [&](int i) {
       load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings,
-                                  {m.v, Mapped::v, p.v_pages}, p.v, i, p.heads_per_v);
+                                  {m.v, Mapped::v, p.v, p.v_pages}, i, p.heads_per_v);
     };
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],

@@ -6,9 +6,10 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
+from math import ceil, gcd
 from typing import ClassVar
 
+from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -95,6 +96,19 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
+#: Pairs of a wave of a ragged problem.
+MOST_PAIRS = 8
+
+
+def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
+    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
+    its long items would be fewer than blocks."""
+    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
+    even = [n for n in near if pairs % n == 0]
+    few = min(pairs, max(1, round(wanted)), most or pairs)
+    return min(even, key=lambda n: abs(n - wanted), default=few)
+
+
 def result_width(dim: int) -> int:
     """Columns of dK or dV (``width`` in the kernel): a width of wgmma, not below the dimension."""
     return 256 if dim > 192 else round_up(dim, 32)
@@ -155,16 +169,12 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
 
 
 def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
-    """How many pairs are taken at a time, whose key tiles are the shorter the later they come.
-
-    About as many as are wanted, and in every wave: a small last one would leave blocks idle.
-    """
-    some = range(max(1, int(wanted / 2)), max(1, int(2 * wanted)) + 1)
-    width = min(some, key=lambda n: (-pairs % n, abs(n - wanted)))
+    """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
+    width = even_wave(pairs, wanted)
     if pairs * tiles > 4 * blocks:
         return width
     # There are so few items that it matters where each ends.
-    divisors = (n for n in range(some[0], pairs + 1) if pairs % n == 0)
+    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
     ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
     return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
 
@@ -277,13 +287,15 @@ class BwdSm90(MappedPlan, BackwardPlan):
         geometry, blocks, tiles = self.geometry, self.target.multiprocessors, self._key_tiles
         if self.problem.ragged:  # of one batch entry
             groups = geometry.heads_q // self._heads_per_block
-            return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
+            wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
+            return even_wave(groups, wanted, MOST_PAIRS)
         if geometry.band_right is None:
             return 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
         # In a fixed order, more items wait for each other.
-        wanted = (2 if self.problem.deterministic else 1) * blocks / tiles
+        items_per_block = 2 if self.problem.deterministic else 1
+        wanted = items_per_block * blocks / tiles
         return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
 
     @property
@@ -318,6 +330,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if not self.problem.ragged:
             return super()._dq_places
         return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
+
+    def dbias_kernel(self) -> KernelLaunch:
+        if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(self.problem, self.geometry):
+            return super().dbias_kernel()
+        return bwd_dbias_sm90.dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
 
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)

@@ -60,3 +60,24 @@ def test_unpacked_wheel_finds_its_kernels(wheel: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "dlattn" / "cuda_src")
+
+
+def test_editable_install_finds_the_checkout(tmp_path: Path) -> None:
+    """``pip install -e`` builds a wheel that links the checkout, kernels included."""
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel:editable",
+        "-d",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*.whl")
+    wheel = zipfile.ZipFile(path)
+    (link,) = (f for f in wheel.namelist() if f.endswith(".pth"))
+    assert wheel.read(link).decode().strip() == str(ROOT)
+    assert not any(f.startswith("dlattn/") for f in wheel.namelist())
