@@ -287,8 +287,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         geometry, blocks, tiles = self.geometry, self.target.multiprocessors, self._key_tiles
         if self.problem.ragged:  # of one batch entry
             groups = geometry.heads_q // self._heads_per_block
-            wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
-            return even_wave(groups, wanted, MOST_PAIRS)
+            some = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
+            return even_wave(groups, some, MOST_PAIRS)
         if geometry.band_right is None:
             return 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
