@@ -48,8 +48,8 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots, stages_bias,
-#: stats_in_products, keys_in_registers.
+#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots; do_stages,
+#: cluster, query_registers.
 BACKWARD = {
     32: [
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
@@ -58,10 +58,14 @@ BACKWARD = {
         Sm90BwdTiling(128, 128, False, 3, 2, 32, 2, 1),
     ],
     64: [
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, False, True, True),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, False, True, False),
+        Sm90BwdTiling(
+            128, 128, False, 2, 2, 64, 1, 1, stats_in_products=True, keys_in_registers=True
+        ),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, stats_in_products=True),
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 1, False, True, True),
+        Sm90BwdTiling(
+            128, 128, False, 2, 2, 64, 2, 1, stats_in_products=True, keys_in_registers=True
+        ),
     ],
     96: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
@@ -69,19 +73,28 @@ BACKWARD = {
         Sm90BwdTiling(64, 128, False, 3, 2, 32, 3, 0),
     ],
     128: [
-        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2, False, True),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2, stats_in_products=True),
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
-        Sm90BwdTiling(64, 128, False, 2, 3, 64, 2, 1, False, True),
-        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1, False, True),
+        Sm90BwdTiling(64, 128, False, 2, 3, 64, 2, 1, stats_in_products=True),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1, stats_in_products=True),
     ],
     160: [
-        Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),
-        Sm90BwdTiling(64, 128, False, 2, 1, 32, 1, 0),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 1, 0, 1),
         Sm90BwdTiling(64, 128, False, 2, 1, 64, 1, 0),
+        Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
+    ],
+    192: [
+        Sm90BwdTiling(64, 128, True, 2, 1, 96, 1, 0, 2, 2, 88),
+        Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 3, 0),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),
     ],
     256: [
+        Sm90BwdTiling(64, 128, True, 2, 1, 64, 1, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 128, True, 2, 1, 64, 1, 0, 1, 2, 104),
+        Sm90BwdTiling(64, 128, True, 2, 1, 32, 2, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 2, 0, 1),
         Sm90BwdTiling(64, 64, True, 2, 1, 32, 2, 0),
-        Sm90BwdTiling(64, 64, True, 2, 1, 64, 1, 0),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {
