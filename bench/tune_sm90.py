@@ -58,9 +58,14 @@ BACKWARD = {
         Sm90BwdTiling(128, 128, False, 3, 2, 32, 2, 1),
     ],
     64: [
+        Sm90BwdTiling(
+            128, 128, False, 2, 2, 64, 1, 1, stats_in_products=True, keys_in_registers=True
+        ),
+        Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1, stats_in_products=True),
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 0),
-        Sm90BwdTiling(128, 128, False, 2, 2, 64, 2, 2),
+        Sm90BwdTiling(
+            128, 128, False, 2, 2, 64, 2, 1, stats_in_products=True, keys_in_registers=True
+        ),
     ],
     96: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
@@ -68,9 +73,10 @@ BACKWARD = {
         Sm90BwdTiling(64, 128, False, 3, 2, 32, 3, 0),
     ],
     128: [
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2, stats_in_products=True),
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 2),
-        Sm90BwdTiling(64, 128, False, 2, 2, 64, 2, 1),
-        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1),
+        Sm90BwdTiling(64, 128, False, 2, 3, 64, 2, 1, stats_in_products=True),
+        Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1, stats_in_products=True),
     ],
     160: [
         Sm90BwdTiling(64, 128, False, 2, 2, 64, 1, 0, 1),

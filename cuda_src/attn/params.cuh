@@ -38,7 +38,7 @@ struct Params {
   int* dq_arrivals;   // the same without tile: how many key tiles have been added
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
-  float* row_stats;   // (batch, heads_q, query tiles, 2, tile_q): stats in log2 units, then -delta
+  float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V

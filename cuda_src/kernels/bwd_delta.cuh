@@ -13,22 +13,24 @@
 
 namespace dlattn {
 
+// 8 elements of a row.
 template <class T, int access_bytes>
-DLATTN_DEVICE float dot_unit(const T* a, const T* b) {
+DLATTN_DEVICE uint4 load_unit(const T* g_unit) {
+  if constexpr (access_bytes == 16) return *reinterpret_cast<const uint4*>(g_unit);
+  uint32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = g_unit[2 * i].bits | g_unit[2 * i + 1].bits << 16;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+template <class T>
+DLATTN_DEVICE float dot(uint4 a, uint4 b) {
+  const uint32 words_a[4] = {a.x, a.y, a.z, a.w}, words_b[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.f;
-  if constexpr (access_bytes == 16) {
-    const uint4 packed_a = *reinterpret_cast<const uint4*>(a);
-    const uint4 packed_b = *reinterpret_cast<const uint4*>(b);
-    const uint32 words_a[4] = {packed_a.x, packed_a.y, packed_a.z, packed_a.w};
-    const uint32 words_b[4] = {packed_b.x, packed_b.y, packed_b.z, packed_b.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum += Convert<T>::low(words_a[i]) * Convert<T>::low(words_b[i]) +
-             Convert<T>::high(words_a[i]) * Convert<T>::high(words_b[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += to_float(a[i]) * to_float(b[i]);
+  for (int i = 0; i < 4; ++i) {
+    sum += Convert<T>::low(words_a[i]) * Convert<T>::low(words_b[i]) +
+           Convert<T>::high(words_a[i]) * Convert<T>::high(words_b[i]);
   }
   return sum;
 }
@@ -62,47 +64,79 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
 
   // A ragged problem has room only for tiles that exist.
   const bool has_room = !Problem::ragged || tile < Shapes::query_tiles(p, batch);
+  const float log2_factor = Problem::Score::factor(ScoreValues(p)) * log2_e;
+
+  // A row in each pass, of which a lane has every n-th unit; what some passes read is on its way
+  // before any of it is used.
+  constexpr int units_per_lane = ceil_div(units, lanes_per_row);
+  constexpr int passes = ceil_div(Shapes::tile_q, rows_per_pass);
+  constexpr int passes_at_once = most(1, least(passes, 4) / units_per_lane);
+  using Stats = typename Problem::Stats;
+  const int first_row = threadIdx.x / lanes_per_row;
+  const int first_query = tile * Shapes::tile_q + first_row;
+  const T* g_o = p.o.rows<T, Problem::ragged>(batch, head, first_query) + 8 * lane;
+  const T* g_dO = p.dO.rows<T, Problem::ragged>(batch, head, first_query) + 8 * lane;
+  const auto* g_row_stats = p.stats.rows<Stats, Problem::ragged>(batch, head, first_query);
 #pragma unroll
-  for (int pass = 0; pass < ceil_div(Shapes::tile_q, rows_per_pass); ++pass) {
-    if (!has_room) break;
-    const int row = pass * rows_per_pass + threadIdx.x / lanes_per_row;
-    const int query = tile * Shapes::tile_q + row;
-    const bool exists = row < Shapes::tile_q && query < length.q;
-    float delta = 0.f;
-    if (exists) {
-      const T* g_o = p.o.rows<T, Problem::ragged>(batch, head, query);
-      const T* g_dO = p.dO.rows<T, Problem::ragged>(batch, head, query);
-      for (int unit = lane; unit < units; unit += lanes_per_row) {
-        delta += dot_unit<T, Problem::access_bytes>(g_o + 8 * unit, g_dO + 8 * unit);
+  for (int first_pass = 0; first_pass < passes; first_pass += passes_at_once) {
+    uint4 o[passes_at_once][units_per_lane], dO[passes_at_once][units_per_lane];
+    float row_stats[passes_at_once];
+#pragma unroll
+    for (int i = 0; i < passes_at_once; ++i) {
+      const int below = (first_pass + i) * rows_per_pass;
+      const bool exists =
+          has_room && first_row + below < Shapes::tile_q && first_query + below < length.q;
+      row_stats[i] = exists ? to_float(g_row_stats[below * p.stats.row]) : -infinity();
+#pragma unroll
+      for (int j = 0; j < units_per_lane; ++j) {
+        const bool reads = exists && lane + j * lanes_per_row < units;
+        const auto load = [&](const T* g_first, const TensorRef& ref) {
+          const T* g_unit = g_first + below * ref.row + 8 * j * lanes_per_row;
+          return reads ? load_unit<T, Problem::access_bytes>(g_unit) : uint4{0, 0, 0, 0};
+        };
+        o[i][j] = load(g_o, p.o);
+        dO[i][j] = load(g_dO, p.dO);
       }
     }
 #pragma unroll
-    for (int offset = lanes_per_row / 2; offset > 0; offset /= 2) {
-      delta += __shfl_xor_sync(0xffffffffu, delta, offset);
-    }
-    if (lane == 0 && row < Shapes::tile_q) {
-      using Stats = typename Problem::Stats;
-      const auto* g_row = p.stats.rows<Stats, Problem::ragged>(batch, head, query);
-      const float stats = exists ? to_float(*g_row) : -infinity();
-      // Rows without keys have stats -infinity and rows beyond the length have none: a
-      // log-sum-exp of +infinity makes their probabilities exactly zero.
-      g_stats[row] =
-          stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
-      if constexpr (Problem::d_stats) {
-        // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
-        if (stats != -infinity()) {
-          delta -= *p.dStats.rows<float, Problem::ragged>(batch, head, query);
+    for (int i = 0; i < passes_at_once; ++i) {
+      if (!has_room) break;
+      const int row = first_row + (first_pass + i) * rows_per_pass;
+      const int query = tile * Shapes::tile_q + row;
+      const float stats = row_stats[i];
+      float delta = 0.f;
+#pragma unroll
+      for (int j = 0; j < units_per_lane; ++j) delta += dot<T>(o[i][j], dO[i][j]);
+#pragma unroll
+      for (int offset = lanes_per_row / 2; offset > 0; offset /= 2) {
+        delta += __shfl_xor_sync(0xffffffffu, delta, offset);
+      }
+      if (lane == 0 && row < Shapes::tile_q) {
+        // Rows without keys have stats -infinity and rows beyond the length have none: a
+        // log-sum-exp of +infinity makes their probabilities exactly zero.
+        const float log_sum_exp =
+            stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
+        if constexpr (Problem::d_stats) {
+          // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
+          if (stats != -infinity()) {
+            delta -= *p.dStats.rows<float, Problem::ragged>(batch, head, query);
+          }
         }
-      }
-      // What the sums of dP begin with, which dropout's scale is not a factor of yet.
-      const float minus_delta = -delta * dropout_scale_inv<Problem>(p);
-      g_stats[Shapes::tile_q + row] = minus_delta;
-      if constexpr (Problem::delta) {
-        const bool stored = query < p.delta.stored_rows<Problem::ragged>(length.q, p.seq_q);
-        if (stored) *p.delta.rows<float, Problem::ragged>(batch, head, query) = -minus_delta;
-      }
-      if constexpr (Problem::sink) {
-        if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
+        // What the sums of dP begin with, which dropout's scale is not a factor of yet.
+        const float minus_delta = -delta * dropout_scale_inv<Problem>(p);
+        if constexpr (Tiling::stats_in_products) {
+          ProductStats::write(g_stats, row, -log_sum_exp / log2_factor, minus_delta);
+        } else {
+          g_stats[row] = log_sum_exp;
+          g_stats[Shapes::tile_q + row] = minus_delta;
+        }
+        if constexpr (Problem::delta) {
+          const bool stored = query < p.delta.stored_rows<Problem::ragged>(length.q, p.seq_q);
+          if (stored) *p.delta.rows<float, Problem::ragged>(batch, head, query) = -minus_delta;
+        }
+        if constexpr (Problem::sink) {
+          if (stats != -infinity()) sink_part -= expf(p.sink(head) - stats) * delta;
+        }
       }
     }
   }

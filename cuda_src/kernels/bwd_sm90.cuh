@@ -33,7 +33,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::length;
   using Base::lowering;
   using Base::m;
-  using Base::multiply;
   using Base::offer_ds;
   using Base::own_piece;
   using Base::p;
@@ -49,7 +48,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::store_ds;
   using Base::tile_q;
   using Base::tiles;
+  using Base::weighted;
   using Base::work;
+  using typename Base::HeldKeys;
   using typename Base::Nothing;
   using typename Base::Piece;
   using typename Base::Rounded;
@@ -98,8 +99,13 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       mbarrier_wait(shared.do_ring.full[place.stage], place.parity);
       return start_product(dP, shared.v[0], piece.key, dO, piece.query);
     }
-    const RowStats minus_delta(shared.row_stats[at.place.stage] + tile_q + piece.query);
-    dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
+    const float* s_row_stats = shared.row_stats[at.place.stage];
+    if constexpr (Tiling::stats_in_products) {
+      ProductStats::start<ProductStats::minus_delta>(dP, s_row_stats, piece.query);
+    } else {
+      const RowStats minus_delta(s_row_stats + tile_q + piece.query);
+      dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
+    }
     mbarrier_wait(shared.do_ring.full[place.stage], place.parity);
     start_product<true>(dP, shared.v[0], piece.key, dO, piece.query);
   }
@@ -114,7 +120,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // One query tile of one head. False after the last of a walk. One of raw scores and dP is in flight
   // at a time: both take more registers than the query worker leaves.
-  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Steps& at, const ScoreValues& values) {
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const HeldKeys& held, const Steps& at,
+                          const ScoreValues& values) {
     const int stage = at.place.stage;
     const auto do_place = at.template in<do_stages>();
     const auto ds_place = at.template in<ds_stages>();
@@ -122,15 +129,14 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     mbarrier_wait(shared.q_ring.full[stage], at.place.parity);
     Scores probability, dP;
     Weights weights;
-    compute_probabilities(probability, weights, stage, piece, values);
+    compute_probabilities(probability, weights, held, stage, piece, values);
     const Rounded rounded_p = rounded(probability, weights);
     const Rounded factors(weights);
     start_dp(dP, at, piece);
     start_accumulation<most_columns>(dV, rounded_p, shared.dO[do_place.stage]);
     wgmma_wait<1>();
     tie(dP);
-    multiply(dP, factors, stage, piece);
-    const Rounded dS(dP);
+    const Rounded dS = weighted(dP, factors, stage, piece);
     mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
     store_ds(dS, ds_place.stage, piece);
     start_accumulation<most_columns>(dK, dS, shared.q[stage]);
@@ -139,7 +145,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   }
 
   // The same in parts of the queries. While dP is there, no other product has registers.
-  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const Steps& at, const ScoreValues& values) {
+  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const HeldKeys& held, const Steps& at,
+                                   const ScoreValues& values) {
     const int stage = at.place.stage;
     const auto do_place = at.template in<do_stages>();
     const auto ds_place = at.template in<ds_stages>();
@@ -150,12 +157,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       const Piece piece = own_piece(part);
       Scores probability, dP;
       Weights weights;
-      compute_probabilities(probability, weights, stage, piece, values);
+      compute_probabilities(probability, weights, held, stage, piece, values);
       start_dp(dP, at, piece);
       wgmma_wait<0>();
       tie(dP);
-      multiply(dP, weights, stage, piece);
-      const Rounded rounded_p = rounded(probability, weights), dS(dP);
+      const Rounded dS = weighted(dP, weights, stage, piece);
+      const Rounded rounded_p = rounded(probability, weights);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dV, rounded_p, shared.dO[do_place.stage], piece.query / 16);
       start_accumulation<most_columns>(dK, dS, shared.q[stage], piece.query / 16);
@@ -194,7 +201,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       const Piece piece = shared_piece(block);
       Scores probability;
       Weights weights;
-      compute_probabilities(probability, weights, stage, piece, values);
+      compute_probabilities(probability, weights, HeldKeys(), stage, piece, values);
       send(Rounded(weights), block, ds_place);
       if (block == 0) mbarrier_wait(shared.do_ring.full[do_place.stage], do_place.parity);
       if (block == blocks - 1) {
@@ -224,8 +231,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       wgmma_wait<0>();
       tie(dP);
       if (block == blocks - 1) Base::release_in_all(shared.do_ring.empty[do_place.stage]);
-      multiply(dP, receive(block, ds_place), stage, piece);
-      const Rounded dS(dP);
+      const Rounded dS = weighted(dP, receive(block, ds_place), stage, piece);
       if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
       store_ds(dS, ds_place.stage, piece);
       start_accumulation<most_columns>(dK[block], dS, shared.q[stage]);
@@ -254,13 +260,13 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
   template <int n>
-  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head, const ScoreValues& values) {
+  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head) {
     named_barrier_sync(Base::keys_read, 128 * 3);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       this->template store<Problem::paged_k>(
           dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.dK, p.k_pages},
-          head / p.heads_per_k, gradient_factor<Problem>(values));
+          head / p.heads_per_k, gradient_factor<Problem>(ScoreValues(p)));
     }
   }
   template <int n>
@@ -281,9 +287,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     dK[0].clear();
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
+      HeldKeys held;
+      this->hold_keys(held, own_piece(0));
       this->take_steps(i, last, some, [&] {
-        if constexpr (few_registers) return at.advance(step_in_parts(dK[0], dV[0], at, values));
-        return at.advance(step(dK[0], dV[0], at, values));
+        if constexpr (few_registers)
+          return at.advance(step_in_parts(dK[0], dV[0], held, at, values));
+        return at.advance(step(dK[0], dV[0], held, at, values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {
@@ -291,7 +300,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         release(shared.v_ring.empty[0]);
       }
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head, values);
+        store_dk(dK, first, head);
         release(shared.k_ring.empty[0]);
       }
     });
@@ -316,7 +325,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void work_on_keys(Steps& at) {
-    const ScoreValues values(p);
     DK dK[blocks];
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
@@ -327,7 +335,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         release(shared.v_ring.empty[0]);
       }
       if (last % p.heads_per_k == 0) {
-        store_dk(dK, 0, this->first_head() + i, values);
+        store_dk(dK, 0, this->first_head() + i);
         release(shared.k_ring.empty[0]);
       }
     });

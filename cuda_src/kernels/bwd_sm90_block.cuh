@@ -120,8 +120,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
     Either<Problem::Score::stages_bias, BiasTile, Nothing> bias[stages];  // comes with q
     Either<by_product, Weights, Nothing> weights[ds_stages];
-    // Log-sum-exps in log2 units, then negative deltas; they come with q.
-    alignas(16) float row_stats[stages][2 * tile_q];
+    alignas(128) float row_stats[stages][Shapes::stats_words];  // come with q
     Step steps[stages];  // what is in q
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end

@@ -58,7 +58,9 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // constant, the probabilities themselves. Their signs say which are dropped.
   static constexpr bool constant_derivative = Score::constant_derivative;
   static constexpr bool drops = Problem::Dropout::drops;
-  using Weights = Either<constant_derivative && !drops, Scores, Rounded>;
+  static constexpr bool stats_in_products = Tiling::stats_in_products;
+  using Weights =
+      Either<constant_derivative && !drops && !stats_in_products, Scores, Rounded>;
 
   using LogSumExp = Either<constant_derivative && (!Score::reads_positions ||
                                                    (Score::is_quick && part_q <= 64 && !drops)),
@@ -83,6 +85,27 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
       });
     }
     if constexpr (constant_derivative) weights = Weights(probability);
+  }
+
+  // The same of scores that are only scaled, from which log-sum-exps have been subtracted: rounded at once,
+  // which is all that is needed of them.
+  static_assert(!stats_in_products ||
+                (!by_product && !drops && same_type<Score, Edits<PositiveScale>>));
+  DLATTN_DEVICE void exponentiate_differences(Weights& weights, const Scores& raw, int stage,
+                                              Piece piece) {
+    const Step step = shared.steps[stage];
+    const float log2_factor = p.attn_scale * log2_e;
+    const auto probability = [&](int n, int i) {
+      return exp2_approx(raw.at[0][n][i] * log2_factor);
+    };
+#pragma unroll
+    for (int n = 0; n < part_q / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        weights.at[0][n / 2][n % 2 * 2 + i / 2] =
+            Convert<T>::pack(probability(n, i), probability(n, i + 1));
+      }
+    if (step.masked) mask(step, piece, [&](int e, int i) { zero(weights, e, i); });
   }
 
   DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
@@ -200,7 +223,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     const Position first = position(step, piece, 0, 0);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int key = first.key + Scores::row(0, i) - Scores::row(0, 0);
+      const int key = first.key + Scores::row_step(0, i);
       const uint32 kept =
           kept_elements(Problem::Mask::queries({key, key + 1}, length, p), first.query) &
           kept_by_function.row(i);
@@ -241,7 +264,9 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
 
   // The left operand of dV.
   static DLATTN_DEVICE Rounded rounded(const Scores& probability, const Weights& weights) {
-    if constexpr (!drops) {
+    if constexpr (stats_in_products) {
+      return weights;
+    } else if constexpr (!drops) {
       return Rounded(probability);
     } else {
       Rounded kept = weights;
@@ -273,15 +298,34 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
+  // The keys of a key worker, where it has registers for them.
+  static constexpr bool holds_keys = Tiling::keys_in_registers;
+  using HeldKeys = Either<holds_keys, RegisterLeft<T, 1, Base::steps_qk / 16>, Nothing>;
+  DLATTN_DEVICE void hold_keys(HeldKeys& held, Piece piece) const {
+    if constexpr (holds_keys) load_left(held, shared.k[0], piece.key + Base::first_row_of_warp());
+  }
+
+  DLATTN_DEVICE void start_scores(Scores& raw, const HeldKeys& held, int stage, Piece piece) {
+    if constexpr (stats_in_products) {
+      ProductStats::start<ProductStats::score>(raw, shared.row_stats[stage], piece.query);
+    }
+    if constexpr (holds_keys) {
+      start_product<stats_in_products>(raw, held, shared.q[stage], piece.query);
+    } else {
+      start_product<stats_in_products>(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    }
+  }
+
   // S, exponentiated. Waits for all products.
-  DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights, int stage,
-                                           Piece piece, const ScoreValues& values) {
+  DLATTN_DEVICE void compute_probabilities(Scores& probability, Weights& weights,
+                                           const HeldKeys& held, int stage, Piece piece,
+                                           const ScoreValues& values) {
     const Asked asked = ask(stage, piece, values);
     Kept<Problem> kept;
     // By product, there are no registers for both.
     if constexpr (by_product) kept = answer(stage, asked);
     Scores raw;
-    start_product(raw, shared.k[0], piece.key, shared.q[stage], piece.query);
+    start_scores(raw, held, stage, piece);
     if constexpr (!by_product) kept = answer(stage, asked);
     const FirstSigns dropped = signs<FirstSigns>(stage, piece);
     if constexpr (part_q > 64) wgmma_wait<0>();                // few registers for both
@@ -290,6 +334,11 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
       tie(raw);
       // With positions, too, the scale has no register.
       Score::prepare(raw, Score::reads_positions ? ScoreValues(p) : values);
+    }
+    if constexpr (stats_in_products) {
+      wgmma_wait<0>();
+      tie(raw);
+      return exponentiate_differences(weights, raw, stage, piece);
     }
     const LogSumExp log_sum_exp(shared.row_stats[stage] + piece.query);
     wgmma_wait<0>();
@@ -302,11 +351,13 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
-  // dP by its weights.
-  DLATTN_DEVICE void multiply(Scores& dP, const Scores& weights, int, Piece) const {
+  // dS: dP by its weights.
+  DLATTN_DEVICE Rounded weighted(Scores& dP, const Scores& weights, int, Piece) const {
     dP.for_each([&](float& value, int, int n, int i) { value *= lowering * weights.at[0][n][i]; });
+    return Rounded(dP);
   }
-  DLATTN_DEVICE void multiply(Scores& dP, const Rounded& weights, int stage, Piece piece) const {
+  DLATTN_DEVICE Rounded weighted(Scores& dP, const Rounded& weights, int stage, Piece piece) const {
+    if constexpr (stats_in_products && same_type<T, bf16>) return product(dP, weights);
     const RowStatsInPlace minus_delta(shared.row_stats[stage] + tile_q + piece.query);
 #pragma unroll
     for (int n = 0; n < part_q / 8; ++n) {
@@ -322,6 +373,21 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
                       : value * weight;
       }
     }
+    return Rounded(dP);
+  }
+
+  // Rounded before, too: two at a time, and no weight is a number again. In fp16, gradients are too small.
+  static DLATTN_DEVICE Rounded product(const Scores& dP, const Rounded& weights) {
+    Rounded dS;
+#pragma unroll
+    for (int k = 0; k < part_q / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&value)[4] = dP.at[0][2 * k + i / 2];
+        const uint32 pair = Convert<bf16>::pack(value[i % 2 * 2], value[i % 2 * 2 + 1]);
+        dS.at[0][k][i] = Convert<bf16>::multiply(pair, weights.at[0][k][i]);
+      }
+    return dS;
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
+#include "kernels/bwd_stats.cuh"
 #include "ptx/memory.cuh"
 #include "tile/gemm.cuh"
 
@@ -24,12 +25,13 @@ struct BwdTiling {
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
+  static constexpr bool stats_in_products = false;
 };
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
-          int query_registers_>
+          int query_registers_, bool stats_in_products_, bool keys_in_registers_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
@@ -41,6 +43,8 @@ struct Sm90BwdTiling {
       piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots) * cluster;
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
+  static constexpr bool stats_in_products = stats_in_products_;
+  static constexpr bool keys_in_registers = keys_in_registers_;
   static constexpr int warps = 8;  // of the kernel before
   // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
   // precision the others have.
@@ -78,9 +82,11 @@ struct BwdShapes {
     return (batch * p.heads_q + head) * ceil_div(p.seq_q, tile_q) + tile;
   }
 
-  // The statistics of one query tile: tile_q log-sum-exps in log2 units, then tile_q negative deltas.
+  // The statistics of one query tile: ProductStats, or tile_q log-sum-exps in log2 units, then tile_q
+  // negative deltas.
+  static constexpr int stats_words = tile_q * (Tiling::stats_in_products ? ProductStats::words : 2);
   static DLATTN_DEVICE float* row_stats(const Params& p, int row_tile) {
-    return p.row_stats + int64(row_tile) * (2 * tile_q);
+    return p.row_stats + int64(row_tile) * stats_words;
   }
 
   // Query tiles of a batch entry.

@@ -22,6 +22,12 @@ struct Convert<bf16> {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(positive) : "r"(packed), "r"(0));
     return positive;
   }
+  // Each by each. PTX ISA 9.7.4.3 (mul).
+  static DLATTN_DEVICE uint32 multiply(uint32 a, uint32 b) {
+    uint32 products;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    return products;
+  }
   static DLATTN_DEVICE float low(uint32 packed) { return __uint_as_float(packed << 16); }
   static DLATTN_DEVICE float high(uint32 packed) { return __uint_as_float(packed & 0xffff0000u); }
 };

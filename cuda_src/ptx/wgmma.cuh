@@ -33,4 +33,11 @@ DLATTN_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 offset, uint
   return uint64(high) << 32 | low;
 }
 
+// The same without a swizzle, of blocks of eight rows of 16 bytes, one row after the other.
+//   leading, stride: bytes between blocks along columns, along rows
+DLATTN_DEVICE uint64 wgmma_descriptor_of_units(uint32 shared_address, uint32 leading,
+                                               uint32 stride) {
+  return uint64(stride >> 4) << 32 | (shared_address >> 4 | (leading >> 4) << 16);
+}
+
 }  // namespace dlattn

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "base/types.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/gemm.cuh"
@@ -13,6 +15,16 @@ namespace dlattn {
 template <int n_tiles>
 DLATTN_DEVICE void tie(Accumulator<1, n_tiles>& c) {
   c.for_each([](float& value, int, int, int) { wgmma_tie(value); });
+}
+
+// A warp's 16 rows of a left operand, the first of which is `row` of a tile: into registers.
+template <class T, int k_steps, class Tile>
+DLATTN_DEVICE void load_left(RegisterLeft<T, 1, k_steps>& left, const Tile& tile, int row) {
+  const int lane = opaque(threadIdx.x % 32);
+#pragma unroll
+  for (int k = 0; k < k_steps; ++k) {
+    ldmatrix_x4<false>(left.at[0][k], tile.unit_address(row + lane % 16, 2 * k + lane / 16));
+  }
 }
 
 // Starts c = (64 rows of left, from first_row on) (as many rows of right as c has columns, from

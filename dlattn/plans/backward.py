@@ -44,6 +44,9 @@ class BackwardTiling(Tiling, Protocol):
     @property
     def columns(self) -> int: ...
 
+    @property
+    def stats_words(self) -> int: ...
+
     def shared_memory(self, problem: Problem) -> int: ...
 
 
@@ -152,7 +155,7 @@ class BackwardPlan(CudaPlan):
             "dbias_arrivals": self._gradient_scratch.arrivals,
             "dbias_parts": self._gradient_scratch.parts,
             "dq_accum": 4 * self._sums * self.tiling.tile_q * self._dq_columns,
-            "row_stats": 4 * self._row_tiles * 2 * self.tiling.tile_q,
+            "row_stats": 4 * self._row_tiles * self.tiling.stats_words * self.tiling.tile_q,
             "sink_parts": 4 * tiles if self.problem.sink else 0,
         }
         if self.stores_dq:

@@ -39,6 +39,7 @@ class BwdTiling:
 
     #: What head dimensions are rounded up to.
     columns: ClassVar[int] = 32
+    stats_words: ClassVar[int] = 2
 
     @property
     def threads(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
+from math import ceil, gcd
 from typing import ClassVar
 
 from dlattn.plans import bwd_dbias_sm90
@@ -15,7 +16,7 @@ from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
-from dlattn.problem import Geometry, GivenMask, Problem
+from dlattn.problem import Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
@@ -41,6 +42,8 @@ class Sm90BwdTiling:
         query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
             a block's columns, all of these. Key workers share what is left.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
+        stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
+        keys_in_registers: key workers hold the left operand of S.
     """
 
     tile_q: int = 64
@@ -55,6 +58,8 @@ class Sm90BwdTiling:
     cluster: int = 1
     query_registers: int = 72
     stages_bias: bool = False
+    stats_in_products: bool = False
+    keys_in_registers: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -72,13 +77,19 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        by_product = str(self.by_product).lower()
+        flags = self.by_product, self.stats_in_products, self.keys_in_registers
+        by_product, stats_in_products, keys_in_registers = (str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.do_stages}, {self.cluster}, "
-            f"{self.query_registers}>"
+            f"{self.query_registers}, {stats_in_products}, {keys_in_registers}>"
         )
+
+    @property
+    def stats_words(self) -> int:
+        """Words of a query row's statistics (``kernels/bwd_stats.cuh``)."""
+        return 4 if self.stats_in_products else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
@@ -88,7 +99,7 @@ class Sm90BwdTiling:
             own_columns = round_up(problem.head_dim_qk, self.columns) // self.cluster
             k_and_v += slab_bytes(self.block_k, own_columns)
         q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
-        row_stats, step = 4 * 2 * self.tile_q, 16
+        row_stats, step = 4 * self.stats_words * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         sent = self.ds_stages * slab_bytes(self.tile_q, self.block_k)
         weights = 16 + sent if self.by_product else 16
@@ -104,15 +115,17 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
-#: Pairs of a wave under a causal mask.
+#: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
 
 
-def even_wave(pairs: int, wanted: int) -> int:
+def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
     """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
     its long items would be fewer than blocks."""
-    even = [n for n in range(MOST_PAIRS, 0, -1) if pairs % n == 0 and wanted <= 2 * n <= 4 * wanted]
-    return min(even, key=lambda n: abs(n - wanted), default=min(pairs, wanted))
+    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
+    even = [n for n in near if pairs % n == 0]
+    few = min(pairs, max(1, round(wanted)), most or pairs)
+    return min(even, key=lambda n: abs(n - wanted), default=few)
 
 
 def result_width(dim: int) -> int:
@@ -121,6 +134,20 @@ def result_width(dim: int) -> int:
 
 
 def choose_tiling(problem: Problem) -> Sm90BwdTiling:
+    """:func:`choose_tiles`, and what scores that are only scaled leave registers for."""
+    tiling = choose_tiles(problem)
+    only_scales = problem.edits == (Scale(positive=True),) and not problem.dropout
+    wide = max(problem.head_dim_qk, problem.head_dim_v) > 128
+    if wide or not only_scales or problem.has_blocks:
+        return tiling
+    tiling = replace(tiling, stats_in_products=True)
+    if tiling.tile_q == 128:
+        tiling = replace(tiling, keys_in_registers=True)
+        return tiling if problem.head_dim_qk <= 32 else replace(tiling, dq_slots=2)
+    return replace(tiling, ds_stages=3, share_slots=1)
+
+
+def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread; and
     shared memory, where both have whole slabs of 64 columns."""
     dims = problem.head_dim_qk, problem.head_dim_v
@@ -174,6 +201,27 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
     ptxas then has registers for both."""
     one_piece = problem.has_blocks and problem.head_dim_qk <= 64
     return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
+
+
+def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
+    """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
+    width = even_wave(pairs, wanted)
+    if pairs * tiles > 4 * blocks:
+        return width
+    # There are so few items that it matters where each ends.
+    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
+    ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
+    return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
+
+
+def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
+    """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
+    ends = [0] * blocks
+    for first in range(0, pairs, pairs_per_wave):
+        for tile in range(tiles):
+            for _ in range(min(pairs_per_wave, pairs - first)):
+                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
+    return max(ends)
 
 
 def register_refusal(problem: Problem) -> str | None:
@@ -275,17 +323,21 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
-        pair's first tiles take much longer than its last, and other pairs must fill the time: all
-        of them where there are few items. Where blocks are dropped, tiles differ as well."""
-        blocks, tiles = self._items_at_once, self._key_tiles
-        wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
+        pair's first tiles take much longer than its last, and other pairs must fill the time. In a
+        narrow window, no tile takes longer; where blocks are dropped, some do."""
+        geometry, blocks, tiles = self.geometry, self._items_at_once, self._key_tiles
         if self.problem.ragged:  # of one batch entry
-            return even_wave(self.geometry.heads_q // self._heads_per_block, wanted)
-        if self.geometry.band_right is None:
+            groups = geometry.heads_q // self._heads_per_block
+            some = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
+            return even_wave(groups, some, MOST_PAIRS)
+        if geometry.band_right is None:
             return min(4, self._pairs) if self.problem.has_blocks else 1
-        if self._pairs * tiles <= 4 * blocks:
-            return self._pairs
-        return even_wave(self._pairs, wanted)
+        if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
+            return 1
+        # In a fixed order, more items wait for each other.
+        items_per_block = 2 if self.problem.deterministic else 1
+        wanted = items_per_block * blocks / tiles
+        return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
 
     @property
     def row_tiling(self) -> Tiling:

@@ -14,7 +14,7 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90, even_wave
+from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90, even_wave, pairs_of_causal_waves
 from dlattn.problem import (
     Alibi,
     Bias,
@@ -160,10 +160,22 @@ def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
         assert (f"__cluster_dims__({cluster}, 1, 1)" in kernel.source.text) == wanted
 
 
+@given(pairs=st.integers(1, 2000), tiles=st.integers(1, 300), blocks=st.integers(1, 200))
+def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> None:
+    """No wave is narrower than others if a width near to an item for every block divides them."""
+    width = pairs_of_causal_waves(pairs, tiles, blocks, blocks / tiles)
+    assert width >= 1
+    near = [n for n in range(1, pairs + 1) if blocks / 2 <= n * tiles <= 2 * blocks]
+    if any(pairs % n == 0 for n in near):
+        assert pairs % width == 0
+    if pairs * tiles > 4 * blocks:
+        assert width == 1 or width * tiles <= 2 * blocks
+
+
 @given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_PAIRS))
 def test_waves_of_pairs(pairs: int, wanted: int) -> None:
     """They are at most twice as large as wanted, at least half, and even wherever that can be."""
-    wave = even_wave(pairs, wanted)
+    wave = even_wave(pairs, wanted, MOST_PAIRS)
     assert min(pairs, -(-wanted // 2)) <= wave <= min(pairs, MOST_PAIRS, 2 * wanted)
     if pairs % wave:
         others = range(-(-wanted // 2), min(MOST_PAIRS, 2 * wanted) + 1)
@@ -175,7 +187,7 @@ def test_the_workspace_is_linear(batch: int, seq: int) -> None:
     """Sums of dQ exist for some heads at a time: not more than all have, nor much more than L2."""
     plan = BwdSm90(problem(), geometry(batch, 16, 16, seq, seq), HOPPER)
     rows = batch * 16 * -(-seq // 64) * 64
-    sums_of_all, row_stats = 4 * 128 * rows, 8 * rows
+    sums_of_all, row_stats = 4 * 128 * rows, 16 * rows
     assert plan.workspace_size <= sums_of_all + row_stats + rows + 4096
     assert plan.workspace_size <= max(2**27, 6 * 4 * 128 * seq) + 2 * row_stats + 2**20
 
@@ -192,7 +204,9 @@ def test_a_sink_takes_one_kernel_and_a_number_for_each_query_tile(family) -> Non
     sunk.place_workspace(4096)
     parts = 4 * shape.batch * shape.heads_q * -(-shape.seq_q // sunk.tiling.tile_q)
     params = sunk.params_in(sunk._argument)
-    assert params.sink_parts == params.row_stats + 2 * sunk.tiling.tile_q * parts
+    assert (
+        params.sink_parts == params.row_stats + sunk.tiling.stats_words * sunk.tiling.tile_q * parts
+    )
     assert params.dq_arrivals in (0, params.sink_parts + parts)
     assert params.sink_parts + parts <= 4096 + sunk.workspace_size
     assert abs(sunk.workspace_size - plain.workspace_size - parts) < 256
