@@ -237,7 +237,7 @@ def _mapped_fields(required: tuple[str, ...]) -> list[tuple[str, type]]:
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    required = ("q", "k", "v", "o")
+    required = ("q", "k", "v")
     _fields_ = _mapped_fields(required)
 
 
