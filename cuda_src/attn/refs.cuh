@@ -121,6 +121,9 @@ struct PageTableRef {
 // hyperbolic tangent's series. Nothing is in reach where the host does not know the scale.
 struct SoftCapSeries {
   float of[4], most;
+  // A term fewer, in the powers of x^2 + few_below, of x whose square is below that power of two: then
+  // all these sums have its exponent, which is cheaper to ask than which x is the largest.
+  float few[3], few_below;
   float bound,
       inverse_bound;  // of scores; their product is 1, or what is bounded would have a slope
   uint32 zero;        // which the compiler does not know
@@ -129,6 +132,11 @@ struct SoftCapSeries {
   DLATTN_DEVICE float ratio(float x, float highest) const {
     const float square = x * x;
     return fmaf(fmaf(fmaf(highest, square, of[2]), square, of[1]), square, of[0]);
+  }
+  DLATTN_DEVICE float few_variable(float x) const { return fmaf(x, x, few_below); }
+  // highest: few[2].
+  DLATTN_DEVICE float few_ratio(float variable, float highest) const {
+    return fmaf(fmaf(highest, variable, few[1]), variable, few[0]);
   }
 };
 

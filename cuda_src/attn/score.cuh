@@ -16,8 +16,12 @@
 // hides behind the exponentials.
 //   range(some)                              what decides how to compute some elements
 //   in_form(range, values, take)             calls take(form), with how to compute them
+//   guesses                                  there may be a form that is right for most elements
+//   guess(values)                            it; its failed(values) says afterwards if it was wrong
+//   can_guess(values)                        whether it may be right at all
+//   exponent(form, raw, at, values, base)    the score in log2 units, plus base; or in two parts:
 //   inner(form, raw, values)                 what all but the first part of the pack takes
-//   outer(inner, at, values, base)           the score in log2 units, plus base
+//   outer(inner, at, values, base)           the same of that
 //   derivative(inner, values)                of the score by the product, except for a factor
 #pragma once
 
@@ -73,7 +77,9 @@ struct Edits<> {
   }
   struct AnyForm {
     DLATTN_DEVICE void follow(float) {}
+    DLATTN_DEVICE bool failed(const ScoreValues&) const { return false; }
   };
+  static constexpr bool guesses = false;
   template <class Take>
   static DLATTN_DEVICE void in_form(Range, const ScoreValues&, Take take) {
     take(AnyForm());
@@ -116,17 +122,34 @@ struct Scaled : Before<Rest...> {
   static DLATTN_DEVICE float outer(float raw, const At& at, const ScoreValues& values, float base) {
     return fmaf(raw, Scale::of(values) * log2_e, Edits<Rest...>::add(base, at, values));
   }
+  template <class At>
+  static DLATTN_DEVICE float exponent(Edits<>::AnyForm, float raw, const At& at,
+                                      const ScoreValues& values, float base) {
+    return outer(raw, at, values, base);
+  }
   static DLATTN_DEVICE float derivative(float, const ScoreValues&) { return 1.f; }
 };
 
 template <class Scale, class... Rest>
-struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...> {
+struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...>, SoftCapForms {
   static constexpr bool constant_derivative = false;
   template <bool rarely = false, class Tile>
   static DLATTN_DEVICE void prepare(Tile& raw, const ScoreValues& values) {
     const float factor = Scale::of(values) * values.p.softcap_inverse;
     if constexpr (rarely) {
-      raw.for_each([&](float& score, int, int, int) { score = any_tanh(score * factor); });
+      const auto products = [&](auto visit) {
+        raw.for_each([&](float x, int, int, int i) { visit(x, i); });
+      };
+      const float to_tanh = values.p.softcap_series.inverse_bound;
+      in_form(range(products), values, [&](auto form) {
+        float before = 0.f;
+        raw.for_each([&](float& score, int, int n, int i) {
+          score = inner(form, score, values) * to_tanh;
+          if (n % 2 == 0 || i < 3) return;
+          form.follow(before);
+          before = score;
+        });
+      });
     } else {
       raw.for_each([&](float& score, int, int, int) { score *= factor; });
       replace_by_tanh(raw);
@@ -150,42 +173,19 @@ struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...> {
     return Scale::of(values);
   }
 
-  // By a series, unless a product is too large for it.
-  struct Series {
-    float highest;
-    uint32 zero;
-    // What comes next is not computed before `result`: ptxas would begin all elements of a tile at
-    // once, and spill.
-    DLATTN_DEVICE void follow(float result) {
-      highest = __uint_as_float(__float_as_uint(highest) | (__float_as_uint(result) & zero));
-    }
-  };
-  struct Exact {
-    DLATTN_DEVICE void follow(float) {}
-  };
-  struct Range {
-    float largest[4];  // at once: one would wait for itself
-  };
-  template <class Some>
-  static DLATTN_DEVICE Range range(Some some) {
-    Range r{};
-    some([&](float raw, int i) { r.largest[i] = fmaxf(r.largest[i], fabsf(raw)); });
-    return r;
+  using Forms = SoftCapForms;
+  using Forms::can_guess;
+  using Forms::guess;
+  using Forms::in_form;
+  using Forms::range;
+  using typename Forms::Exact;
+  using typename Forms::Range;
+  static constexpr bool guesses = true;
+  template <class Form>
+  static DLATTN_DEVICE float inner(Form& form, float raw, const ScoreValues& values) {
+    return raw * form.ratio(raw, values);
   }
-  template <class Take>
-  static DLATTN_DEVICE void in_form(const Range& r, const ScoreValues& values, Take take) {
-    const float largest =
-        fmaxf(fmaxf(r.largest[0], r.largest[1]), fmaxf(r.largest[2], r.largest[3]));
-    if (__any_sync(0xffffffffu, largest > values.p.softcap_series.most)) {
-      take(Exact());
-    } else {
-      take(Series{values.p.softcap_series.of[3], values.p.softcap_series.zero});
-    }
-  }
-  static DLATTN_DEVICE float inner(Series form, float raw, const ScoreValues& values) {
-    return raw * values.p.softcap_series.ratio(raw, form.highest);
-  }
-  static DLATTN_DEVICE float inner(Exact, float raw, const ScoreValues& values) {
+  static DLATTN_DEVICE float inner(Exact&, float raw, const ScoreValues& values) {
     const float tanh = any_tanh(raw * (Scale::of(values) * values.p.softcap_inverse));
     return tanh * values.p.softcap_series.bound;
   }
@@ -193,6 +193,16 @@ struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...> {
   static DLATTN_DEVICE float outer(float inner, const At& at, const ScoreValues& values,
                                    float base) {
     return inner + Edits<Rest...>::add(base, at, values);
+  }
+  template <class Form, class At>
+  static DLATTN_DEVICE float exponent(Form& form, float raw, const At& at,
+                                      const ScoreValues& values, float base) {
+    return fmaf(raw, form.ratio(raw, values), Edits<Rest...>::add(base, at, values));
+  }
+  template <class At>
+  static DLATTN_DEVICE float exponent(Exact& form, float raw, const At& at,
+                                      const ScoreValues& values, float base) {
+    return outer(inner(form, raw, values), at, values, base);
   }
   static DLATTN_DEVICE float derivative(float inner, const ScoreValues& values) {
     const float tanh = inner * values.p.softcap_series.inverse_bound;

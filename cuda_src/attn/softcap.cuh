@@ -6,6 +6,7 @@
 // cap, where a polynomial needs none; only groups of columns that hold a larger one take them.
 #pragma once
 
+#include "attn/position.cuh"
 #include "base/math.cuh"
 #include "ptx/math.cuh"
 #include "tile/gemm.cuh"
@@ -55,5 +56,67 @@ DLATTN_DEVICE void replace_by_tanh(Accumulator<m_tiles, n_tiles>& x) {
       }
     }
 }
+
+// How a soft cap makes scores of raw products at once (attn/score.cuh says what a form is).
+struct SoftCapForms {
+  // By a series, unless a product is too large for it.
+  struct Series {
+    float highest;
+    uint32 zero;
+    // What comes next is not computed before `result`: ptxas would begin all elements of a tile at
+    // once, and spill.
+    DLATTN_DEVICE void follow(float result) {
+      highest = __uint_as_float(__float_as_uint(highest) | (__float_as_uint(result) & zero));
+    }
+    DLATTN_DEVICE bool failed(const ScoreValues&) const { return false; }
+    DLATTN_DEVICE float ratio(float raw, const ScoreValues& values) {
+      return values.p.softcap_series.ratio(raw, highest);
+    }
+  };
+  // By a shorter one. Its variables have one exponent where it holds: their bits tell of all of them.
+  struct ShortSeries : Series {
+    uint32 bits = 0;
+    DLATTN_DEVICE bool failed(const ScoreValues& values) const {
+      const uint32 expected = __float_as_uint(values.p.softcap_series.few_below);
+      return ((bits ^ expected) & 0x7f800000u) != 0;
+    }
+    DLATTN_DEVICE float ratio(float raw, const ScoreValues& values) {
+      const float variable = values.p.softcap_series.few_variable(raw);
+      bits |= __float_as_uint(variable);
+      return values.p.softcap_series.few_ratio(variable, this->highest);
+    }
+  };
+  struct Exact {
+    DLATTN_DEVICE void follow(float) {}
+    DLATTN_DEVICE bool failed(const ScoreValues&) const { return false; }
+  };
+  static DLATTN_DEVICE bool can_guess(const ScoreValues& values) {
+    return values.p.softcap_series.few_below > 0.f;
+  }
+  static DLATTN_DEVICE ShortSeries guess(const ScoreValues& values) {
+    return {{values.p.softcap_series.few[2], values.p.softcap_series.zero}};
+  }
+  struct Range {
+    float largest[4];  // at once: one would wait for itself
+  };
+  template <class Some>
+  static DLATTN_DEVICE Range range(Some some) {
+    Range r{};
+    some([&](float raw, int i) { r.largest[i] = fmaxf(r.largest[i], fabsf(raw)); });
+    return r;
+  }
+  template <class Take>
+  static DLATTN_DEVICE void in_form(const Range& r, const ScoreValues& values, Take take) {
+    const float largest =
+        fmaxf(fmaxf(r.largest[0], r.largest[1]), fmaxf(r.largest[2], r.largest[3]));
+    if (__all_sync(0xffffffffu, largest * largest < values.p.softcap_series.few_below)) {
+      take(guess(values));
+    } else if (__any_sync(0xffffffffu, largest > values.p.softcap_series.most)) {
+      take(Exact());
+    } else {
+      take(Series{values.p.softcap_series.of[3], values.p.softcap_series.zero});
+    }
+  }
+};
 
 }  // namespace dlattn

@@ -13,6 +13,7 @@
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
@@ -166,6 +167,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     named_barrier_sync(Base::values_cleared + warpgroup, 128);
   }
 
+  static DLATTN_DEVICE bool may_guess(const ScoreValues& values) {
+    if constexpr (Score::guesses) return Score::can_guess(values);
+    return false;
+  }
+
   // What a consumer carries from tile to tile.
   struct State {
     Scores scores;
@@ -176,6 +182,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     Place<q_stages> q;
     Place<stages> k, v;
     Place<1> bias;
+    bool guess;  // at how scores are to be computed, until it was wrong
   };
 
   DLATTN_DEVICE void begin_scores(State& state, const Work& work, int tile) {
@@ -189,27 +196,35 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     start_accumulation(state.output, state.probabilities, shared.v[state.v.stage]);
   }
 
-  // Products become exponentials at once.
-  DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile,
+  // Products become exponentials at once. A guess that was wrong leaves an infinite sum: that is how
+  // exponentials that are too large are found, and the scores are computed once more.
+  DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile, bool guess,
                                   const ScoreValues& values, const Softmax& softmax) {
     constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
-    const auto range = Score::range(
-        [&](auto visit) { scores.for_each([&](float raw, int, int, int i) { visit(raw, i); }); });
     Sums sums{};
-    Score::in_form(range, values, [&](auto form) {
+    const auto take = [&](auto form) {
       float before = 0.f;
 #pragma unroll
       for (int begin = 0; begin < tiles; begin += group) {
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
-          const float inner = Score::inner(form, s, values);
-          s = exp2_approx(Score::outer(inner, at, values, -softmax.reference[i / 2]));
+          s = exp2_approx(Score::exponent(form, s, at, values, -softmax.reference[i / 2]));
           sums.of[i / 2] += s;
         });
         form.follow(before);
         before = scores.at[0][begin + group - 1][3];
       }
-    });
+      if (form.failed(values)) sums.of[0] = infinity();
+    };
+    if constexpr (Score::guesses) {
+      if (guess) {
+        take(Score::guess(values));
+        return sums;
+      }
+    }
+    const auto range = Score::range(
+        [&](auto visit) { scores.for_each([&](float raw, int, int, int i) { visit(raw, i); }); });
+    Score::in_form(range, values, take);
     return sums;
   }
 
@@ -231,7 +246,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
     if constexpr (quick) {
       if (!first && work.is_full(tile)) {
-        sums = take_quickly(state.scores, work, tile, values, softmax);
+        sums = take_quickly(state.scores, work, tile, state.guess, values, softmax);
         return false;
       }
     }
@@ -276,6 +291,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // Some score was far above the maxima of the tiles before, which is rare after the first tiles.
   DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
                                    const ScoreValues& values, Softmax& softmax) {
+    if constexpr (Score::guesses) {
+      state.guess &= __all_sync(0xffffffffu, sums.of[0] != infinity());
+    }
     repeat_scores(state.scores, state.q.stage, state.k.stage);
     edit(state.scores, work, values, tile);
     const bool grew = softmax.advance(state.scores, state.factor);
@@ -390,6 +408,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     OwnWork work = await_own(state);
     while (work.item.tile >= 0) {
       Softmax softmax(factor);
+      state.guess = may_guess(values);
       mbarrier_wait(shared.q_ring[warpgroup].full[state.q.stage], state.q.parity);
       pass_tiles(state, work.unseen_before);
       if (work.empty()) {
@@ -411,6 +430,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         const int finished = state.item.stage;
         state.item.advance();
         state.q.advance();
+        state.guess = may_guess(values);
         const OwnWork next = await_own(state);
         const int unseen = work.unseen_after + next.unseen_before;
         // Others cannot go on for ever without the values that are still to be read.
@@ -492,6 +512,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
 
   Kernel kernel(params, shared);
   kernel.init();
+  if constexpr (Problem::ragged) await_kernel_before();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();
     kernel.produce();

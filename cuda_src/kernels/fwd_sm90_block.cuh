@@ -126,6 +126,7 @@ struct FwdSm90Block {
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
+    uint64 nearly_loaded;  // the keys of an item
   };
 
   // Named barriers, by event; + warpgroup.
@@ -158,6 +159,7 @@ struct FwdSm90Block {
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
       for (Ring<1>& ring : shared.bias_ring) ring.init(4);
+      mbarrier_init(shared.nearly_loaded, 1);
       fence_mbarrier_init();
     }
     __syncthreads();

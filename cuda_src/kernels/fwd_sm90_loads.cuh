@@ -58,7 +58,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     place.advance();
   }
 
-  DLATTN_DEVICE void offer(Place<item_stages>& place, WorkItem item) {
+  // True if there is anything to do for others.
+  DLATTN_DEVICE bool offer(Place<item_stages>& place, WorkItem item) {
     await_room(place);  // before there is more to hold than the item
     const Work work(p, item);
     if (work.empty()) {
@@ -66,6 +67,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     } else {
       hand_out(place, work);
     }
+    return !work.empty();
   }
 
   // dlattn/plans/schedule.py says where the rows of a block are.
@@ -79,14 +81,24 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // The same, and then waits until few of its keys are left to load. What a block has asked for is its
+  // own: at the end, blocks that ask early have much to do, and others nothing.
+  DLATTN_DEVICE void offer_and_wait(Place<item_stages>& place, uint32& offered, WorkItem item) {
+    if (offer(place, item)) mbarrier_wait(shared.nearly_loaded, offered++ % 2);
+  }
+  DLATTN_DEVICE void tell_progress(const Work& work, int tile, bool& told) {
+    if (told || tile > work.first_tile + 1) return;
+    release(shared.nearly_loaded);
+    told = true;
+  }
+
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
-    int taken = ask();
-    while (taken < count) {
+    uint32 offered = 0;
+    for (int taken = ask(); taken < count; taken = ask()) {
       const int4 row = p.ragged.items[1 + taken];
-      taken = ask();
-      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+      offer_and_wait(place, offered, {uniform(row.x), uniform(row.y), uniform(row.z)});
     }
   }
 
@@ -95,11 +107,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
-    int taken = ask();
-    while (walk.find<true>(taken, p.batch, count)) {
-      taken = ask();  // early: the answer takes as long as some key tiles
+    uint32 offered = 0;
+    while (walk.find<true>(ask(), p.batch, count)) {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
-      offer(place, {tile, walk.rest % p.heads_q, walk.batch});
+      offer_and_wait(place, offered, {tile, walk.rest % p.heads_q, walk.batch});
     }
   }
 
@@ -180,8 +191,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
       const auto item = [&] { return work.item; };
+      bool told = tensor != Mapped::k;
       for (int tile = work.last_tile; tile >= work.first_tile;
            tile = tile_before(item, work, tile)) {
+        tell_progress(work, tile, told);
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
         });
@@ -192,16 +205,18 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // The same through a page table, of which the entries for a tile are read a tile early.
   template <class Tile>
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                                 const PageTableRef& table, int heads_per_key) {
+                                 Mapped tensor, const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
     for_each_work([&](const Work& work) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
       const auto item = [&] { return work.item; };
+      bool told = tensor != Mapped::k;
       int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
 #pragma unroll 1
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
+        tell_progress(work, tile, told);
         before = tile_before(item, work, tile);
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
@@ -220,12 +235,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         return load_queries();
       case 1:
         if constexpr (Problem::paged_k) {
-          return gather_keys(shared.k, shared.k_ring, m.k, p.k_pages, p.heads_per_k);
+          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages, p.heads_per_k);
         }
         return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
         if constexpr (Problem::paged_v) {
-          return gather_keys(shared.v, shared.v_ring, m.v, p.v_pages, p.heads_per_v);
+          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages, p.heads_per_v);
         }
         return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:

@@ -11,6 +11,7 @@
 
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
+#include "ptx/grid.cuh"
 
 namespace dlattn {
 
@@ -195,6 +196,7 @@ struct Ragged {
 template <class Problem, class Tiling>
 DLATTN_DEVICE void ragged(const Params& p) {
   __shared__ int s_sums[4];
+  launch_dependents();
   Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
 }
 

@@ -112,6 +112,8 @@ class SoftCapSeries(ctypes.Structure):
     _fields_ = [
         ("of", 4 * ctypes.c_float),
         ("most", ctypes.c_float),
+        ("few", 3 * ctypes.c_float),
+        ("few_below", ctypes.c_float),
         ("bound", ctypes.c_float),
         ("inverse_bound", ctypes.c_float),
         ("zero", ctypes.c_uint32),

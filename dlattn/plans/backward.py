@@ -188,10 +188,14 @@ class BackwardPlan(CudaPlan):
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))
         if self.problem.d_bias is not None:
-            kernels.append(dbias_kernel(self.problem, self.geometry, self.target, self.tiling))
+            kernels.append(self.dbias_kernel())
         if self.problem.sink:
             kernels.append(self._small_kernel("bwd_sink", (self.geometry.heads_q, 1, 1)))
         return kernels
+
+    def dbias_kernel(self) -> KernelLaunch:
+        """The kernel that computes the gradient of a bias."""
+        return dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
 
     def _small_kernel(
         self, kernel: str, grid: tuple[int, int, int], shared: int = 0

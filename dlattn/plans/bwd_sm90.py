@@ -8,6 +8,7 @@ from functools import cached_property
 from math import gcd
 from typing import ClassVar
 
+from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -82,6 +83,17 @@ class Sm90BwdTiling:
         bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
         stages = self.stages * (q_and_do + row_stats + step)
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
+
+
+#: Pairs of a wave under a causal mask.
+MOST_PAIRS = 8
+
+
+def even_wave(pairs: int, wanted: int) -> int:
+    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
+    its long items would be fewer than blocks."""
+    even = [n for n in range(MOST_PAIRS, 0, -1) if pairs % n == 0 and wanted <= 2 * n <= 4 * wanted]
+    return min(even, key=lambda n: abs(n - wanted), default=min(pairs, wanted))
 
 
 def result_width(dim: int) -> int:
@@ -225,14 +237,14 @@ class BwdSm90(MappedPlan, BackwardPlan):
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
         of them where there are few items."""
         blocks, tiles = self.target.multiprocessors, self._key_tiles
+        wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
         if self.problem.ragged:  # of one batch entry
-            groups = self.geometry.heads_q // self._heads_per_block
-            return min(groups, 8, max(1, 3 * blocks // (2 * tiles)))
+            return even_wave(self.geometry.heads_q // self._heads_per_block, wanted)
         if self.geometry.band_right is None:
             return 1
         if self._pairs * tiles <= 4 * blocks:
             return self._pairs
-        return min(8, max(1, 3 * blocks // (2 * tiles)))
+        return even_wave(self._pairs, wanted)
 
     @property
     def row_tiling(self) -> Tiling:
@@ -266,6 +278,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if not self.problem.ragged:
             return super()._dq_places
         return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
+
+    def dbias_kernel(self) -> KernelLaunch:
+        if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(self.problem, self.geometry):
+            return super().dbias_kernel()
+        return bwd_dbias_sm90.dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
 
     def main_kernel(self, items: int) -> KernelLaunch:
         grid = min(items, self.target.multiprocessors)

@@ -45,6 +45,7 @@ class KernelLaunch:
         block: threads per block.
         shared: bytes of dynamic shared memory.
         plain: it takes ``Params`` where the plan's argument has more.
+        programmatic: it waits by itself for the kernel before, and may be begun earlier.
     """
 
     source: jit.KernelSource
@@ -52,6 +53,7 @@ class KernelLaunch:
     block: int
     shared: int
     plain: bool = False
+    programmatic: bool = False
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -211,6 +213,7 @@ class CudaPlan(Plan):
                     kernel.block,
                     kernel.shared,
                     ctypes.addressof(self._params if kernel.plain else self._argument),
+                    programmatic=kernel.programmatic,
                     name=kernel.source.name,
                 )
             )

@@ -82,7 +82,8 @@ class Sm90FwdTiling:
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (64 * (1 + self.consumers) + 2 * 8)
-        barriers = 2 * 8 * (self.q_stages * self.consumers + 2 * self.stages + self.consumers)
+        rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
+        barriers = 8 + 2 * 8 * rings
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
         return round_up(tiles + items + barriers, 1024)
@@ -122,7 +123,9 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         long = Sm90FwdTiling(4, 64, stages=6, q_stages=2)
         return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
     if largest <= 128:
-        return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=True),)
+        # A soft cap takes longer than the other's products: consumers would wait for their turns.
+        caps = problem.keeps_scores and not problem.has_program
+        return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192 and problem.has_blocks:
@@ -249,7 +252,9 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        return [KernelLaunch(source, (self._blocks, 1, 1), self.tiling.threads, shared)]
+        grid, ragged = (self._blocks, 1, 1), self.problem.ragged
+        launch = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
+        return [launch]
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem)

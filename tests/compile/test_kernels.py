@@ -88,6 +88,8 @@ BIAS_GRADIENTS = [
     ((72, 72), "all", "causal", data_type.FLOAT, 16),
     ((96, 96), "rows", "left", data_type.HALF, 16),
     ((128, 128), "bias", "full", data_type.BFLOAT16, 16),
+    ((128, 64), "bias", "window", data_type.FLOAT, 16),
+    ((64, 128), "bias", "blocks", data_type.HALF, 16),
     ((128, 128), "all", "window", data_type.FLOAT, 2),
     ((192, 128), "rows", "causal", data_type.BFLOAT16, 16),
     ((256, 256), "all", "window", data_type.HALF, 16),
@@ -109,7 +111,7 @@ def bias_gradient_kernel(
     )  # fmt: skip
     family = BwdSm90 if arch == "sm_90a" and access_bytes == 16 else BwdSm80
     kernels = plan_for(family, problem, arch).kernels()
-    (source,) = (k.source for k in kernels if k.source.name == "dlattn_bwd_dbias")
+    (source,) = (k.source for k in kernels if k.source.name.startswith("dlattn_bwd_dbias"))
     return source
 
 

@@ -110,6 +110,27 @@ CASES = {
         head_dim_qk=128, head_dim_v=128, scale=0.09, bias="float16", bias_axes="qk",
         d_bias="bfloat16",
     ),
+    "gradient of a bias by tiles, for all batch entries, NaN beyond the lengths": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 70, 0),
+        len_kv=(330, 0, 90), right=20, bottom_right=True, head_dim_qk=128, head_dim_v=128,
+        scale=0.09, bias="bfloat16", bias_axes="hqk", bias_layout="aligned", d_bias="bfloat16",
+        tails="nan",
+    ),
+    "gradient of a bias by tiles, of each entry and head, narrow heads": Case(
+        dtype="float16", batch=2, heads_q=2, heads_k=1, heads_v=2, seq_q=450, seq_kv=264, left=100,
+        right=3, head_dim_qk=64, head_dim_v=40, scale=0.125, bias="float16", bias_axes="bhqk",
+        bias_layout="aligned", d_bias="float32",
+    ),
+    "gradient of a bias by tiles, for all heads, odd strides, slopes": Case(
+        batch=2, heads_q=6, heads_k=2, heads_v=3, seq_q=130, seq_kv=131, head_dim_qk=72,
+        head_dim_v=104, scale=0.1, alibi="H", bias="float16", bias_axes="bqk",
+        bias_layout="aligned", d_bias="float16", layouts=(("dBias", "odd"),),
+    ),
+    "gradient of a bias by tiles, for all, few blocks": Case(
+        batch=2, heads_q=4, heads_k=4, heads_v=4, seq_q=700, seq_kv=520, head_dim_qk=128,
+        head_dim_v=64, scale=0.09, bias="bfloat16", bias_axes="qk", bias_layout="aligned",
+        d_bias="bfloat16", blocks=0.3, blocks_axes="bh", seed=3,
+    ),
     "gradient of a bias, transposed in memory": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=129, seq_kv=190, right=5, head_dim_qk=96,
         head_dim_v=96, scale=0.1, bias="bfloat16", d_bias="bfloat16", bias_layout="queries",

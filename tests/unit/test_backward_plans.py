@@ -14,7 +14,7 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90, even_wave
 from dlattn.problem import (
     Alibi,
     Bias,
@@ -104,7 +104,8 @@ def test_a_bias_gradient_adds_one_kernel() -> None:
                 (replace(plain, d_bias=data_type.FLOAT), {**tensors, "dBias": scores}),
             )
         ]
-        assert [s for s in sources[1] if s.name != "dlattn_bwd_dbias"] == sources[0]
+        others = [s for s in sources[1] if not s.name.startswith("dlattn_bwd_dbias")]
+        assert others == sources[0]
         assert len(sources[1]) == len(sources[0]) + 1
 
 
@@ -140,6 +141,16 @@ def test_places_are_free_and_sums_complete(
             # Its items come after the last one that stores a part of this pair's dQ.
             first_follower = follower // wave * wave * key_tiles
             assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
+
+
+@given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_PAIRS))
+def test_waves_of_pairs(pairs: int, wanted: int) -> None:
+    """They are at most twice as large as wanted, at least half, and even wherever that can be."""
+    wave = even_wave(pairs, wanted)
+    assert min(pairs, -(-wanted // 2)) <= wave <= min(pairs, MOST_PAIRS, 2 * wanted)
+    if pairs % wave:
+        others = range(-(-wanted // 2), min(MOST_PAIRS, 2 * wanted) + 1)
+        assert wave == wanted and all(pairs % other for other in others)
 
 
 @given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
-from dlattn.plans.params import address_slot, params_for
+from dlattn.plans.params import address_slot, few_terms, params_for
 from tests.builders import make_tensors
 from tests.cases import Case
 from tests.drivers import geometry_of
@@ -27,3 +29,22 @@ def test_each_tensor_has_a_place_of_its_own(case: Case) -> None:
     ]
     assert len(set(places)) == len(places)
     assert all(0 <= place <= size - 8 for place in places)
+
+
+@given(exponent=st.floats(-20, 10), sign=st.sampled_from((-1, 1)))
+def test_a_short_series_is_the_hyperbolic_tangent(exponent: float, sign: int) -> None:
+    """In float32, as kernels compute it, wherever its variable has the one exponent that they look
+    at; and it is of use: up to a fifth of the cap."""
+    slope = sign * 2.0**exponent
+    terms, below = few_terms(slope)
+    assert np.log2(below) % 1 == 0
+    reach = np.sqrt(below) * abs(slope)
+    assert 0.19 < reach <= 0.27
+    x = np.linspace(-0.9999, 0.9999, 2000, dtype=np.float32) * np.float32(np.sqrt(below))
+    variable = np.float32(x.astype(float) ** 2 + below)
+    assert (np.frexp(variable)[1] == np.frexp(np.float32(below))[1]).all()
+    low, middle, high = map(np.float32, terms)
+    inner = np.float32(high.astype(float) * variable + middle)
+    ratio = inner.astype(float) * variable + low
+    angle = x.astype(float) * slope
+    np.testing.assert_allclose(np.float32(ratio) * angle, np.tanh(angle), rtol=2.0**-20.3)
