@@ -48,7 +48,8 @@ FORWARD = {
     ]
     for head_dim, bases in BASES.items()
 }
-#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots.
+#: tile_q, tile_k, by_product, stages, ds_stages, piece_columns, dq_slots, share_slots; do_stages,
+#: cluster, query_registers.
 BACKWARD = {
     32: [
         Sm90BwdTiling(128, 128, False, 2, 2, 64, 1, 1),
@@ -72,13 +73,22 @@ BACKWARD = {
         Sm90BwdTiling(64, 128, False, 3, 2, 64, 1, 1),
     ],
     160: [
-        Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),
-        Sm90BwdTiling(64, 128, False, 2, 1, 32, 1, 0),
+        Sm90BwdTiling(64, 128, False, 2, 2, 64, 1, 0, 1),
         Sm90BwdTiling(64, 128, False, 2, 1, 64, 1, 0),
+        Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
+    ],
+    192: [
+        Sm90BwdTiling(64, 128, True, 2, 1, 96, 1, 0, 2, 2, 88),
+        Sm90BwdTiling(64, 128, True, 2, 2, 96, 1, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 3, 0),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 1, 1),
     ],
     256: [
+        Sm90BwdTiling(64, 128, True, 2, 1, 64, 1, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 128, True, 2, 1, 64, 1, 0, 1, 2, 104),
+        Sm90BwdTiling(64, 128, True, 2, 1, 32, 2, 0, 1, 2, 88),
+        Sm90BwdTiling(64, 64, True, 2, 2, 64, 2, 0, 1),
         Sm90BwdTiling(64, 64, True, 2, 1, 32, 2, 0),
-        Sm90BwdTiling(64, 64, True, 2, 1, 64, 1, 0),
     ],
 }
 PLANS: dict[Direction, tuple[type[CudaPlan], dict[int, Sequence[object]]]] = {

@@ -24,6 +24,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Score = typename Problem::Score;
   using Base::by_product;
   using Base::compute_probabilities;
+  using Base::do_stages;
   using Base::drops;
   using Base::ds_stages;
   using Base::few_registers;
@@ -46,7 +47,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::stages;
   using Base::store;
   using Base::store_ds;
-  using Base::tile_k;
   using Base::tile_q;
   using Base::tiles;
   using Base::work;
@@ -58,22 +58,50 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using typename Base::Step;
   using typename Base::Weights;
 
-  static constexpr int blocks = tile_k / 64;      // of keys
-  using DK = Accumulator<1, Base::width_qk / 8>;  // of one block
+  static constexpr int blocks = Base::block_k / 64;  // of keys
+  using DK = Accumulator<1, Base::width_qk / 8>;     // of one block
   using DV = Accumulator<1, Base::width_v / 8>;
 
   static constexpr int most_columns = 192;  // of a product
-  // Starts dP - delta, once dO is there; or dP, of which some is dropped.
-  DLATTN_DEVICE void start_dp(Scores& dP, const Place<stages>& place, Piece piece) {
-    const int stage = place.stage;
-    if constexpr (drops) {
-      mbarrier_wait(shared.do_ring.full[stage], place.parity);
-      return start_product(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
+
+  // How far a key worker has come.
+  struct Steps {
+    Place<stages> place;  // of q, and of what comes with it
+    // Of dS, unless it follows from that of q.
+    static constexpr bool ds_follows = ds_stages == stages || (ds_stages == 1 && stages == 2);
+    Either<ds_follows, Nothing, Place<ds_stages>> ds;
+
+    // In a ring of so many buffers.
+    template <int n>
+    DLATTN_DEVICE Place<n> in() const {
+      if constexpr (n == stages) {
+        return place;
+      } else if constexpr (n == 1 && stages == 2) {
+        return {0, uint32(place.stage)};
+      } else {
+        static_assert(n == ds_stages);
+        return ds;
+      }
     }
-    const RowStats minus_delta(shared.row_stats[stage] + tile_q + piece.query);
+    DLATTN_DEVICE bool advance(bool more) {
+      place.advance();
+      if constexpr (!ds_follows) ds.advance();
+      return more;
+    }
+  };
+
+  // Starts dP - delta, once dO is there; or dP, of which some is dropped.
+  DLATTN_DEVICE void start_dp(Scores& dP, const Steps& at, Piece piece) {
+    const auto place = at.template in<do_stages>();
+    const auto& dO = shared.dO[place.stage];
+    if constexpr (drops) {
+      mbarrier_wait(shared.do_ring.full[place.stage], place.parity);
+      return start_product(dP, shared.v[0], piece.key, dO, piece.query);
+    }
+    const RowStats minus_delta(shared.row_stats[at.place.stage] + tile_q + piece.query);
     dP.for_each([&](float& value, int, int n, int i) { value = minus_delta.at[2 * n + i % 2]; });
-    mbarrier_wait(shared.do_ring.full[stage], place.parity);
-    start_product<true>(dP, shared.v[0], piece.key, shared.dO[stage], piece.query);
+    mbarrier_wait(shared.do_ring.full[place.stage], place.parity);
+    start_product<true>(dP, shared.v[0], piece.key, dO, piece.query);
   }
 
   DLATTN_DEVICE bool is_last(int stage) const {
@@ -86,18 +114,19 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // One query tile of one head. False after the last of a walk. One of raw scores and dP is in flight
   // at a time: both take more registers than the query worker leaves.
-  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Place<stages>& place,
-                          const Place<ds_stages>& ds_place, const ScoreValues& values) {
-    const int stage = place.stage;
+  DLATTN_DEVICE bool step(DK& dK, DV& dV, const Steps& at, const ScoreValues& values) {
+    const int stage = at.place.stage;
+    const auto do_place = at.template in<do_stages>();
+    const auto ds_place = at.template in<ds_stages>();
     const Piece piece = own_piece(0);
-    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+    mbarrier_wait(shared.q_ring.full[stage], at.place.parity);
     Scores probability, dP;
     Weights weights;
     compute_probabilities(probability, weights, stage, piece, values);
     const Rounded rounded_p = rounded(probability, weights);
     const Rounded factors(weights);
-    start_dp(dP, place, piece);
-    start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage]);
+    start_dp(dP, at, piece);
+    start_accumulation<most_columns>(dV, rounded_p, shared.dO[do_place.stage]);
     wgmma_wait<1>();
     tie(dP);
     multiply(dP, factors, stage, piece);
@@ -106,14 +135,15 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     store_ds(dS, ds_place.stage, piece);
     start_accumulation<most_columns>(dK, dS, shared.q[stage]);
     offer_ds(ds_place.stage);
-    return finish_step(dK, dV, stage);
+    return finish_step(dK, dV, stage, do_place.stage);
   }
 
   // The same in parts of the queries. While dP is there, no other product has registers.
-  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const Place<stages>& place,
-                                   const Place<ds_stages>& ds_place, const ScoreValues& values) {
-    const int stage = place.stage;
-    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+  DLATTN_DEVICE bool step_in_parts(DK& dK, DV& dV, const Steps& at, const ScoreValues& values) {
+    const int stage = at.place.stage;
+    const auto do_place = at.template in<do_stages>();
+    const auto ds_place = at.template in<ds_stages>();
+    mbarrier_wait(shared.q_ring.full[stage], at.place.parity);
     mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
@@ -121,13 +151,13 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       Scores probability, dP;
       Weights weights;
       compute_probabilities(probability, weights, stage, piece, values);
-      start_dp(dP, place, piece);
+      start_dp(dP, at, piece);
       wgmma_wait<0>();
       tie(dP);
       multiply(dP, weights, stage, piece);
       const Rounded rounded_p = rounded(probability, weights), dS(dP);
       store_ds(dS, ds_place.stage, piece);
-      start_accumulation<most_columns>(dV, rounded_p, shared.dO[stage], piece.query / 16);
+      start_accumulation<most_columns>(dV, rounded_p, shared.dO[do_place.stage], piece.query / 16);
       start_accumulation<most_columns>(dK, dS, shared.q[stage], piece.query / 16);
       if (part < parts - 1) {
         wgmma_wait<0>();
@@ -136,27 +166,28 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       }
     }
     offer_ds(ds_place.stage);
-    return finish_step(dK, dV, stage);
+    return finish_step(dK, dV, stage, do_place.stage);
   }
 
   // Once dV and dK are there, in this order. False after the last step of a walk.
-  DLATTN_DEVICE bool finish_step(DK& dK, DV& dV, int stage) {
+  DLATTN_DEVICE bool finish_step(DK& dK, DV& dV, int stage, int do_stage) {
     wgmma_wait<1>();
     tie(dV);
-    release(shared.do_ring.empty[stage]);
+    Base::release_in_all(shared.do_ring.empty[do_stage]);
     const bool more = !is_last(stage);
     wgmma_wait<0>();
     tie(dK);
-    release(shared.q_ring.empty[stage]);
+    Base::release_in_all(shared.q_ring.empty[stage]);
     return more;
   }
 
   // ---- One key worker has dV, the other dK, of one or two blocks of 64 keys ----
 
-  DLATTN_DEVICE bool step_on_values(DV (&dV)[blocks], const Place<stages>& place,
-                                    const Place<ds_stages>& ds_place, const ScoreValues& values) {
-    const int stage = place.stage;
-    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+  DLATTN_DEVICE bool step_on_values(DV (&dV)[blocks], const Steps& at, const ScoreValues& values) {
+    const int stage = at.place.stage;
+    const auto do_place = at.template in<do_stages>();
+    const auto ds_place = at.template in<ds_stages>();
+    mbarrier_wait(shared.q_ring.full[stage], at.place.parity);
     bool more = true;
 #pragma unroll
     for (int block = 0; block < blocks; ++block) {
@@ -165,32 +196,34 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       Weights weights;
       compute_probabilities(probability, weights, stage, piece, values);
       send(Rounded(weights), block, ds_place);
-      if (block == 0) mbarrier_wait(shared.do_ring.full[stage], place.parity);
+      if (block == 0) mbarrier_wait(shared.do_ring.full[do_place.stage], do_place.parity);
       if (block == blocks - 1) {
         more = !is_last(stage);
-        release(shared.q_ring.empty[stage]);
+        Base::release_in_all(shared.q_ring.empty[stage]);
       }
-      start_accumulation<most_columns>(dV[block], rounded(probability, weights), shared.dO[stage]);
+      start_accumulation<most_columns>(dV[block], rounded(probability, weights),
+                                       shared.dO[do_place.stage]);
     }
     wgmma_wait<0>();
 #pragma unroll
     for (DV& gradient : dV) tie(gradient);
-    release(shared.do_ring.empty[stage]);
+    Base::release_in_all(shared.do_ring.empty[do_place.stage]);
     return more;
   }
 
-  DLATTN_DEVICE bool step_on_keys(DK (&dK)[blocks], const Place<stages>& place,
-                                  const Place<ds_stages>& ds_place) {
-    const int stage = place.stage;
-    mbarrier_wait(shared.q_ring.full[stage], place.parity);
+  DLATTN_DEVICE bool step_on_keys(DK (&dK)[blocks], const Steps& at) {
+    const int stage = at.place.stage;
+    const auto do_place = at.template in<do_stages>();
+    const auto ds_place = at.template in<ds_stages>();
+    mbarrier_wait(shared.q_ring.full[stage], at.place.parity);
 #pragma unroll
     for (int block = 0; block < blocks; ++block) {
       const Piece piece = shared_piece(block);
       Scores dP;
-      start_dp(dP, place, piece);
+      start_dp(dP, at, piece);
       wgmma_wait<0>();
       tie(dP);
-      if (block == blocks - 1) release(shared.do_ring.empty[stage]);
+      if (block == blocks - 1) Base::release_in_all(shared.do_ring.empty[do_place.stage]);
       multiply(dP, receive(block, ds_place), stage, piece);
       const Rounded dS(dP);
       if (block == 0) mbarrier_wait(shared.ds_ring.empty[ds_place.stage], ds_place.parity ^ 1);
@@ -202,30 +235,11 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) tie(gradient);
     const bool more = !is_last(stage);
-    release(shared.q_ring.empty[stage]);
+    Base::release_in_all(shared.q_ring.empty[stage]);
     return more;
   }
 
   // ---- All query heads of the item ----
-
-  // How far a key worker has come.
-  struct Steps {
-    Place<stages> place;
-    Either<stages == ds_stages, Nothing, Place<ds_stages>> ds;
-
-    DLATTN_DEVICE const Place<ds_stages>& ds_place() const {
-      if constexpr (stages == ds_stages) {
-        return place;
-      } else {
-        return ds;
-      }
-    }
-    DLATTN_DEVICE bool advance(bool more) {
-      place.advance();
-      if constexpr (stages != ds_stages) ds.advance();
-      return more;
-    }
-  };
 
   // Calls walk(i, last, some), once keys and values of heads i to last are there; some: for queries.
   template <class Walk>
@@ -268,9 +282,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     dV[0].clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] {
-        if constexpr (few_registers)
-          return at.advance(step_in_parts(dK[0], dV[0], at.place, at.ds_place(), values));
-        return at.advance(step(dK[0], dV[0], at.place, at.ds_place(), values));
+        if constexpr (few_registers) return at.advance(step_in_parts(dK[0], dV[0], at, values));
+        return at.advance(step(dK[0], dV[0], at, values));
       });
       const int head = this->first_head() + i, first = own_piece(0).key;
       if (last % p.heads_per_v == 0) {
@@ -290,9 +303,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      this->take_steps(i, last, some, [&] {
-        return at.advance(step_on_values(dV, at.place, at.ds_place(), values));
-      });
+      this->take_steps(i, last, some, [&] { return at.advance(step_on_values(dV, at, values)); });
       if (last % p.heads_per_k == 0) {
         named_barrier_arrive(Base::keys_read, 128 * 3);
         release(shared.k_ring.empty[0]);
@@ -310,8 +321,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 #pragma unroll
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
-      this->take_steps(i, last, some,
-                       [&] { return at.advance(step_on_keys(dK, at.place, at.ds_place())); });
+      this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
       if (last % p.heads_per_v == 0) {
         named_barrier_arrive(Base::values_read, 128 * 2);
         release(shared.v_ring.empty[0]);
@@ -331,12 +341,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
     switch (warp_index()) {
       case 0: {
-        typename Base::Loads loads;
+        typename Base::template Loads<stages> loads;
         return Base::template take_items<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
       }
       case 1: {
-        typename Base::Loads loads;
+        typename Base::template Loads<do_stages> loads;
         return Base::template for_each_item<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
       }
@@ -392,6 +402,11 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   } else {
     take_registers<(512 - 24 - Tiling::query_registers) / 2>();
     Kernel::work_on_keys_of_items(params, shared);
+  }
+  if constexpr (Kernel::cluster >
+                1) {  // its shared memory is there as long as the other block needs it
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

@@ -9,6 +9,7 @@
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
 #include "kernels/bwd_tile.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
 #include "tile/pipeline.cuh"
@@ -18,7 +19,8 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: tile_q, tile_k, tile_k, tile_q, 64 and 64 rows; of pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer
+  // (attn/paged_boxes.cuh).
   TensorMap q, k, v, dO, dK, dV;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
@@ -32,8 +34,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using Shapes::dim_v;
   using Shapes::tile_k;
   using Shapes::tile_q;
+  // Blocks that share an item: each has some of its keys, and computes some columns of dQ.
+  static constexpr int cluster = Tiling::cluster, block_k = tile_k / cluster;
   static constexpr bool by_product = Tiling::by_product;
-  static constexpr int stages = Tiling::stages, ds_stages = Tiling::ds_stages;
+  static constexpr int stages = Tiling::stages, do_stages = Tiling::do_stages;
+  static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr int share_slots = Tiling::share_slots;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
@@ -52,8 +57,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   using QTile = SlabTile<T, tile_q, steps_qk>;
   using DOTile = SlabTile<T, tile_q, steps_v>;
-  using KTile = SlabTile<T, tile_k, steps_qk>;
-  using VTile = SlabTile<T, tile_k, steps_v>;
+  using KTile = SlabTile<T, block_k, steps_qk>;
+  using VTile = SlabTile<T, block_k, steps_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
   using BiasTile =
       SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
@@ -61,9 +66,22 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
   static constexpr int piece_columns = Tiling::piece_columns;
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
-  static_assert(dq_pieces % dq_slots == 0);
+  // Of those, this block's, and their columns: whole slabs first, then what is left; and how many are
+  // computed at a time.
+  static constexpr int own_pieces = dq_pieces / cluster, own_columns = dim_qk / cluster;
+  static constexpr int slab_columns = own_columns / 64 * 64;
+  static constexpr int product_columns =
+      Tiling::query_registers >= 40 + own_columns / 2 ? own_columns : 64;
+  static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
+  static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
   struct Nothing {};
+
+  // The other block's keys, in the slabs that have the columns of this block's dQ.
+  using OtherKTile = SlabTile<T, block_k, own_columns>;
+  struct KeysOfOther {
+    OtherKTile other_k[1];
+  };
 
   // A query tile of a head, as the walk over heads that share keys and values meets it.
   using Whole = Either<knows_wholes<Problem>, bool, Nothing>;
@@ -75,7 +93,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // What the worker on values sends to the worker on keys: 16 words a thread, at its own place.
   struct Weights {
-    uint4 at[tile_k / 64][tile_q / 16][128];
+    uint4 at[block_k / 64][tile_q / 16][128];
   };
 
   // A warp's 16 rows of a piece of dQ, as its accumulators are; four of them are a piece, and a sum is
@@ -94,11 +112,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
 
-  struct SharedMemory {
+  struct SharedMemory : Either<cluster == 1, Nothing, KeysOfOther> {
     KTile k[1];
     VTile v[1];
     QTile q[stages];
-    DOTile dO[stages];
+    DOTile dO[do_stages];
     DSTile dS[ds_stages];
     DQPiece dQ[dq_slots];
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
@@ -110,13 +128,15 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
-    Ring<stages> q_ring, do_ring;
-    Ring<ds_stages> ds_ring;                    // from the key workers to the query worker
-    Ring<dq_slots> dq_ring;                     // from the query worker to the writer
-    Ring<ds_stages> weights_ring[tile_k / 64];  // between the key workers, of each 64 keys
-    Ring<2> sums_ring;                          // from the writer to the counter
-    int sums_added[2];                          // what a step has been added to
-    uint64 landed[2];                           // what a loader is to clear
+    Either<cluster == 1, Nothing, Ring<1>> other_k_ring;  // of one reader, the query worker
+    Ring<stages> q_ring;
+    Ring<do_stages> do_ring;
+    Ring<ds_stages> ds_ring;                     // from the key workers to the query worker
+    Ring<dq_slots> dq_ring;                      // from the query worker to the writer
+    Ring<ds_stages> weights_ring[block_k / 64];  // between the key workers, of each 64 keys
+    Ring<2> sums_ring;                           // from the writer to the counter
+    int sums_added[2];                           // what a step has been added to
+    uint64 landed[2];                            // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
     Share share, rest;                             // that goes with the item; that goes with none
@@ -129,6 +149,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     share_told,
     share_stored,
     rows_staged,  // + key worker
+    ds_staged = rows_staged + 2,
   };
 
   const MappedBwdParams& m;
@@ -166,12 +187,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
-      shared.item_ring.init(warps - 1);
+      shared.item_ring.init(cluster * warps - 1);
       shared.k_ring.init(key_warps);
       shared.v_ring.init(key_warps);
-      shared.q_ring.init(key_warps);
-      shared.do_ring.init(key_warps);
-      shared.ds_ring.init(4, ds_warps);
+      shared.q_ring.init(key_warps * cluster);
+      shared.do_ring.init(key_warps * cluster);
+      if constexpr (cluster > 1) shared.other_k_ring.init(4);
+      shared.ds_ring.init(4 * cluster, ds_warps);
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
@@ -185,7 +207,34 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       for (uint64& landed : shared.landed) mbarrier_init(landed, 1);
       fence_mbarrier_init();
     }
-    __syncthreads();
+    if constexpr (cluster > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Of this block among those that share an item.
+  static DLATTN_DEVICE int rank() {
+    if constexpr (cluster == 1) return 0;
+    return cluster_rank();
+  }
+
+  // Which column of dQ is a block's n-th.
+  static DLATTN_DEVICE int column(int n, int block) {
+    return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
+  }
+
+  // A warp arrives on this barrier of one block, or of all.
+  static DLATTN_DEVICE void release_in(int block, uint64& event) {
+    if (threadIdx.x % 32 == 0) {
+      mbarrier_arrive_in_block(address_in_block(shared_address(&event), block));
+    }
+  }
+  static DLATTN_DEVICE void release_in_all(uint64& event) {
+    release(event);
+    if constexpr (cluster > 1) release_in(1 - rank(), event);
   }
 
   // Computed anew where they are needed: a register costs more.
@@ -199,23 +248,71 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
-  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
-  template <class Kernel, class Work>
-  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
-    int item = blockIdx.x;
-    for (int round = 0; item != none_left; ++round) {
-      const bool exists = item < item_count(m.p);
-      if (!exists) item = none_left;
-      const auto place = place_of<2>(round);
-      mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+  // The first warp of the first block: tells everyone of an item.
+  static DLATTN_DEVICE void tell_item(SharedMemory& shared, int round, int item) {
+    const auto place = place_of<2>(round);
+    mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+    if constexpr (cluster == 1) {
       if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
       __syncwarp();
       release(shared.item_ring.full[place.stage]);
-      if (!exists) return;
+    } else {
+      const int block = threadIdx.x % 32;
+      if (block < cluster) {
+        const uint32 told = shared_address(&shared.items[place.stage]);
+        const uint32 full = shared_address(&shared.item_ring.full[place.stage]);
+        const uint32 landed = address_in_block(full, block);
+        mbarrier_arrive_expect_in_block(landed, sizeof(int));
+        store_in_block(address_in_block(told, block), item, landed);
+      }
+      __syncwarp();
+    }
+  }
+  static DLATTN_DEVICE int told_item(SharedMemory& shared, int round) {
+    const auto place = place_of<2>(round);
+    mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
+    return uniform(shared.items[place.stage]);
+  }
+  static DLATTN_DEVICE void end_item(SharedMemory& shared, int round) {
+    __syncwarp();
+    uint64& empty = shared.item_ring.empty[opaque(round) % 2];
+    if constexpr (cluster == 1) {
+      release(empty);
+    } else {
+      release_in(0, empty);
+    }
+  }
+
+  // Blocks of a cluster may start late: their items are numbered when they start.
+  static DLATTN_DEVICE int next_item(const Params& p) {
+    int item = 0;
+    if (threadIdx.x % 32 == 0) item = fetch_add(p.items_taken, 1);
+    return uniform(item) + (cluster == 1 ? gridDim.x : 0);
+  }
+
+  // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
+  template <class Kernel, class Work>
+  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
+    const bool takes = rank() == 0;
+    int item = blockIdx.x;
+    if constexpr (cluster > 1) {
+      if (takes) item = next_item(m.p);
+    }
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      if (takes) {
+        if (item >= item_count(m.p)) item = none_left;
+        tell_item(shared, round, item);
+      }
+      if constexpr (cluster > 1) item = told_item(shared, round);
+      if (item == none_left) return;
       Kernel kernel(m, shared, round);
       work(kernel);
-      if (threadIdx.x % 32 == 0) item = gridDim.x + fetch_add(m.p.items_taken, 1);
-      item = uniform(item);
+      if (takes) {
+        item = next_item(m.p);
+      } else {
+        end_item(shared, round);
+      }
     }
   }
 
@@ -225,14 +322,10 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
                                           Work work) {
 #pragma unroll 1
     for (int round = 0;; ++round) {
-      const auto place = place_of<2>(round);
-      mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
-      const int item = uniform(shared.items[place.stage]);
-      if (item == none_left) return;
+      if (told_item(shared, round) == none_left) return;
       Kernel kernel(m, shared, round);
       work(kernel);
-      __syncwarp();
-      release(shared.item_ring.empty[opaque(round) % 2]);
+      end_item(shared, round);
     }
   }
 };

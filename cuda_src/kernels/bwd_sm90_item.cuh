@@ -8,7 +8,9 @@ namespace dlattn {
 template <class Problem, class Tiling>
 struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   using Base = BwdSm90Shares<Problem, Tiling>;
+  using Base::block_k;
   using Base::p;
+  using Base::rank;
   using Base::round;
   using Base::tile_k;
   using Base::tile_q;
@@ -17,17 +19,23 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   const WorkItem work;
   const Lengths length;
-  const Interval keys;   // of this tile that exist
+  const Interval keys;   // of this block that exist
   const Interval tiles;  // of queries that attend to them
 
   DLATTN_DEVICE BwdSm90Item(const MappedBwdParams& params, SharedMemory& shared_memory, int round)
       : Base(params, shared_memory, round),
         work(Base::work_item(this->number(), p)),
         length(p, work.batch),
-        keys(uniform({work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)})),
+        keys(uniform(keys_of_block(rank()))),
         tiles(uniform(query_tiles())) {}
 
+  DLATTN_DEVICE Interval keys_of_block(int block) const {
+    const int first = work.tile * tile_k + block * block_k;
+    return {first, least(first + block_k, length.kv)};
+  }
+
   DLATTN_DEVICE Interval query_tiles() const {
+    const Interval keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)};
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
     const Interval all{queries.first / tile_q, ceil_div(queries.last, tile_q)};
@@ -42,7 +50,8 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
   DLATTN_DEVICE int first_stored_key() const {
-    if constexpr (Problem::ragged) return p.ragged.items[1 + this->number()].x * tile_k;
+    if constexpr (Problem::ragged)
+      return p.ragged.items[1 + this->number()].x * tile_k + rank() * block_k;
     return keys.first;
   }
 

@@ -38,6 +38,29 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     release(ring.full[place.stage]);
   }
 
+  // Starts loading a query tile. Each block of a cluster loads a part of it for all; but what is to be
+  // cleared, for itself.
+  template <class Tile>
+  DLATTN_DEVICE void load_queries(Tile& tile, const TensorMap& map, Mapped tensor, uint64& landed,
+                                  bool is_full, int query_tile, int head) {
+    const MappedEntry entry = this->entry(tensor);
+    const int row = entry.row + query_tile * tile_q;
+    if constexpr (Base::cluster == 1) {
+      tile.load(map, landed, row, head, entry.batch);
+    } else {
+      constexpr int part = tile_q / Base::cluster;
+      if (is_full) {
+        const int first = Base::rank() * part;
+        tile.load_rows_everywhere(first, map, landed, row + first, head, entry.batch,
+                                  (1 << Base::cluster) - 1);
+      } else {
+        for (int first = 0; first < tile_q; first += part) {
+          tile.load_rows(first, map, landed, row + first, head, entry.batch);
+        }
+      }
+    }
+  }
+
   // The keys or values that this head of the item is the first to need.
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
@@ -55,6 +78,23 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
+
+  // The other block's keys, of which the columns of this block's dQ.
+  DLATTN_DEVICE void load_other_keys(uint32& clearings, int i) {
+    if (i % p.heads_per_k != 0) return;
+    const Interval others = this->keys_of_block(1 - Base::rank());
+    const Place<1> place{0, this->fill_parity(i, p.heads_per_k)};
+    fill_rows(shared.other_k_ring, place, shared.other_k, most(others.last - others.first, 0),
+              shared.landed[0], clearings, Base::OtherKTile::bytes, [&](int, uint64& full) {
+                const MappedEntry entry = this->entry(Mapped::k);
+                shared.other_k[0].load(m.k, full, entry.row + others.first,
+                                       (first_head() + i) / p.heads_per_k, entry.batch,
+                                       first_other_column());
+              });
+  }
+  // Where the slabs begin that have those columns.
+  static DLATTN_DEVICE int first_other_column() { return Base::rank() * other_columns; }
+  static constexpr int other_columns = (Base::KTile::slabs - ceil_div(Base::own_columns, 64)) * 64;
 
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
@@ -91,7 +131,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     // A bias there may be NaN, whatever the log-sum-exp.
     const bool unknown = Problem::Score::reads_memory && queries.last - queries.first < tile_q;
     return unknown || !Problem::Mask::full_keys(queries, length, p)
-                           .contains({keys.first, keys.first + Base::tile_k});
+                           .contains({keys.first, keys.first + Base::block_k});
   }
 
   DLATTN_DEVICE typename Base::Whole is_whole(int head, int tile) const {
@@ -102,15 +142,17 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   }
 
   // How far a loader has come, in its ring and with what it was to clear.
+  template <int ring_stages>
   struct Loads {
-    Place<stages> place;
+    Place<ring_stages> place;
     uint32 clearings = 0;
   };
 
-  DLATTN_DEVICE void load_keys_and_queries(Loads& at) {
+  DLATTN_DEVICE void load_keys_and_queries(Loads<stages>& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
     constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
     const auto load_keys_of = [&](int i) {
+      if constexpr (Base::cluster > 1) load_other_keys(at.clearings, i);
       load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,
                                   {m.k, Mapped::k, p.k, p.k_pages}, i, p.heads_per_k);
     };
@@ -127,8 +169,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                 at.clearings, Base::QTile::bytes + stats_bytes + bias_bytes,
                 [&](int stage, uint64& full) {
                   if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
-                  const MappedEntry entry = this->entry(Mapped::q);
-                  shared.q[stage].load(m.q, full, entry.row + tile * tile_q, head, entry.batch);
+                  load_queries(shared.q[stage], m.q, Mapped::q, full, &full != &shared.landed[0],
+                               tile, head);
                   const int row_tile = Base::row_tile(p, work.batch, head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
@@ -142,7 +184,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                             p.bias.batch == 0 ? 0 : work.batch, keys.first);
   }
 
-  DLATTN_DEVICE void load_values_and_gradients(Loads& at) {
+  DLATTN_DEVICE void load_values_and_gradients(Loads<Base::do_stages>& at) {
     const auto load_values_of = [&](int i) {
       load_keys<Problem::paged_v>(shared.v, shared.v_ring, shared.landed[1], at.clearings,
                                   {m.v, Mapped::v, p.v, p.v_pages}, i, p.heads_per_v);
@@ -150,9 +192,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     for_each_step(load_values_of, [&](int i, int tile) {
       fill_rows(shared.do_ring, at.place, shared.dO, existing_rows(p.dO, tile), shared.landed[1],
                 at.clearings, Base::DOTile::bytes, [&](int stage, uint64& full) {
-                  const MappedEntry entry = this->entry(Mapped::dO);
-                  shared.dO[stage].load(m.dO, full, entry.row + tile * tile_q, first_head() + i,
-                                        entry.batch);
+                  load_queries(shared.dO[stage], m.dO, Mapped::dO, full, &full != &shared.landed[1],
+                               tile, first_head() + i);
                 });
       at.place.advance();
     });

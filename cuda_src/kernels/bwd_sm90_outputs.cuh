@@ -11,7 +11,9 @@ template <class Problem, class Tiling>
 struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   using Base = BwdSm90Queries<Problem, Tiling>;
   using Base::Base;
+  using Base::block_k;
   using Base::by_product;
+  using Base::cluster;
   using Base::dim_qk;
   using Base::dim_v;
   using Base::ds_stages;
@@ -42,7 +44,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     // Computed anew: a register costs more. Of unsigned numbers, whose quotients are shifts.
     const uint32 thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
     const uint32 row = uint32(piece.query) + lane / 16 * 8 + lane % 8;
-    const uint32 unit = uint32(piece.key) / 8 + 2 * warp + lane / 8 % 2;
+    const uint32 key = uint32(piece.key) + Base::rank() * block_k;
+    const uint32 unit = key / 8 + 2 * warp + lane / 8 % 2;
     const uint32 first = shared.dS[stage].unit_address(row, unit);
 #pragma unroll
     for (int k = 0; k < part_q / 16; ++k) {
@@ -54,7 +57,31 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void offer_ds(int stage) {
     fence_proxy_async();
     __syncwarp();  // an arrival speaks for the writes of its own lane
-    release(shared.ds_ring.full[stage]);
+    if constexpr (cluster == 1) {
+      release(shared.ds_ring.full[stage]);
+    } else {
+      offer_ds_to_both(stage);
+    }
+  }
+
+  // The query workers of both blocks need all of dS: the copy engine takes this block's to the other.
+  DLATTN_DEVICE void offer_ds_to_both(int stage) {
+    constexpr uint32 bytes = Base::DSTile::slab_bytes;
+    uint64& full = shared.ds_ring.full[stage];
+    if (Base::warp_of_group() != 0) {
+      release(full);
+      return named_barrier_arrive(Base::ds_staged, 128);
+    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(full, bytes);
+    __syncwarp();
+    named_barrier_sync(Base::ds_staged, 128);
+    if (threadIdx.x % 32 == 0) {
+      const int own = Base::rank(), other = 1 - own;
+      const uint32 slab = shared.dS[stage].address() + own * bytes;
+      bulk_copy_to_block(address_in_block(slab, other), slab, bytes,
+                         address_in_block(shared_address(&full), other));
+    }
+    __syncwarp();
   }
 
   // Threads of the two workers that have the same place hold the same elements.

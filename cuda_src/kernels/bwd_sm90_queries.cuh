@@ -10,10 +10,9 @@ template <class Problem, class Tiling>
 struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using Base = BwdSm90Sums<Problem, Tiling>;
   using Base::Base;
-  using Base::dim_qk;
-  using Base::dq_pieces;
   using Base::dq_slots;
   using Base::ds_stages;
+  using Base::own_columns;
   using Base::p;
   using Base::piece_columns;
   using Base::shared;
@@ -22,19 +21,36 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   using typename Base::ShareWalk;
   using typename Base::T;
 
-  // Starts 64 rows of dQ = dS K, and some columns of a slab.
+  // Starts 64 rows of dQ = dS K, in some of this block's columns: whole slabs, and what is left.
   template <int n_tiles>
-  DLATTN_DEVICE void start_dq(Accumulator<1, n_tiles>& dQ, int first_row, int first_column,
-                              int stage) {
-    auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(dQ.at);
+  DLATTN_DEVICE void start_dq(Accumulator<1, n_tiles>& dQ, int first_row, int first, int stage) {
+    constexpr int columns = 8 * n_tiles, rest = columns > 64 ? columns % 64 : 0;
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Base::tile_k / 16; ++k) {
-      WgmmaShape<8 * n_tiles>::template shared_shared<T, 1>(
-          d, shared.dS[stage].along_columns(first_row, k),
-          shared.k[0].along_rows(k, first_column / 64), k > 0);
-    }
+    add_columns<0, columns - rest>(dQ, first_row, first, stage);
+    if constexpr (rest > 0) add_columns<columns - rest, rest>(dQ, first_row, first, stage);
     wgmma_commit();
+  }
+  template <int offset, int columns, int n_tiles>
+  DLATTN_DEVICE void add_columns(Accumulator<1, n_tiles>& dQ, int first_row, int first, int stage) {
+    const int own = Base::rank(), column = Base::column(first + offset, own);
+    auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ.at[0][offset / 8]);
+    add_product(d, first_row, own, shared.k[0], column, stage, false);
+    if constexpr (Base::cluster > 1) {
+      add_product(d, first_row, 1 - own, shared.other_k[0], column - Base::first_other_column(),
+                  stage, true);
+    }
+  }
+  // Of the keys of a block.
+  template <int registers, class Tile>
+  DLATTN_DEVICE void add_product(float (&dQ)[registers], int first_row, int block, const Tile& tile,
+                                 int column, int stage, bool accumulate) {
+    constexpr int k_steps = Base::block_k / 16;
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k) {
+      WgmmaShape<2 * registers>::template shared_shared<T, 1>(
+          dQ, shared.dS[stage].along_columns(first_row, block * k_steps + k),
+          tile.along_rows_from(k, column), accumulate || k > 0);
+    }
   }
 
   // Gives a piece to the writer, that begins with this column of the product.
@@ -53,30 +69,34 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     release(shared.dq_ring.full[place.stage]);
   }
 
-  // Some columns of the dQ of a step and 64 queries, piece by piece.
+  // Some of this block's columns of the dQ of a step and 64 queries, piece by piece.
   template <int columns>
-  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first_column) {
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first) {
     const int stage = step % ds_stages;
     Accumulator<1, columns / 8> dQ;
-    start_dq(dQ, first_row, first_column, stage);
+    start_dq(dQ, first_row, first, stage);
     wgmma_wait<0>();
     tie(dQ);
-    const bool is_last = first_row + 64 == tile_q && first_column + columns == dim_qk;
-    if (is_last) release(shared.ds_ring.empty[stage]);
-    const int before = first_row / 64 * dim_qk + first_column;
+    const bool is_last = first_row + 64 == tile_q && first + columns == own_columns;
+    if (is_last) Base::release_in_all(shared.ds_ring.empty[stage]);
+    const int before = first_row / 64 * own_columns + first;
 #pragma unroll
     for (int column = 0; column < columns; column += piece_columns) {
-      send(dQ, column, place_of<dq_slots>(step * dq_pieces + (before + column) / piece_columns));
+      const uint32 piece = step * Base::own_pieces + (before + column) / piece_columns;
+      send(dQ, column, place_of<dq_slots>(piece));
     }
   }
 
   // The dQ of a step.
   DLATTN_DEVICE void step_of_dq(uint32 step) {
+    constexpr int columns = Base::product_columns, rest = own_columns % columns;
 #pragma unroll
     for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
-      for (int column = 0; column + 64 <= dim_qk; column += 64) part_of_dq<64>(step, row, column);
-      if constexpr (dim_qk % 64 > 0) part_of_dq<dim_qk % 64>(step, row, dim_qk / 64 * 64);
+      for (int first = 0; first + columns <= own_columns; first += columns) {
+        part_of_dq<columns>(step, row, first);
+      }
+      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest);
     }
   }
 
@@ -92,6 +112,9 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     for (int i = 0; i < p.heads_per_block; i += p.heads_per_k) {
       // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
+      if constexpr (Base::cluster > 1) {
+        mbarrier_wait(shared.other_k_ring.full[0], this->keys_parity(i));
+      }
       int steps = uniform(p.heads_per_k * (tiles.last - tiles.first));
       const auto step = [&] {
         const auto await_ds = [&] {
@@ -109,6 +132,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       };
       this->take_steps(i, i + p.heads_per_k, steps > 0, step);
       named_barrier_arrive(Base::keys_read, 128 * 3);
+      if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
     }
     this->finish_share(at.share);
   }

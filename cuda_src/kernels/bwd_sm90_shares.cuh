@@ -41,12 +41,12 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {attended.first / tile_k, ceil_div(attended.last, tile_k)};
   }
 
-  // How many of them do, for a query tile of those of a pair, its heads one after the other.
+  // How often their blocks add, to a query tile of those of a pair, its heads one after the other.
   using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
   static constexpr bool adds_steps_alone = counts_additions<Problem>;
   DLATTN_DEVICE int additions(int batch, int first_head, int tile_of_pair, Interval all) const {
-    if constexpr (!adds_steps_alone) return all.last - all.first;
-    return p.dq_additions[Base::row_tile(p, batch, first_head, tile_of_pair)];
+    if constexpr (!adds_steps_alone) return (all.last - all.first) * Base::cluster;
+    return p.dq_additions[Base::row_tile(p, batch, first_head, tile_of_pair)] * Base::cluster;
   }
 
   // ---- Where the sums are ----
@@ -80,9 +80,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if constexpr (Problem::ragged) {
       const int4 row = p.ragged.items[1 + this->number()];
       const int parts = most(1, ceil_div(p.seq_len_kv.at(row.z, p.seq_kv), tile_k));
-      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x, parts);
+      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x * Base::cluster + Base::rank(),
+                           parts * Base::cluster);
     } else {
-      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; });
+      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; }, Base::rank());
     }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
@@ -126,12 +127,14 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return __all_sync(0xffffffffu, mbarrier_test(barrier, parity));
   }
 
-  // ---- Shares: the query tiles of a pair, divided among its items in the order of their heads ----
+  // ---- Shares: the query tiles of a pair, divided among its items, and their blocks, in the order of
+  // their heads ----
 
-  DLATTN_DEVICE Interval share(WorkItem item) const {
-    const int tiles = query_tiles_per_pair();
-    const int each = ceil_div(tiles, ceil_div(rows_of_gradients<Problem>(p), tile_k));
-    return {least(item.tile * each, tiles), least((item.tile + 1) * each, tiles)};
+  DLATTN_DEVICE Interval share(WorkItem item, int block) const {
+    const int tiles = query_tiles_per_pair(), part = item.tile * Base::cluster + block;
+    const int parts = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
+    const int each = ceil_div(tiles, parts);
+    return {least(part * each, tiles), least((part + 1) * each, tiles)};
   }
 
   DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
@@ -140,10 +143,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A warp waits until a share can be stored. Before the place is the pair's, the counts there are
   // another pair's.
-  DLATTN_DEVICE void await_sums(WorkItem item) const {
+  DLATTN_DEVICE void await_sums(WorkItem item, int block) const {
     await_place(item);
     const Lengths lengths(p, item.batch);
-    const Interval tiles = share(item);
+    const Interval tiles = share(item, block);
     const int first = sum_tile_of(item, 0);
 #pragma unroll 1
     for (int tile = tiles.first + opaque(threadIdx.x) % 32; tile < tiles.last; tile += 32) {
@@ -177,14 +180,14 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A warp describes an item's share once it can be stored; there is none of items before the first.
   template <class Number>
-  DLATTN_DEVICE void prepare_share(Share& described, Number number) {
+  DLATTN_DEVICE void prepare_share(Share& described, Number number, int block) {
     if (number() < 0) {
       if (gives_orders()) described.pieces = 0;
       return __syncwarp();
     }
-    await_sums(Base::work_item(number(), p));
+    await_sums(Base::work_item(number(), p), block);
     const WorkItem item = Base::work_item(number(), p);
-    const Interval tiles = share(item);
+    const Interval tiles = share(item, block);
     if (gives_orders()) {
       described = {sum(sum_tile_of(item, tiles.first)), item.batch, item.head * p.heads_per_block,
                    tiles.first, most(tiles.last - tiles.first, 0) * dq_pieces};
@@ -245,7 +248,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
-    const int column = piece % per_row * piece_columns + lane % 4 * 8;
+    // A piece that is all of a block's columns has them in that block's order.
+    constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
+    const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
+    const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
     const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;
     T* g_dq = p.dQ.template rows<T, Problem::ragged>(share.batch, head, query) + column;
     const float factor = gradient_factor<Problem>(ScoreValues(p));
@@ -267,8 +273,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
         transpose_quad(row);
-        if (query + 8 * half < rows && column + 8 * first < Problem::head_dim_qk) {
-          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + 8 * first) =
+        if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
+          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
               uint4{row[0], row[1], row[2], row[3]};
         }
       }
@@ -373,15 +379,17 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     bool exists;
     if constexpr (Problem::ragged) {
       const int pairs = p.batch * (p.heads_q / p.heads_per_block);
-      const int parts = ceil_div(p.seq_kv, tile_k);
+      const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
       const int pair = pairs - least(pairs, p.dq_lag) + taken / parts;
       exists = pair < pairs;
       if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
     } else {
       const int items = Base::item_count(p);
-      const int number = items - least(items, p.dq_lag) + taken;
+      const int number = items - least(items, p.dq_lag) + taken / Base::cluster;
       exists = number < items;
-      if (exists) prepare_share(shared.rest, [=] { return opaque(number); });
+      if (exists) {
+        prepare_share(shared.rest, [=] { return opaque(number); }, taken % Base::cluster);
+      }
     }
     if (!exists && gives_orders()) shared.rest.pieces = none_left;
     __syncwarp();

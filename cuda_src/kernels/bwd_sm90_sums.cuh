@@ -12,11 +12,11 @@ template <class Problem, class Tiling>
 struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   using Base = BwdSm90Loads<Problem, Tiling>;
   using Base::Base;
-  using Base::dq_pieces;
   using Base::dq_slots;
   using Base::end_of_item;
   using Base::first_head;
   using Base::gives_orders;
+  using Base::own_pieces;
   using Base::p;
   using Base::shared;
   using Base::sum;
@@ -26,12 +26,20 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   // Of this item, where additions have a fixed order.
   DLATTN_DEVICE int turn(int tile) const {
     const Interval all = this->visitors(tile, this->length);
-    return Base::last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
+    const int items = Base::last_keys_first ? all.last - 1 - work.tile : work.tile - all.first;
+    return items * Base::cluster;
+  }
+
+  // Of this block's pieces in the whole.
+  static DLATTN_DEVICE int place_in_sum(int piece) {
+    if constexpr (Base::cluster == 1) return piece;
+    if constexpr (own_pieces == 1) return Base::rank();
+    return Base::column(piece * Base::piece_columns, Base::rank()) / Base::piece_columns;
   }
 
   // A step's additions are counted when so many pieces of the next step are on their way: a step late,
   // once they are surely done; in a fixed order sooner, because others wait for them.
-  static constexpr int pieces_before_count = Problem::deterministic ? 1 : dq_pieces;
+  static constexpr int pieces_before_count = Problem::deterministic ? 1 : own_pieces;
 
   DLATTN_DEVICE void add_pieces(Place<dq_slots>& place) {
     uint32 told = 0;
@@ -49,13 +57,13 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       const int at = Base::sum_tile(p, work.batch, first_head() + i, tile);
       if constexpr (Problem::deterministic) {
         const int own_turn = turn(tile);
-        if (uniform(load_acquire(p.dq_arrivals + at)) != own_turn) {
+        if (uniform(load_acquire(p.dq_arrivals + at)) < own_turn) {
           if (last != end_of_item) {
             await_additions<0>();
             tell(last);
             last = end_of_item;
           }
-          while (load_acquire(p.dq_arrivals + at) != own_turn) __nanosleep(20);
+          while (load_acquire(p.dq_arrivals + at) < own_turn) __nanosleep(20);
           __syncwarp();
         }
       }
@@ -70,10 +78,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         return;
       }
 #pragma unroll 1
-      for (int piece = 0; piece < dq_pieces; ++piece) {
+      for (int piece = 0; piece < own_pieces; ++piece) {
         mbarrier_wait(shared.dq_ring.full[place.stage], place.parity);
         if (gives_orders()) {
-          bulk_reduce_add(sum(at) + piece, shared_address(&shared.dQ[place.stage]),
+          bulk_reduce_add(sum(at) + place_in_sum(piece), shared_address(&shared.dQ[place.stage]),
                           sizeof(DQPiece));
           tma_commit();
           tma_wait_read<dq_slots - 1>();

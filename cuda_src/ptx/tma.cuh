@@ -21,6 +21,17 @@ DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barr
       : "memory");
 }
 
+// The same, to this address of all blocks in the mask, whose barriers at this address count the bytes.
+DLATTN_DEVICE void tma_load_4d_everywhere(uint32 shared, const TensorMap& map, uint64& barrier,
+                                          int c0, int c1, int c2, int c3, uint32 blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier)),
+      "h"(static_cast<unsigned short>(blocks))
+      : "memory");
+}
+
 // 9.7.9.25.4.1 (cp.async.bulk): contiguous bytes, a multiple of 16, both addresses 16-byte aligned.
 DLATTN_DEVICE void bulk_load(uint32 shared, const void* global, uint32 bytes, uint64& barrier) {
   asm volatile(

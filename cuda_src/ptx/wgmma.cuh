@@ -27,7 +27,8 @@ DLATTN_DEVICE void wgmma_tie(float& value) { asm volatile("" : "+f"(value)::"mem
 //   offset: of the operand from the address; constant in the loop
 DLATTN_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 offset, uint32 leading,
                                       uint32 stride) {
-  const uint32 low = (shared_address >> 4) + ((offset >> 4) | (leading >> 4) << 16);
+  // In a cluster, the rank of the block stands above an address.
+  const uint32 low = (shared_address & 0x3ffff) / 16 + ((offset >> 4) | (leading >> 4) << 16);
   const uint32 high = (stride >> 4) | 1u << 30;
   return uint64(high) << 32 | low;
 }

@@ -55,6 +55,16 @@ struct SlabTile {
     }
   }
 
+  // The same, into this tile of all blocks of a cluster.
+  DLATTN_DEVICE void load_rows_everywhere(int tile_row, const TensorMap& map, uint64& barrier,
+                                          int row, int head, int batch, uint32 blocks) {
+#pragma unroll
+    for (int slab = 0; slab < slabs; ++slab) {
+      tma_load_4d_everywhere(address() + slab * slab_bytes + tile_row * 128, map, barrier,
+                             slab * 64, row, head, batch, blocks);
+    }
+  }
+
   // Starts storing rows from tile_row on, as many as the map's boxes have.
   DLATTN_DEVICE void store_rows(int tile_row, const TensorMap& map, int row, int head,
                                 int batch) const {
@@ -84,6 +94,12 @@ struct SlabTile {
   // right operand.
   DLATTN_DEVICE uint64 along_rows(int k_step, int first_slab = 0) const {
     return wgmma_descriptor(address(), first_slab * slab_bytes + k_step * 2048, slab_bytes, 1024);
+  }
+
+  // The same from a column on: of its slab alone, if that begins before.
+  DLATTN_DEVICE uint64 along_rows_from(int k_step, int column) const {
+    const uint32 offset = column / 64 * slab_bytes + column % 64 * 2 + k_step * 2048;
+    return wgmma_descriptor(address(), offset, slab_bytes, 1024);
   }
 };
 

@@ -72,13 +72,18 @@ class BackwardPlan(CudaPlan):
         return max(1, WAVE_BYTES // bytes_per_pair)
 
     @property
+    def _items_at_once(self) -> int:
+        """How many items run beside each other."""
+        return self.target.multiprocessors
+
+    @property
     def _wave_items(self) -> int:
         return self._params.heads_per_wave * self._key_tiles
 
     @property
     def _dq_lag(self) -> int:
         """How many items later dQ is stored: those of a wave, and those that run at once."""
-        return self._wave_items + self.target.multiprocessors
+        return self._wave_items + self._items_at_once
 
     @property
     def _dq_places(self) -> int:
@@ -86,7 +91,7 @@ class BackwardPlan(CudaPlan):
 
         A pair gets the place of one whose dQ was stored when the wave before its own began.
         """
-        stored = self._dq_lag + self.target.multiprocessors
+        stored = self._dq_lag + self._items_at_once
         waves = 1 + -(-stored // self._wave_items)
         most = waves * self._params.heads_per_wave
         return min(self._pairs, most) if self.stores_dq else self._pairs

@@ -26,14 +26,20 @@ class Sm90BwdTiling:
 
     Attributes:
         tile_q: queries of a tile: 64, or 128 where the head dimensions leave registers for them.
-        tile_k: keys of an item: 128, or 64 by product.
+        tile_k: keys of an item: 128, or 64 by product and block.
         by_product: one key worker has dV and the other dK; else each has both, of half the keys.
-        stages: tiles of q and of dO in shared memory.
+        stages: tiles of q in shared memory.
         ds_stages: tiles of dS.
-        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32.
+        piece_columns: columns of 64 queries' dQ that are added at a time: 64, or 32, or all that
+            a block of a cluster computes.
         dq_slots: such pieces on their way to memory.
         share_slots: pieces of an earlier item's dQ on their way from memory; without any, they go
             through registers.
+        do_stages: tiles of dO in shared memory: as many as of q, or one beside two.
+        cluster: blocks that share an item, by product: each has 64 of its keys, and half of dQ's
+            columns.
+        query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
+            a block's columns, all of these. Key workers share what is left.
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
     """
 
@@ -45,17 +51,24 @@ class Sm90BwdTiling:
     piece_columns: int = 64
     dq_slots: int = 1
     share_slots: int = 1
+    do_stages: int = 2
+    cluster: int = 1
+    query_registers: int = 72
     stages_bias: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
-    #: Of a thread that computes dQ, as few as it can do with; key workers share what is left.
-    query_registers: ClassVar[int] = 72
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.tile_k // self.cluster
 
     @property
     def columns(self) -> int:
         """dQ has a multiple of them, so that a step's pieces fill all slots equally often."""
-        return self.piece_columns * self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
+        slots = self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
+        return self.piece_columns * slots * self.cluster
 
     @property
     def cpp(self) -> str:
@@ -63,25 +76,31 @@ class Sm90BwdTiling:
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
+            f"{self.do_stages}, {self.cluster}, "
             f"{self.query_registers}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
-        k_and_v = sum(slab_bytes(self.tile_k, dim) for dim in dims)
-        q_and_do = sum(slab_bytes(self.tile_q, dim) for dim in dims)
+        k_and_v = sum(slab_bytes(self.block_k, dim) for dim in dims)
+        if self.cluster > 1:
+            own_columns = round_up(problem.head_dim_qk, self.columns) // self.cluster
+            k_and_v += slab_bytes(self.block_k, own_columns)
+        q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * 2 * self.tile_q, 16
         ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
-        weights = 16 + ds if self.by_product else 16
+        sent = self.ds_stages * slab_bytes(self.tile_q, self.block_k)
+        weights = 16 + sent if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
-        ring_stages = 6 + 2 * self.stages + (1 + self.tile_k // 64) * self.ds_stages + self.dq_slots
+        ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
+        ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
         bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
-        stages = self.stages * (q_and_do + row_stats + step)
+        stages = self.stages * (q + row_stats + step) + self.do_stages * dO
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
@@ -115,10 +134,6 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
         if problem.head_dim_qk <= 32:
             return Sm90BwdTiling(tile_q=128, piece_columns=32, dq_slots=2, share_slots=2)
         return Sm90BwdTiling(tile_q=128)
-    if dim_qk + dim_v > 384:
-        return Sm90BwdTiling(
-            tile_k=64, by_product=True, ds_stages=1, piece_columns=32, dq_slots=2, share_slots=0
-        )
     # What else takes as many registers as 64 columns of a head do.
     adds = problem.has_bias or (problem.adds_to_scores and problem.ragged)
     others = int(problem.keeps_scores or bool(problem.dropout and adds))
@@ -126,12 +141,32 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
-        return Sm90BwdTiling(ds_stages=1, share_slots=0)
+        return Sm90BwdTiling(do_stages=1, share_slots=0)
+    plain = not (others or problem.dropout or problem.adds_to_scores or problem.ragged)
+    if min(dim_qk, dim_v) > 128 and plain and not (problem.paged_k or problem.paged_v):
+        return _clustered(dim_qk, dim_v)
+    # With block_mask, there are no registers for 64 columns of an earlier item's dQ.
+    by_product = Sm90BwdTiling(tile_k=64, by_product=True)
+    if dim_qk + dim_v > 384:
+        columns = 32 if problem.has_blocks else 64
+        return replace(by_product, do_stages=1, piece_columns=columns, dq_slots=2, share_slots=0)
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
-        return _walking(problem, Sm90BwdTiling(tile_k=64, by_product=True))
+        if problem.has_blocks:
+            return _walking(problem, by_product)
+        return replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64, share_slots=0)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
     return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
+
+
+def _clustered(dim_qk: int, dim_v: int) -> Sm90BwdTiling:
+    """Two blocks share an item: half the additions to dQ, and half the loads of query tiles."""
+    shared = Sm90BwdTiling(
+        by_product=True, share_slots=0, do_stages=1, cluster=2, query_registers=88
+    )
+    if dim_qk > 192:
+        return replace(shared, ds_stages=1)
+    return replace(shared, ds_stages=2 if dim_v <= 192 else 1, piece_columns=96)
 
 
 def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
@@ -224,19 +259,23 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return reason or register_refusal(cls.skipping(problem))
 
     def box_rows(self) -> Mapping[str, int]:
-        queries = self.tiling.tile_q
-        keys = {role: self.paged_rows(role, self.tiling.tile_k) for role in "kv"}
+        queries = self.tiling.tile_q // self.tiling.cluster
+        keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
         # A warpgroup stores its half of the keys.
         gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
         rows = {"q": queries, **keys, "dO": queries, **gradients}
-        return rows | {"bias": queries} if self.tiling.stages_bias else rows
+        return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
+
+    @property
+    def _items_at_once(self) -> int:
+        return self.target.multiprocessors // self.tiling.cluster
 
     @property
     def heads_per_wave(self) -> int:
         """One pair, so that few sums of dQ are at work and stay in L2; but under a causal mask a
         pair's first tiles take much longer than its last, and other pairs must fill the time: all
         of them where there are few items."""
-        blocks, tiles = self.target.multiprocessors, self._key_tiles
+        blocks, tiles = self._items_at_once, self._key_tiles
         wanted = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
         if self.problem.ragged:  # of one batch entry
             return even_wave(self.geometry.heads_q // self._heads_per_block, wanted)
@@ -263,7 +302,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def _pairs_at_once(self) -> int:
         """Pairs of ragged problems that blocks work on at a time, if most are half as long as the
         longest."""
-        return -(-2 * self.target.multiprocessors // self._key_tiles)
+        return -(-2 * self._items_at_once // self._key_tiles)
 
     @property
     def _dq_lag(self) -> int:
@@ -285,8 +324,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return bwd_dbias_sm90.dbias_kernel(self.problem, self.geometry, self.target, self.tiling)
 
     def main_kernel(self, items: int) -> KernelLaunch:
-        grid = min(items, self.target.multiprocessors)
+        cluster = self.tiling.cluster
+        grid = min(items, self._items_at_once) * cluster
         shared = self.tiling.shared_memory(self.problem)
         problem = staged(self.problem) if self.tiling.stages_bias else self.problem
-        source = kernel_source(self.name, problem, self.tiling, shared, argument=MappedBwdParams)
+        source = kernel_source(
+            self.name, problem, self.tiling, shared, argument=MappedBwdParams, cluster=cluster
+        )
         return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)

@@ -33,6 +33,7 @@ def kernel_source(
     shared_memory: int,
     *,
     argument: type[ctypes.Structure] = Params,
+    cluster: int = 1,
     constants: Mapping[str, int] | None = None,
     types: Mapping[str, str] | None = None,
     definitions: str = "",
@@ -42,6 +43,7 @@ def kernel_source(
     Args:
         shared_memory: bytes of dynamic shared memory that the launch will ask for; the kernel
             asserts that its layout has exactly this size.
+        cluster: blocks side by side that see each other's shared memory.
         constants, types: more of them that this kernel takes from ``Problem``.
         definitions: of what those types are.
     """
@@ -52,6 +54,7 @@ def kernel_source(
         f"\n  static constexpr int {name} = {value};" for name, value in (constants or {}).items()
     )
     extra += "".join(f"\n  using {name} = {cpp};" for name, cpp in (types or {}).items())
+    dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
     text = f"""\
 #include "kernels/{kernel}.cuh"
 
@@ -77,7 +80,7 @@ using Tiling = {tiling.cpp};
 static_assert(sizeof({argument.__name__}) == {ctypes.sizeof(argument)}, "dlattn/plans/argument.py");
 
 extern "C" __global__ void __launch_bounds__({tiling.threads}, {tiling.min_blocks})
-{entry}(const __grid_constant__ {argument.__name__} p) {{
+{dims}{entry}(const __grid_constant__ {argument.__name__} p) {{
   {kernel}<Problem, Tiling>(p);
 }}
 """

@@ -51,6 +51,15 @@ CASES = {
         heads_q=2, heads_k=1, heads_v=1, seq_q=190, seq_kv=190, left=30, right=0, head_dim_qk=256,
         head_dim_v=256, scale=0.0625,
     ),
+    "clusters, half a cluster's keys beyond the end, padding, unequal groups": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=333, seq_kv=450, right=0,
+        len_q=(333, 70), len_kv=(450, 129), head_dim_qk=192, head_dim_v=192, scale=0.07,
+        tails="nan",
+    ),
+    "clusters, causal, deterministic": Case(
+        batch=2, heads_q=2, heads_k=2, heads_v=2, seq_q=600, seq_kv=600, right=0, head_dim_qk=256,
+        head_dim_v=256, scale=0.0625, deterministic=True,
+    ),
     "soft cap, below and above what a polynomial takes": Case(
         heads_q=2, heads_k=1, heads_v=1, seq_q=200, seq_kv=300, right=0, head_dim_qk=128,
         head_dim_v=128, scale=0.09, softcap=5.0, logits=2.0,

@@ -135,12 +135,29 @@ def test_places_are_free_and_sums_complete(
         first = pair // wave * wave * key_tiles  # items of the pair's wave
         end = min(first + wave * key_tiles, pairs * key_tiles)
         # The first item that stores a part of this pair's dQ comes after all that add to it.
-        assert first + params.dq_lag >= end - 1 + HOPPER.multiprocessors
+        assert first + params.dq_lag >= end - 1 + plan._items_at_once
         follower = pair + params.dq_places
         if follower < pairs:
             # Its items come after the last one that stores a part of this pair's dQ.
             first_follower = follower // wave * wave * key_tiles
-            assert first_follower >= end + params.dq_lag + HOPPER.multiprocessors - 1
+            assert first_follower >= end + params.dq_lag + plan._items_at_once - 1
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("seq", [1, 1000, 9000])
+def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
+    """A grid has whole clusters, no more than fit at a time; only the main kernel has them."""
+    shape = geometry(seq_q=seq, seq_kv=seq, head_dim=head_dim)
+    plan = BwdSm90(problem(head_dim), shape, HOPPER)
+    cluster = plan.tiling.cluster
+    assert cluster == (2 if head_dim > 128 else 1)
+    items = shape.batch * 2 * -(-seq // plan.tiling.tile_k)  # of two groups of heads
+    kernels = plan.kernels()
+    (main,) = [kernel for kernel in kernels if kernel.source.name == "dlattn_bwd_sm90"]
+    assert main.grid == (min(items, HOPPER.multiprocessors // cluster) * cluster, 1, 1)
+    for kernel in kernels:
+        wanted = cluster > 1 and kernel is main
+        assert (f"__cluster_dims__({cluster}, 1, 1)" in kernel.source.text) == wanted
 
 
 @given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_PAIRS))
