@@ -64,10 +64,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const Work work(p, item);
     if (work.empty()) {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
-    } else {
-      hand_out(place, work);
+      return false;
     }
-    return !work.empty();
+    hand_out(place, work);
+    return true;
   }
 
   // dlattn/plans/schedule.py says where the rows of a block are.

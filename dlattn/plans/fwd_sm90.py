@@ -120,8 +120,11 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
-        long = Sm90FwdTiling(4, 64, stages=6, q_stages=2)
-        return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
+        short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
+        # Their scheduler has no registers to divide by other numbers.
+        if dim_v & (dim_v - 1):
+            return (short,)
+        return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
     if largest <= 128:
         # A soft cap takes longer than the other's products: consumers would wait for their turns.
         caps = problem.keeps_scores and not problem.has_program
