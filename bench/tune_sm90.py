@@ -21,23 +21,23 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm90 import FwdSm90, Sm90FwdTiling
 from dlattn.problem import Direction
 
-#: consumers, tile_k, stages, q_stages, o_slabs; each with all four choices of the two flags.
+#: consumers, tile_k, stages, q_stages; each with all four choices of the two flags.
 BASES = {
     64: [
-        (3, 128, 2, 2, 1),
-        (3, 128, 3, 2, 1),
-        (3, 64, 4, 2, 1),
-        (2, 128, 3, 2, 1),
-        (2, 192, 2, 2, 1),
+        (4, 64, 6, 2),
+        (4, 64, 4, 2),
+        (3, 128, 2, 2),
+        (3, 64, 4, 2),
+        (2, 128, 3, 2),
+        (2, 192, 2, 2),
     ],
     128: [
-        (2, 128, 2, 2, 2),
-        (2, 128, 2, 2, 1),
-        (2, 96, 2, 2, 2),
-        (2, 64, 4, 2, 2),
-        (2, 160, 2, 1, 1),
+        (2, 128, 2, 2),
+        (2, 96, 2, 2),
+        (2, 64, 4, 2),
+        (2, 160, 2, 1),
     ],
-    256: [(2, 64, 2, 1, 1), (2, 64, 2, 1, 2)],
+    256: [(2, 64, 2, 1)],
 }
 FORWARD = {
     head_dim: [

@@ -19,7 +19,7 @@ struct RowStats {
   DLATTN_DEVICE RowStats(const Softmax& softmax, int r, float factor)
       : log_sum_exp(softmax.log_sum_exp(r, factor)),
         largest(softmax.largest_score(r, factor)),
-        sum(softmax.row_sum[r]) {}
+        sum(softmax.sum_of(r)) {}
   // Of a row that attends to its sink alone.
   DLATTN_DEVICE explicit RowStats(float sink)
       : log_sum_exp(sink), largest(sink), sum(sink == -infinity() ? 0.f : 1.f) {}
@@ -77,17 +77,23 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
   }
   softmax.finish(output, dropout_scale<Problem>(p));
   const float factor = Problem::Score::factor(ScoreValues(p));
+  const auto query_of = [&](int r) { return first_query + Output::row(r / 2, r % 2 * 2); };
+  if constexpr (wants_row_stats<Problem>) {
 #pragma unroll
-  for (int r = 0; r < 2 * m_tiles; ++r) {
-    const int query = first_query + Output::row(r / 2, r % 2 * 2);
-    const bool padded = query >= length_q;
-    if constexpr (wants_row_stats<Problem>) {
-      if (threadIdx.x % 4 == 0 && query < p.seq_q) {
+    for (int first = 0; first < Softmax::rows; first += 4) {
+      const int r = first + threadIdx.x % 4;  // of four rows, each lane that shares them takes one
+      const int query = query_of(r);
+      if (r < Softmax::rows && query < p.seq_q) {
+        const bool padded = query >= length_q;
         const RowStats row = padded ? RowStats() : RowStats(softmax, r, factor);
         row.store<Problem>(p, batch, head, query, padded);
       }
     }
-    if (padded) {
+  }
+  if (first_query + 16 * m_tiles <= length_q) return;
+#pragma unroll
+  for (int r = 0; r < Softmax::rows; ++r) {
+    if (query_of(r) >= length_q) {
 #pragma unroll
       for (int n = 0; n < v_tiles; ++n) {
         output.at[r / 2][n][r % 2 * 2] = 0.f;

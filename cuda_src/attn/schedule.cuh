@@ -7,6 +7,7 @@ namespace dlattn {
 
 struct WorkItem {
   int tile, head, batch;
+  int reversed = 0;  // 1: of warpgroups that share its rows, the first takes the last ones
 };
 
 // Decodes a flat block index. (batch, head) pairs are taken heads_per_wave at a time, so that the
@@ -35,28 +36,47 @@ struct BatchWalk {
   int first_item = 0;   // of the first of them
   int batch, rest;      // found: an entry, and the number of the item in it
 
-  // Finds an item, not before the last one asked for. False if there are not so many.
-  template <class Count>
+  // Finds an item, not before the last one asked for. False if there are not so many. The entries
+  // looked at together come in their order, or those with the most items first.
+  template <bool largest_first = false, class Count>
   DLATTN_DEVICE bool find(int item, int batches, Count count) {
     const int lane = threadIdx.x % 32;
     for (; first_batch < batches; first_batch += 32) {
       const int own = first_batch + lane < batches ? count(first_batch + lane) : 0;
-      int end = own;  // of this lane's items, after all entries before
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(0xffffffffu, end, step);
-        if (lane >= step) end += before;
-      }
-      const uint32 beyond = __ballot_sync(0xffffffffu, first_item + end > item);
-      if (beyond != 0) {
-        const int owner = __ffs(beyond) - 1;
+      const int begin = largest_first ? in_larger(own) : in_earlier(own);
+      const int number = item - first_item - begin;
+      const uint32 found = __ballot_sync(0xffffffffu, number >= 0 && number < own);
+      if (found != 0) {
+        const int owner = __ffs(found) - 1;
         batch = first_batch + owner;
-        rest = item - first_item - __shfl_sync(0xffffffffu, end - own, owner);
+        rest = __shfl_sync(0xffffffffu, number, owner);
         return true;
       }
-      first_item += __shfl_sync(0xffffffffu, end, 31);
+      first_item += __reduce_add_sync(0xffffffffu, own);
     }
     return false;
+  }
+
+ private:
+  // Of numbers of items, one a lane: the sum of those of lanes before.
+  static DLATTN_DEVICE int in_earlier(int own) {
+    int end = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end, step);
+      if (threadIdx.x % 32 >= step) end += before;
+    }
+    return end - own;
+  }
+  // Of larger ones, and of those of lanes before that are equal.
+  static DLATTN_DEVICE int in_larger(int own) {
+    int sum = 0;
+#pragma unroll 4
+    for (int lane = 0; lane < 32; ++lane) {
+      const int items = __shfl_sync(0xffffffffu, own, lane);
+      if (items > own || (items == own && lane < threadIdx.x % 32)) sum += items;
+    }
+    return sum;
   }
 };
 

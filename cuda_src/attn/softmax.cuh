@@ -174,20 +174,30 @@ struct OnlineSoftmax {
   // Natural log of the sum of exponentials of row r; -infinity when it saw no key. The unit of the
   // reference is not quite factor / log2_factor of a natural one, which large scores would show.
   DLATTN_DEVICE float log_sum_exp(int r, float factor) const {
-    return row_sum[r] == 0.f ? -infinity() : natural(r, factor, logf(row_sum[r]));
+    return sum_of(r) == 0.f ? -infinity() : natural(r, factor, logf(sum_of(r)));
   }
 
   // The largest score of row r, likewise; if exact.
   DLATTN_DEVICE float largest_score(int r, float factor) const {
-    return row_sum[r] == 0.f ? -infinity() : natural(r, factor, 0.f);
+    return sum_of(r) == 0.f ? -infinity() : natural(r, factor, 0.f);
   }
+
+  DLATTN_DEVICE float sum_of(int r) const { return of_row(row_sum, r); }
 
  private:
   // The reference in natural units, and something added.
   DLATTN_DEVICE float natural(int r, float factor, float addend) const {
     const float rounded_off = fmaf(-log2_factor, ln_2, factor) - log2_factor * ln_2_low;
-    return fmaf(reference[r], ln_2,
-                fmaf(reference[r], rounded_off / log2_factor + ln_2_low, addend));
+    const float correction = fmaf(rounded_off, reciprocal_approx(log2_factor), ln_2_low);
+    return fmaf(of_row(reference, r), ln_2, fmaf(of_row(reference, r), correction, addend));
+  }
+
+  // Of a row that is known at run time only.
+  static DLATTN_DEVICE float of_row(const float (&values)[rows], int r) {
+    float value = values[0];
+#pragma unroll
+    for (int i = 1; i < rows; ++i) value = r == i ? values[i] : value;
+    return value;
   }
 };
 

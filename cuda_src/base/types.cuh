@@ -71,8 +71,18 @@ struct Interval {
     return {most(first, other.first), least(last, other.last)};
   }
 };
-DLATTN_DEVICE Interval uniform(Interval value) {
-  return {uniform(value.first), uniform(value.last)};
+
+// The same of a struct of words.
+template <class T>
+  requires(__is_class(T))
+DLATTN_DEVICE T uniform(const T& value) {
+  struct Words {
+    int of[sizeof(T) / 4];
+  };
+  Words words = __builtin_bit_cast(Words, value);
+#pragma unroll
+  for (int& word : words.of) word = uniform(word);
+  return __builtin_bit_cast(T, words);
 }
 
 }  // namespace dlattn

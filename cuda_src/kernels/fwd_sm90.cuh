@@ -26,7 +26,7 @@ namespace dlattn {
 template <class Problem, class Tiling>
 struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base = FwdSm90Loads<Problem, Tiling>;
-  using Base::await_item;
+  using Base::await_told;
   using Base::Base;
   using Base::consumers;
   using Base::dim_qk;
@@ -35,7 +35,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::item;
   using Base::item_stages;
   using Base::m;
-  using Base::o_slabs;
   using Base::p;
   using Base::q_stages;
   using Base::shared;
@@ -49,6 +48,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using T = typename Base::T;
   using Score = typename Base::Score;
   using typename Base::OSlab;
+  using typename Base::OwnWork;
   using typename Base::Visit;
   using typename Base::VTile;
   using typename Base::Work;
@@ -60,6 +60,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Sums = Softmax::Sums;
   using Kept = dlattn::Kept<Problem>;
   using Asked = typename AskedOf<Problem, tile_k / 4, false>::Type;
+  // The next query tile is loaded while one is at work.
+  static constexpr bool chains = q_stages > 1;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
   static constexpr bool quick = Score::is_quick && !Softmax::exact;
 
@@ -101,8 +103,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     uint32 bias[4];
     if constexpr (stages_bias) {
       const int lane = opaque(threadIdx.x % 32);
-      ldmatrix_x4<false>(bias, shared.bias[warpgroup].unit_address(first_row() % 64 + lane % 16,
-                                                                   pair + lane / 16));
+      ldmatrix_x4<false>(
+          bias, shared.bias[warpgroup].unit_address(first_row() + lane % 16, pair + lane / 16));
     }
 #pragma unroll
     for (int n = pair; n < pair + 2; ++n)
@@ -155,10 +157,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
   // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
   // a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a page, it does.
-  DLATTN_DEVICE void clear_padding(int item_stage, const Place<stages>& place) {
+  DLATTN_DEVICE void clear_padding(const Work& work, const Place<stages>& place) {
     const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
     if (all && !Problem::paged_v) return;
-    const Work work(p, item(item_stage), this->ends(item_stage));
     const int first = work.length.kv - work.last_tile * tile_k;
     if (first >= tile_k) return;
     const int stage = place.stage;
@@ -198,7 +199,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
     state.visit = this->visit(state.k.stage, tile);
     await_turn();
-    start_product(state.scores, shared.q[state.q.stage], 64 * warpgroup, shared.k[state.k.stage]);
+    start_product(state.scores, shared.q[state.q.stage][warpgroup], 0, shared.k[state.k.stage]);
     Asked asked;
     if (state.visit.partial) asked = Asked(position(work, tile), values);
     return asked;
@@ -275,13 +276,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // The scores of this warp's rows once more; the other warps go on without it.
   DLATTN_DEVICE void repeat_scores(Scores& scores, int q_stage, int k_stage) {
-    const int lane = opaque(threadIdx.x % 32);
+    const int lane = opaque(threadIdx.x % 32), row = first_row() + lane % 16;
     scores.clear();
 #pragma unroll 1
     for (int k = 0; k < dim_qk / 16; ++k) {
       uint32 a[4];
-      ldmatrix_x4<false>(
-          a, shared.q[q_stage].unit_address(first_row() + lane % 16, 2 * k + lane / 16));
+      ldmatrix_x4<false>(a, shared.q[q_stage][warpgroup].unit_address(row, 2 * k + lane / 16));
       const uint32 keys =
           shared.k[k_stage].unit_address(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2);
 #pragma unroll
@@ -320,7 +320,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
     release(shared.k_ring.empty[state.k.stage]);
-    if (tile == work.first_tile) release(shared.q_ring.empty[state.q.stage]);
+    if (tile == work.first_tile) release(shared.q_ring[warpgroup].empty[state.q.stage]);
     if constexpr (stages_bias) {
       release(shared.bias_ring[warpgroup].empty[0]);
       state.bias.advance();
@@ -362,20 +362,34 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return grew;
   }
 
-  // The query tiles of a block are one chain of key tiles: the first scores of a query tile stand
-  // over the last output of the one before.
-  DLATTN_DEVICE void attend() {
-    const ScoreValues values(p);
-    const float factor = Problem::Score::factor(values);
-    if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(Base::turn, 256);
+  // Tiles of keys that others of the block attend to, and this consumer's rows do not.
+  DLATTN_DEVICE void pass_keys(State& state) {
+    mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
+    await_turn();
+    pass_turn();
+    release(shared.k_ring.empty[state.k.stage]);
+    state.k.advance();
+  }
+  DLATTN_DEVICE void pass_values(State& state) {
+    mbarrier_wait(shared.v_ring.full[state.v.stage], state.v.parity);
+    release(shared.v_ring.empty[state.v.stage]);
+    state.v.advance();
+  }
+  DLATTN_DEVICE void pass_tiles(State& state, int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      pass_keys(state);
+      pass_values(state);
+    }
+  }
 
-    State state;
-    state.guess = may_guess(values);
-    const WorkItem first = await_item(state.item);
-    if (first.tile < 0) return;
-    Work work(p, first, this->ends(state.item.stage));
-    Softmax softmax(factor);
-    mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
+  DLATTN_DEVICE OwnWork await_own(const State& state) const {
+    return uniform(await_told(state.item).own[warpgroup]);
+  }
+
+  // The first scores of a query tile, with no output of another to compute meanwhile.
+  DLATTN_DEVICE void begin_chain(State& state, const Work& work, const ScoreValues& values,
+                                 Softmax& softmax) {
     const Asked asked = begin_scores(state, work, work.last_tile, values);
     pass_turn();
     const Kept kept = answer(state, asked);
@@ -386,40 +400,67 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     end_scores(state, work, work.last_tile);
     state.k.advance();
     make_probabilities(state, work, work.last_tile);
+  }
 
-    for (;;) {
-      clear_padding(state.item.stage, state.v);
-      state.output.clear();
-#pragma unroll 1
-      for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;
-           tile = tile_before(state, tile)) {
-        if (step<false>(state, work, tile, values, softmax)) {
-          softmax.rescale(state.output, state.factor);
-        }
-      }
-      Softmax next_softmax(factor);
-      const int finished = state.item.stage;
-      state.item.advance();
+  // The query tiles of a block are chains of key tiles: the first scores of a query tile stand over
+  // the last output of the one before, if they were loaded meanwhile.
+  DLATTN_DEVICE void attend() {
+    const ScoreValues values(p);
+    const float factor = Problem::Score::factor(values);
+    if (Tiling::ping_pong && warpgroup == consumers - 1) named_barrier_arrive(Base::turn, 256);
+
+    State state;
+    OwnWork work = await_own(state);
+    while (work.item.tile >= 0) {
+      Softmax softmax(factor);
       state.guess = may_guess(values);
-      const WorkItem next = await_item(state.item);
-      const bool more = next.tile >= 0;
-      if (more) {
-        work = Work(p, next, this->ends(state.item.stage));
-        state.q.advance();
-        mbarrier_wait(shared.q_ring.full[state.q.stage], state.q.parity);
-        step<true>(state, work, work.last_tile, values, next_softmax);
+      mbarrier_wait(shared.q_ring[warpgroup].full[state.q.stage], state.q.parity);
+      pass_tiles(state, work.unseen_before);
+      if (work.empty()) {
+        release(shared.q_ring[warpgroup].empty[state.q.stage]);
       } else {
-        begin_output(state);
-        end_output(state);
+        begin_chain(state, work, values, softmax);
       }
-      const WorkItem stored = item(finished);
-      store(stored, Lengths(p, stored.batch).q, softmax, state.output);
-      release(shared.item_ring.empty[finished]);
-      if (!more) break;
-      softmax = next_softmax;
-      __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
+      for (bool more = true; more;) {
+        if (!work.empty()) clear_padding(work, state.v);
+        state.output.clear();
+#pragma unroll 1
+        for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;
+             tile = tile_before(state, tile)) {
+          if (step<false>(state, work, tile, values, softmax)) {
+            softmax.rescale(state.output, state.factor);
+          }
+        }
+        Softmax next_softmax(factor);
+        const int finished = state.item.stage;
+        state.item.advance();
+        state.q.advance();
+        state.guess = may_guess(values);
+        const OwnWork next = await_own(state);
+        const int unseen = work.unseen_after + next.unseen_before;
+        // Others cannot go on for ever without the values that are still to be read.
+        more = chains && next.item.tile >= 0 && !next.empty() && !work.empty() && unseen < stages;
+        if (more) {
+          mbarrier_wait(shared.q_ring[warpgroup].full[state.q.stage], state.q.parity);
+#pragma unroll 1
+          for (int i = 0; i < unseen; ++i) pass_keys(state);
+          step<true>(state, next, next.last_tile, values, next_softmax);
+#pragma unroll 1
+          for (int i = 0; i < unseen; ++i) pass_values(state);
+        } else {
+          if (!work.empty()) {
+            begin_output(state);
+            end_output(state);
+          }
+          pass_tiles(state, work.unseen_after);
+        }
+        work = next;
+        store(uniform(shared.told[finished].own[warpgroup]), softmax, state.output);
+        release(shared.item_ring.empty[finished]);
+        softmax = next_softmax;
+        __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
+      }
     }
-    if (threadIdx.x % 128 == 0) tma_wait_read<0>();
   }
 
   // The tiles without queries, evenly among blocks, when there is nothing else to do.
@@ -435,32 +476,33 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // A slab at a time, through this consumer's buffers.
-  DLATTN_DEVICE void store(WorkItem at, int length_q, Softmax& softmax, Output& output) {
-    const int first_query = at.tile * tile_q;
-    finish_rows<Problem>(p, at.batch, at.head, first_query + first_row(), length_q, softmax,
-                         output);
+  // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
+  DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
+    const WorkItem at = work.item;
+    const int first = work.queries.first + first_row(), length_q = work.length.q;
+    finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
-    const int row = first_row() % 64 + lane % 16;
-    static_assert(VTile::slabs % o_slabs == 0, "the first slab finds the first buffer free");
+    const int row = lane / 8, unit = lane % 8;
+    const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
+    T* o = p.o.template rows<T, Problem::ragged>(at.batch, at.head, first + row) + 8 * unit;
+    const OSlab& staged = shared.o[warpgroup];
 #pragma unroll
     for (int slab = 0; slab < VTile::slabs; ++slab) {
-      const OSlab& staged = shared.o[warpgroup][slab % o_slabs];
-      if (threadIdx.x % 128 == 0) tma_wait_read<o_slabs - 1>();
-      named_barrier_sync(Base::rows_free + warpgroup, 128);
+      __syncwarp();
 #pragma unroll
       for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
-        store_columns(staged, row, n, lane, output, 8 * slab + n);
+        store_columns(staged, first_row() + lane % 16, n, lane, output, 8 * slab + n);
       }
-      fence_proxy_async();
-      named_barrier_sync(Base::rows_staged + warpgroup, 128);
-      if (threadIdx.x % 128 == 0) {
-        const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);
-        const int first = first_query + 64 * warpgroup;
-        if (may_move<Problem>(p.o, first, length_q)) {
-          tma_store_4d(m.o, staged.address(), slab * 64, entry.row + first, at.head, entry.batch);
-        }
-        tma_commit();
+      __syncwarp();
+      uint4 columns[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        columns[i] = load_shared_16(staged.unit_address(first_row() + row + 4 * i, unit));
+      }
+      if (64 * slab + 8 * unit >= Problem::head_dim_v) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (row + 4 * i < rows) store_16(o + 4 * i * p.o.row + 64 * slab, columns[i]);
       }
     }
   }

@@ -15,14 +15,13 @@
 
 namespace dlattn {
 
-template <int consumers_, int tile_k_, int stages_, int q_stages_, int o_slabs_, bool ping_pong_,
+template <int consumers_, int tile_k_, int stages_, int q_stages_, bool ping_pong_,
           bool exponentials_first_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
   static constexpr int stages = stages_;         // key tiles, and value tiles, in shared memory
   static constexpr int q_stages = q_stages_;     // query tiles in shared memory
-  static constexpr int o_slabs = o_slabs_;       // 64-column slabs of o staged by each consumer
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
@@ -30,8 +29,8 @@ struct Sm90FwdTiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  // Boxes: tile_q, tile_k, tile_k and 64 rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
-  TensorMap q, k, v, o;
+  // Boxes: 64, tile_k and tile_k rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v;
   TensorMap bias;  // 64 rows; if it is staged
   Params p;
 };
@@ -42,14 +41,13 @@ struct FwdSm90Block {
   using Score = typename Problem::Score;
   static constexpr int consumers = Tiling::consumers;
   static constexpr int stages = Tiling::stages, q_stages = Tiling::q_stages;
-  static constexpr int o_slabs = Tiling::o_slabs;
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int dim_v = Problem::value_columns;  // head_dim_v, up to a width of wgmma
   static constexpr int producer_registers = consumers == 2 ? 40 : 32;
-  static constexpr int consumer_registers = consumers == 2 ? 232 : 160;
+  static constexpr int consumer_registers = consumers == 2 ? 232 : consumers == 3 ? 160 : 112;
 
-  using QTile = SlabTile<T, tile_q, dim_qk>;
+  using QTile = SlabTile<T, 64, dim_qk>;  // of a consumer
   using OSlab = SlabTile<T, 64, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
@@ -61,13 +59,63 @@ struct FwdSm90Block {
   // Query tiles handed out: one at work, the next being loaded, one more.
   static constexpr int item_stages = 3;
 
-  // With a block mask, what only one warp finds out: of a query tile that is handed out, the first and the
-  // last key tile to visit; and of a key tile in its buffer, the one to visit after it.
-  struct Walked {
-    Interval ends[item_stages];
-    int visits[stages];
+  // Whether every consumer visits the tiles that the block does: those of a block mask are found one
+  // by one, and a bias comes with each.
+  static constexpr bool visits_all = Tiles::skips || stages_bias;
+
+  // What a query tile means, for some of its rows or all.
+  struct alignas(16) Work {
+    WorkItem item;
+    Lengths length;
+    Interval queries;  // that exist
+    Interval full;     // keys that every query attends to
+    int first_tile, last_tile;
+
+    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, const Lengths& lengths, Interval rows)
+        : item(work_item),
+          length(lengths),
+          queries{rows.first, least(rows.last, length.q)},
+          full(Problem::Mask::full_keys(queries, length, p)) {
+      const Interval keys = Problem::Mask::keys(queries, length, p);
+      const bool none = queries.empty() || keys.empty();
+      first_tile = none ? 0 : keys.first / tile_k;
+      last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
+    }
+    // For the block.
+    DLATTN_DEVICE Work(const Params& p, WorkItem item)
+        : Work(p, item, Lengths(p, item.batch), {item.tile * tile_q, (item.tile + 1) * tile_q}) {
+      if constexpr (Tiles::skips) {
+        last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
+        first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
+      }
+    }
+    DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
+    DLATTN_DEVICE bool is_full(int tile) const {
+      return full.contains({tile * tile_k, (tile + 1) * tile_k});
+    }
   };
-  using Ends = Either<Tiles::skips, Interval, Nothing>;
+
+  // For a consumer, whose rows may attend to fewer tiles of keys.
+  struct alignas(16) OwnWork : Work {
+    int unseen_before, unseen_after;  // tiles of keys that only others of the block attend to
+
+    DLATTN_DEVICE OwnWork(const Params& p, const Work& all, int first)
+        : Work(p, all.item, all.length, {first, first + 64}) {
+      if constexpr (visits_all) {
+        this->first_tile = all.first_tile;
+        this->last_tile = all.last_tile;
+      }
+      unseen_before = all.last_tile - (this->empty() ? all.first_tile - 1 : this->last_tile);
+      unseen_after = this->empty() ? 0 : this->first_tile - all.first_tile;
+    }
+  };
+
+  // What the scheduler tells of a query tile; after the last one, of a negative tile.
+  struct Told {
+    Work all;
+    OwnWork own[consumers];
+  };
+
   // A user's function masks some elements of a key tile; and which comes after it.
   struct Visit {
     bool partial;
@@ -75,14 +123,14 @@ struct FwdSm90Block {
   };
 
   struct SharedMemory {
-    QTile q[q_stages];
+    QTile q[q_stages][consumers];
     KTile k[stages];
     VTile v[stages];
-    OSlab o[consumers][o_slabs];
+    OSlab o[consumers];
     Either<stages_bias, BiasTile, Nothing> bias[consumers];
-    int4 items[item_stages];  // tile, head, batch
-    Either<Tiles::skips, Walked, Nothing> walked;
-    Ring<q_stages> q_ring;
+    Told told[item_stages];
+    Either<Tiles::skips, int, Nothing> visits[stages];  // of the key tile in a buffer: visit_from
+    Ring<q_stages> q_ring[consumers];
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
@@ -90,44 +138,7 @@ struct FwdSm90Block {
   };
 
   // Named barriers, by event; + warpgroup.
-  enum Barrier { turn = 2, rows_free = 5, rows_staged = 8, values_cleared = 11 };
-
-  // What a query tile means for both roles.
-  struct Work {
-    WorkItem item;
-    Lengths length;
-    Interval queries;  // that exist
-    Interval full;     // keys that every query attends to
-    int first_tile, last_tile;
-
-    DLATTN_DEVICE Work(const Params& p, WorkItem work_item)
-        : item(work_item),
-          length(p, item.batch),
-          queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
-          full(Problem::Mask::full_keys(queries, length, p)) {
-      const Interval keys = Problem::Mask::keys(queries, length, p);
-      const bool none = queries.empty() || keys.empty();
-      first_tile = none ? 0 : keys.first / tile_k;
-      last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
-      if constexpr (Tiles::skips) {
-        last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
-        first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
-      }
-    }
-    // The same, once it has been handed out.
-    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, Nothing) : Work(p, work_item) {}
-    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, Interval ends)
-        : item(work_item),
-          length(p, item.batch),
-          queries{item.tile * tile_q, least((item.tile + 1) * tile_q, length.q)},
-          full(Problem::Mask::full_keys(queries, length, p)),
-          first_tile(ends.first),
-          last_tile(ends.last - 1) {}
-    DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
-    DLATTN_DEVICE bool is_full(int tile) const {
-      return full.contains({tile * tile_k, (tile + 1) * tile_k});
-    }
-  };
+  enum Barrier { turn = 2, values_cleared = 6 };
 
   const MappedFwdParams& m;
   const Params& p;
@@ -137,16 +148,21 @@ struct FwdSm90Block {
   DLATTN_DEVICE FwdSm90Block(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
-  // Of this warp, in the tile.
-  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() - 4); }
+  // Of a consumer. They take turns at the last rows, which a causal mask leaves more keys than the
+  // first.
+  static DLATTN_DEVICE int first_query(WorkItem item, int warpgroup) {
+    const int part = item.reversed ? consumers - 1 - warpgroup : warpgroup;
+    return item.tile * tile_q + 64 * part;
+  }
+  // Of this warp, among those of its consumer.
+  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x == 0) {
       tma_prefetch(m.q);
       tma_prefetch(m.k);
       tma_prefetch(m.v);
-      tma_prefetch(m.o);
-      shared.q_ring.init(4 * consumers);
+      for (Ring<q_stages>& ring : shared.q_ring) ring.init(4);
       shared.k_ring.init(4 * consumers);
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
@@ -157,25 +173,13 @@ struct FwdSm90Block {
     __syncthreads();
   }
 
-  // The query tile in a buffer of the ring; after the last one, a negative tile. Read anew whenever
-  // it is needed, which costs less than its registers do.
-  DLATTN_DEVICE WorkItem item(int stage) const {
-    const int4 row = shared.items[stage];
-    return {uniform(row.x), uniform(row.y), uniform(row.z)};
-  }
-  DLATTN_DEVICE WorkItem await_item(const Place<item_stages>& place) {
+  // Waits for what the scheduler tells in a buffer of the ring.
+  DLATTN_DEVICE const Told& await_told(const Place<item_stages>& place) const {
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
-    return item(place.stage);
+    return shared.told[place.stage];
   }
-
-  // Its ends.
-  DLATTN_DEVICE Ends ends(int stage) const {
-    if constexpr (Tiles::skips) {
-      return uniform(shared.walked.ends[stage]);
-    } else {
-      return {};
-    }
-  }
+  // Read anew whenever it is needed, which costs less than its registers do.
+  DLATTN_DEVICE WorkItem item(int stage) const { return uniform(shared.told[stage].all.item); }
 
   // The key tile to visit after this one: a loader finds out.
   DLATTN_DEVICE int tile_before(const Work& work, int tile) const {
@@ -194,7 +198,7 @@ struct FwdSm90Block {
   }
   DLATTN_DEVICE Visit visit(int stage, int tile) const {
     if constexpr (Tiles::skips) {
-      const int told = uniform(shared.walked.visits[stage]);
+      const int told = uniform(shared.visits[stage]);
       return {(told & 1) != 0, told >> 1};
     } else {
       return {false, tile - 1};

@@ -9,9 +9,10 @@ namespace dlattn {
 template <class Problem, class Tiling>
 struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base = FwdSm90Block<Problem, Tiling>;
-  using Base::await_item;
+  using Base::await_told;
   using Base::Base;
   using Base::consumers;
+  using Base::first_query;
   using Base::item_stages;
   using Base::m;
   using Base::p;
@@ -25,6 +26,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using typename Base::BiasTile;
   using typename Base::QTile;
   using typename Base::Tiles;
+  using typename Base::Told;
   using typename Base::Work;
 
   // ---- Scheduler: one warp, which hands out query tiles ----
@@ -34,36 +36,50 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if constexpr (Problem::ragged) {
       offer_numbered(place);
     } else if (p.items_taken == nullptr) {
-      const int end = p.schedule[blockIdx.x + 1];
-      for (int i = p.schedule[blockIdx.x]; i < end; ++i) {
-        const int4 row = reinterpret_cast<const int4*>(p.schedule)[i];
-        offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
-      }
+      offer_scheduled(place);
     } else {
       offer_attending(place);
     }
-    hand_out(place, {-1, 0, 0}, {0, 0});
+    await_room(place);
+    hand_out(place, {p, {-1, 0, 0}, Lengths(p, 0), {0, 0}});
   }
 
-  DLATTN_DEVICE void hand_out(Place<item_stages>& place, WorkItem item, Interval ends) {
+  DLATTN_DEVICE void await_room(const Place<item_stages>& place) {
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      shared.items[place.stage] = int4{item.tile, item.head, item.batch, 0};
-      if constexpr (Tiles::skips) shared.walked.ends[place.stage] = ends;
-      mbarrier_arrive(shared.item_ring.full[place.stage]);
-    }
+  }
+
+  DLATTN_DEVICE void hand_out(Place<item_stages>& place, Work work) {
+    work.item.reversed = (place.stage ^ place.parity) & 1;  // every other one
+    Told& told = shared.told[place.stage];
+    const int lane = threadIdx.x % 32;
+    if (lane < consumers) told.own[lane] = {p, work, first_query(work.item, lane)};
+    if (lane == consumers) told.all = work;
+    __syncwarp();
+    release(shared.item_ring.full[place.stage]);
     place.advance();
   }
 
   // True if there is anything to do for others.
   DLATTN_DEVICE bool offer(Place<item_stages>& place, WorkItem item) {
+    await_room(place);  // before there is more to hold than the item
     const Work work(p, item);
     if (work.empty()) {
       store_nothing(item, work.length.q, threadIdx.x % 32, 32);
-    } else {
-      hand_out(place, item, {work.first_tile, work.last_tile + 1});
+      return false;
     }
-    return !work.empty();
+    hand_out(place, work);
+    return true;
+  }
+
+  // dlattn/plans/schedule.py says where the rows of a block are.
+  DLATTN_DEVICE void offer_scheduled(Place<item_stages>& place) {
+    const int4* rows = reinterpret_cast<const int4*>(p.schedule);
+    int4 row = rows[blockIdx.x];
+    const int end = uniform(rows[blockIdx.x + 1].w);
+    for (int next = uniform(row.w);; row = rows[next++]) {
+      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+      if (next == end) return;
+    }
   }
 
   // The same, and then waits until few of its keys are left to load. What a block has asked for is its
@@ -88,12 +104,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // Lengths are known on the device only: a tile with queries goes to the block that first asks for
-  // it, the last tile of an entry first.
+  // it, those of long entries first, and the last tile of an entry.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
     uint32 offered = 0;
-    while (walk.find(ask(), p.batch, count)) {
+    while (walk.find<true>(ask(), p.batch, count)) {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
       offer_and_wait(place, offered, {tile, walk.rest % p.heads_q, walk.batch});
     }
@@ -121,11 +137,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   template <class Visit>
   DLATTN_DEVICE void for_each_work(Visit visit) {
     for (Place<item_stages> place;; place.advance()) {
-      const WorkItem item = await_item(place);
-      const auto ends = this->ends(place.stage);
+      const Work work = uniform(await_told(place).all);
       release(shared.item_ring.empty[place.stage]);
-      if (item.tile < 0) return;
-      visit(Work(p, item, ends));
+      if (work.item.tile < 0) return;
+      visit(work);
     }
   }
 
@@ -136,9 +151,18 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     for_each_work([&](const Work& work) {
       const WorkItem at = work.item;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::q, at.batch);
-      fill(shared.q_ring, place, QTile::bytes, [&](int stage, uint64& full) {
-        shared.q[stage].load(m.q, full, entry.row + at.tile * tile_q, at.head, entry.batch);
-      });
+#pragma unroll
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        Ring<q_stages>& ring = shared.q_ring[consumer];
+        const int first = first_query(at, consumer);
+        const bool exists = first < work.length.q;
+        const uint32 bytes = exists ? QTile::bytes : 0;
+        order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
+          if (!exists) return;
+          shared.q[stage][consumer].load(m.q, full, entry.row + first, at.head, entry.batch);
+        });
+      }
+      place.advance();
       if constexpr (stages_bias) load_bias(work, bias_place);
     });
   }
@@ -151,8 +175,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
               BiasTile::bytes, [&](int, uint64& full) {
-                shared.bias[consumer].load(m.bias, full, at.tile * tile_q + 64 * consumer, head,
-                                           batch, tile * tile_k);
+                shared.bias[consumer].load(m.bias, full, first_query(at, consumer), head, batch,
+                                           tile * tile_k);
               });
       }
       place.advance();
@@ -165,7 +189,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if constexpr (Tiles::skips) {
       const int told = this->visit_from(work, tile, before);
       mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
-      if (threadIdx.x % 32 == 0) shared.walked.visits[place.stage] = told;
+      if (threadIdx.x % 32 == 0) shared.visits[place.stage] = told;
     }
   }
 

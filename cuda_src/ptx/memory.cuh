@@ -33,6 +33,23 @@ DLATTN_DEVICE void store_shared_zeros(uint32 shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
+// 16 bytes, in their place among other accesses. PTX ISA 9.7.9.8 (ld).
+DLATTN_DEVICE uint4 load_shared_16(uint32 shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
+  return v;
+}
+
+// 16 bytes. PTX ISA 9.7.9.12 (st).
+DLATTN_DEVICE void store_16(void* global, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Not before the reads and writes of memory that stand before it, and not kept: a register costs more
 // than another load. PTX ISA 9.7.9.8 (ld.volatile).
 DLATTN_DEVICE float2 load_in_place(uint32 shared) {

@@ -40,11 +40,10 @@ class Sm90FwdTiling:
     """How a Hopper forward block divides its work (``Sm90FwdTiling`` in the kernel).
 
     Attributes:
-        consumers: warpgroups of 64 query rows each, 2 or 3.
+        consumers: warpgroups of 64 query rows each, 2 to 4.
         tile_k: keys per tile.
         stages: key tiles, and value tiles, in shared memory.
         q_stages: query tiles in shared memory.
-        o_slabs: slabs of 64 output columns that each consumer stages; divides their number.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
         stages_bias: a bias comes through shared memory, too; of 16-bit elements.
@@ -54,7 +53,6 @@ class Sm90FwdTiling:
     tile_k: int
     stages: int = 2
     q_stages: int = 1
-    o_slabs: int = 1
     ping_pong: bool = False
     exponentials_first: bool = True
     stages_bias: bool = False
@@ -76,7 +74,7 @@ class Sm90FwdTiling:
         ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
         return (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{self.o_slabs}, {ping_pong}, {first}>"
+            f"{ping_pong}, {first}>"
         )
 
     def shared_memory(self, problem: Problem) -> int:
@@ -84,12 +82,13 @@ class Sm90FwdTiling:
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
         q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
-        items = 3 * (16 + 2 * 8)
-        barriers = 8 + 2 * 8 * (self.q_stages + 2 * self.stages + self.consumers)
-        walked = 3 * 8 + 4 * self.stages if problem.has_blocks else 1
+        items = 3 * (64 * (1 + self.consumers) + 2 * 8)
+        rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
+        barriers = 8 + 2 * 8 * rings
+        visits = 4 * self.stages if problem.has_blocks else self.stages
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
-        tiles = self.q_stages * q + self.o_slabs * o + self.stages * k_and_v + bias
-        return round_up(tiles + items + walked + barriers, 1024)
+        tiles = self.q_stages * q + o + self.stages * k_and_v + bias
+        return round_up(tiles + items + visits + barriers, 1024)
 
 
 def value_columns(problem: Problem) -> int:
@@ -102,15 +101,15 @@ SLOWER = 1.25
 
 
 def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
-    """The fastest tilings (``bench/NOTES.md``): for long sequences, then for short ones, of which
-    smaller query tiles waste less."""
+    """The fastest tilings (``bench/NOTES.md``): for many query tiles, then for fewer than there are
+    multiprocessors."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if problem.has_aligned_bias and largest <= 128:
         tiling = Sm90FwdTiling(2, 128, stages_bias=True, ping_pong=True)
         if largest <= 64:
             tiling = replace(tiling, stages=3, q_stages=2)
-        return (replace(tiling, o_slabs=min(2, -(-dim_v // 64))),)
+        return (tiling,)
     crowded = problem.keeps_scores and problem.has_bias and largest > 64
     crowded |= problem.has_program and largest > 128
     if crowded and problem.has_program and problem.ragged and largest > 128:
@@ -118,19 +117,20 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     if problem.gathers and problem.dropout and largest <= 64:
         return (Sm90FwdTiling(2, 64, stages=3, q_stages=2, ping_pong=True),)
     if crowded and largest <= 192:
-        o_slabs = min(2, -(-dim_v // 64)) if dim_v <= 128 else 1
-        return (Sm90FwdTiling(2, 64, ping_pong=True, o_slabs=o_slabs),)
-    # Three consumers have no registers for edits or dropout, and do not divide blocks.
+        return (Sm90FwdTiling(2, 64, ping_pong=True),)
+    # Four consumers have no registers for edits or dropout, and do not divide blocks.
     if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
-        long = Sm90FwdTiling(3, 128, q_stages=2, ping_pong=True, exponentials_first=False)
-        return long, Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
+        short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
+        # Their scheduler has no registers to divide by other numbers.
+        if dim_v & (dim_v - 1):
+            return (short,)
+        return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
     if largest <= 128:
         # A soft cap takes longer than the other's products: consumers would wait for their turns.
         caps = problem.keeps_scores and not problem.has_program
-        o_slabs = min(2, -(-dim_v // 64))
-        return (Sm90FwdTiling(2, 128, q_stages=2, o_slabs=o_slabs, ping_pong=not caps),)
+        return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps),)
     if dim_qk <= 192 and dim_v <= 128:
         return (Sm90FwdTiling(2, 128, ping_pong=True),)
     if largest <= 192 and problem.has_blocks:
@@ -145,13 +145,14 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     return (Sm90FwdTiling(2, 64),)
 
 
-def choose_tiling(problem: Problem, geometry: Geometry) -> Sm90FwdTiling:
-    """The tiling that spends the least time on tiles, those of masked and missing rows included."""
+def choose_tiling(problem: Problem, geometry: Geometry, multiprocessors: int) -> Sm90FwdTiling:
+    """The tiling that takes the least time, if tiles are shared out evenly."""
 
     def cost(tiling: Sm90FwdTiling) -> float:
         tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k).sum()
         slower = 1.0 if tiling is first else SLOWER
-        return float(tiles) * tiling.tile_q * tiling.tile_k * slower
+        at_a_time = min(query_tiles(geometry, tiling.tile_q), multiprocessors)
+        return float(tiles) * tiling.tile_q * tiling.tile_k * slower / at_a_time
 
     first, *others = tilings(problem)
     return min((first, *others), key=cost) if others else first
@@ -171,7 +172,7 @@ class FwdSm90(MappedPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(self.problem, geometry)
+        self.tiling = tiling or choose_tiling(self.problem, geometry, target.multiprocessors)
         self._schedule: Any = None
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
@@ -195,13 +196,13 @@ class FwdSm90(MappedPlan):
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[Sm90FwdTiling]:
         problem = cls.skipping(problem)
-        best = choose_tiling(problem, geometry)
+        best = choose_tiling(problem, geometry, target.multiprocessors)
         return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
-        rows = {"q": tiling.tile_q, **keys, "o": 64}
+        rows = {"q": 64, **keys}
         return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:

@@ -70,18 +70,21 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
 
 
 def table(costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int) -> Array:
-    """The schedule as the kernel reads it (``scheduled_item`` in ``cuda_src/attn/schedule.cuh``).
+    """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
+    of a block after one access to memory.
 
     Returns:
-        int32: ``blocks + 1`` offsets in rows of four numbers; after padding to a row, the tiles
-        of each block as rows (tile, head, batch, 0), in order.
+        int32, in rows of four: of each block, its first tile as (tile, head, batch, the row of its
+        second); (0, 0, 0, the number of rows); the other tiles of each block as (tile, head, batch,
+        0), in order.
     """
     owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
     by_block = order[np.argsort(owner[order], kind="stable")]
     pair, tile = by_block // len(costs), by_block % len(costs)
     rows = np.stack([tile, pair % heads, pair // heads, np.zeros_like(tile)], axis=1)
-    header = -(-(blocks + 1) // 4)
-    offsets = np.zeros(4 * header, np.int64)
-    offsets[1 : blocks + 1] = np.cumsum(np.bincount(owner, minlength=blocks))
-    offsets[: blocks + 1] += header
-    return np.concatenate([offsets, rows.reshape(-1)]).astype(np.int32)
+    counts = np.bincount(owner, minlength=blocks)
+    firsts = np.cumsum(counts) - counts
+    header = np.zeros((blocks + 1, 4), np.int64)
+    header[:blocks] = rows[firsts]
+    header[:, 3] = blocks + 1 + np.append(0, np.cumsum(counts - 1))
+    return np.concatenate([header, np.delete(rows, firsts, axis=0)]).astype(np.int32).reshape(-1)

@@ -26,14 +26,15 @@ def test_every_tile_once_and_nearly_even(
     """Each tile has one block, each block a tile, and none has much more than the mean."""
     blocks = min(blocks, len(costs) * heads * batch)
     rows = table(np.array(costs), heads, batch, pairs_per_wave, blocks).reshape(-1, 4)
-    offsets = rows.reshape(-1)[: blocks + 1]
-    assert offsets[-1] == len(rows) and (np.diff(offsets) > 0).all()
-    everything = product(range(len(costs)), range(heads), range(batch), [0])
-    assert sorted(map(tuple, rows[offsets[0] :])) == sorted(everything)
-    loads = [
-        sum(costs[row[0]] for row in rows[first:last])
-        for first, last in zip(offsets, offsets[1:], strict=False)
+    seconds = rows[: blocks + 1, 3]
+    assert (seconds[0], seconds[-1]) == (blocks + 1, len(rows)) and (np.diff(seconds) >= 0).all()
+    taken = [
+        [rows[block], *rows[first:last]]
+        for block, (first, last) in enumerate(zip(seconds, seconds[1:], strict=False))
     ]
+    everything = product(range(len(costs)), range(heads), range(batch))
+    assert sorted(tuple(row[:3]) for own in taken for row in own) == sorted(everything)
+    loads = [sum(costs[row[0]] for row in own) for own in taken]
     assert max(loads) <= np.mean(loads) + 2 * max(costs)
 
 
