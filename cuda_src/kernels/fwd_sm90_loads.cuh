@@ -48,8 +48,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
   }
 
+  // Every other place of the ring, whose buffers are three.
+  static DLATTN_DEVICE uint32 is_odd(const Place<item_stages>& place) {
+    static_assert(item_stages % 2 == 1);
+    return (place.stage ^ place.parity) & 1;
+  }
+
   DLATTN_DEVICE void hand_out(Place<item_stages>& place, Work work) {
-    work.item.reversed = (place.stage ^ place.parity) & 1;  // every other one
+    work.item.reversed = is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
     if (lane < consumers) told.own[lane] = {p, work, first_query(work.item, lane)};
@@ -84,8 +90,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   // The same, and then waits until few of its keys are left to load. What a block has asked for is its
   // own: at the end, blocks that ask early have much to do, and others nothing.
-  DLATTN_DEVICE void offer_and_wait(Place<item_stages>& place, uint32& offered, WorkItem item) {
-    if (offer(place, item)) mbarrier_wait(shared.nearly_loaded, offered++ % 2);
+  DLATTN_DEVICE void offer_and_wait(Place<item_stages>& place, WorkItem item) {
+    if (offer(place, item))
+      mbarrier_wait(shared.nearly_loaded, is_odd(place) ^ 1);  // of the one before
   }
   DLATTN_DEVICE void tell_progress(const Work& work, int tile, bool& told) {
     if (told || tile > work.first_tile + 1) return;
@@ -96,10 +103,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
-    uint32 offered = 0;
     for (int taken = ask(); taken < count; taken = ask()) {
       const int4 row = p.ragged.items[1 + taken];
-      offer_and_wait(place, offered, {uniform(row.x), uniform(row.y), uniform(row.z)});
+      offer_and_wait(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
     }
   }
 
@@ -108,10 +114,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
-    uint32 offered = 0;
     while (walk.find<true>(ask(), p.batch, count)) {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
-      offer_and_wait(place, offered, {tile, walk.rest % p.heads_q, walk.batch});
+      offer_and_wait(place, {tile, walk.rest % p.heads_q, walk.batch});
     }
   }
 

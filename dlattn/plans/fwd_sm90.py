@@ -123,8 +123,9 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
-        # Their scheduler has no registers to divide by other numbers.
-        if dim_v & (dim_v - 1):
+        # Their scheduler has no registers to divide by other numbers, nor beside other results.
+        more = problem.sink or problem.score_max or problem.score_sum_exp
+        if dim_v & (dim_v - 1) or largest <= 32 or more:
             return (short,)
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
     if largest <= 128:
