@@ -258,7 +258,8 @@ def test_kernels_of_a_decode(monkeypatch):
             pytest.skip("NVRTC is not installed")
         raise
     arguments = {"override_uids": [0], "override_shapes": [(2, 4, 1, 64)]}
-    assert graph.get_workspace_size(**arguments) > 0
+    # Few items are a cluster's each, which needs no memory to put parts together.
+    assert graph.get_workspace_size(**arguments) == 0
     assert [plan.name for plan in graph._overrides.plans] == ["decode"]
     data = graph.serialize()
     jit.forget()
