@@ -105,7 +105,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
         weights.at[0][n / 2][n % 2 * 2 + i / 2] =
             Convert<T>::pack(probability(n, i), probability(n, i + 1));
       }
-    if (step.masked) mask(step, piece, [&](int e, int i) { zero(weights, e, i); });
+    if (step.masked) mask(step, piece, {}, [&](int e, int i) { zero(weights, e, i); });
   }
 
   DLATTN_DEVICE void exponentiate_quickly(Scores& probability, Weights& weights, const Scores& raw,
