@@ -49,6 +49,7 @@ struct Alibi : Added {
 // contiguous, or have any stride. Or the kernel has read it, by tiles.
 template <class T, bool contiguous, bool staged>
 struct Bias : Added {
+  static_assert(!staged || !same_type<T, bool>, "what is staged is added");
   static constexpr bool reads_memory = true, stages_bias = staged;
   using BiasElement = T;
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import ceil, gcd
 from typing import ClassVar
 
+from dlattn.dtypes import data_type
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
@@ -225,10 +226,15 @@ def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> i
 
 
 def register_refusal(problem: Problem) -> str | None:
-    """What no tiling has registers for, or ``None``."""
+    """What no tiling has registers for, or numbers, or ``None``."""
     widest = problem.head_dim_qk + problem.head_dim_v > 384
     crowded = problem.keeps_scores and problem.adds_to_scores
     reads_to_drop = isinstance(problem.dropout, GivenMask)
+    if problem.dtype is data_type.HALF and problem.bends_scores:
+        return (
+            "a score_mod's derivative may be larger than weights in fp16 can be, which are rounded "
+            "here; bf16 has room for it."
+        )
     if problem.dropout and problem.bends_scores:
         return (
             "dropout marks weights by their signs, which a score_mod may change; one whose "

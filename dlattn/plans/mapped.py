@@ -13,7 +13,7 @@ from typing import ClassVar
 from dlattn.plans.argument import MappedParams, Params
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import params_for
-from dlattn.problem import PAGE_TABLES, Bias, Geometry, Problem, Stored, TensorSpec
+from dlattn.problem import PAGE_TABLES, Bias, Edit, Geometry, Problem, Stored, TensorSpec
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -27,9 +27,14 @@ def slab_bytes(rows: int, columns: int) -> int:
 
 
 def staged(problem: Problem) -> Problem:
-    """The problem, with a bias that the kernel reads by tiles."""
-    edits = [replace(e, staged=True) if isinstance(e, Bias) else e for e in problem.edits]
-    return replace(problem, edits=tuple(edits))
+    """The problem, with a bias that the kernel reads by tiles. One of booleans is not added."""
+
+    def by_tiles(edit: Edit) -> Edit:
+        if isinstance(edit, Bias) and not edit.is_boolean:
+            return replace(edit, staged=True)
+        return edit
+
+    return replace(problem, edits=tuple(map(by_tiles, problem.edits)))
 
 
 #: What the copy engine's least stride is, in elements, and how many of them it can count.
