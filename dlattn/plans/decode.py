@@ -161,8 +161,12 @@ def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling |
 
 
 def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
-    """For at most 16, 32, 64 and 128 rows, those for which shared memory has room."""
-    found = (_tiling(problem, target, row_groups) for row_groups in (1, 2, 4, 8))
+    """For at most 16, 32, 64 and 128 rows, those for which shared memory and registers have room."""
+    # A function that reads elements leaves registers for 16 wide rows.
+    crowded = problem.gathers and max(problem.head_dim_qk, problem.head_dim_v) > 96
+    found = (
+        _tiling(problem, target, row_groups) for row_groups in ((1,) if crowded else (1, 2, 4, 8))
+    )
     return tuple(tiling for tiling in found if tiling)
 
 
