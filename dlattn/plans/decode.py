@@ -161,12 +161,8 @@ def _tiling(problem: Problem, target: Target, row_groups: int) -> DecodeTiling |
 
 
 def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
-    """For at most 16, 32, 64 and 128 rows, those for which shared memory and registers have room."""
-    # A function that reads elements leaves registers for 16 wide rows.
-    crowded = problem.gathers and max(problem.head_dim_qk, problem.head_dim_v) > 96
-    found = (
-        _tiling(problem, target, row_groups) for row_groups in ((1,) if crowded else (1, 2, 4, 8))
-    )
+    """For at most 16, 32, 64 and 128 rows, those for which shared memory has room."""
+    found = (_tiling(problem, target, row_groups) for row_groups in (1, 2, 4, 8))
     return tuple(tiling for tiling in found if tiling)
 
 
@@ -228,7 +224,14 @@ class Decode(MappedPlan):
             return "it needs 16-byte aligned tensors and strides."
         if problem.dropout is not None:
             return "it has no dropout, which decoding never has."
-        if cls.skipping(problem).has_blocks:
+        whole = cls.skipping(problem)
+        widest = 96 if whole.reads_tables else 128 if whole.gathers else MOST_HEAD_DIM_QK
+        if max(problem.head_dim_qk, problem.head_dim_v) > widest:
+            return (
+                "a score_mod that reads elements of tensors leaves too few registers for head "
+                f"dimensions above {widest}."
+            )
+        if whole.has_blocks:
             return "its few queries are in one block of a block mask, which skips nothing else."
         if geometry.batch * geometry.heads_q * -(-geometry.seq_kv // 64) >= 2**31:
             return "batch x heads x (keys / 64) must be below 2**31."

@@ -194,6 +194,12 @@ class Problem:
         return any(isinstance(edit, ScoreProgram) and edit.gathers for edit in self.edits)
 
     @property
+    def reads_tables(self) -> bool:
+        """Whether a user's function reads tensors of both queries and keys."""
+        programs = (edit for edit in self.edits if isinstance(edit, ScoreProgram))
+        return any(read.by_query and read.by_key for it in programs for read in it.reads)
+
+    @property
     def bends_scores(self) -> bool:
         """Whether the derivative of the edits may be negative: signs of weights then tell nothing
         of dropout."""

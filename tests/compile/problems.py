@@ -113,7 +113,9 @@ def is_left_to_portable(problem: Problem) -> bool:
 def is_decoded(problem: Problem) -> bool:
     """Whether the decode takes a problem, if queries are few."""
     narrow = problem.head_dim_qk <= MOST_HEAD_DIM_QK and problem.head_dim_v <= MOST_HEAD_DIM_V
-    plain = problem.dropout is None and not problem.without_score_blocks.has_blocks
+    whole, widest = problem.without_score_blocks, max(problem.head_dim_qk, problem.head_dim_v)
+    narrow &= not (whole.gathers and widest > 128) and not (whole.reads_tables and widest > 96)
+    plain = problem.dropout is None and not whole.has_blocks
     return narrow and plain and problem.access_bytes == 16
 
 
