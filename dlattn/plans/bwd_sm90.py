@@ -167,6 +167,7 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     others = int(problem.keeps_scores or bool(problem.dropout and adds))
     others += problem.has_blocks * (3 if problem.ragged else 1)
     others += problem.keeps_scores and reads_to_drop
+    others += problem.has_blocks and problem.has_bias
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(do_stages=1, share_slots=0)

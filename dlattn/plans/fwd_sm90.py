@@ -22,7 +22,7 @@ from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, GivenMask, Problem
+from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
@@ -96,6 +96,11 @@ def value_columns(problem: Problem) -> int:
     return next(width for width in VALUE_COLUMNS if width >= problem.head_dim_v)
 
 
+def is_positive(problem: Problem) -> bool:
+    """Whether the scale is known to be."""
+    return any(isinstance(edit, Scale) and edit.positive for edit in problem.edits)
+
+
 #: What a tile of the same size costs with another tiling than the first, as measured.
 SLOWER = 1.25
 
@@ -108,7 +113,9 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     if problem.has_aligned_bias and largest <= 128:
         tiling = Sm90FwdTiling(2, 128, stages_bias=True, ping_pong=True)
         if largest <= 64:
-            tiling = replace(tiling, stages=3, q_stages=2)
+            # A scale of either sign takes a register more.
+            keys = 128 if is_positive(problem) else 64
+            tiling = replace(tiling, tile_k=keys, stages=3, q_stages=2)
         return (tiling,)
     crowded = problem.keeps_scores and problem.has_bias and largest > 64
     crowded |= problem.has_program and largest > 128
@@ -125,6 +132,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
         # Their scheduler has no registers to divide by other numbers, nor beside other results.
         more = problem.sink or problem.score_max or problem.score_sum_exp
+        more |= (problem.paged_k or problem.paged_v) and not is_positive(problem)
         if dim_v & (dim_v - 1) or largest <= 32 or more:
             return (short,)
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
