@@ -118,7 +118,7 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
             tiling = replace(tiling, tile_k=keys, stages=3, q_stages=2)
         return (tiling,)
     crowded = problem.keeps_scores and problem.has_bias and largest > 64
-    crowded |= problem.has_program and largest > 128
+    crowded |= problem.has_program and largest > (64 if problem.has_blocks else 128)
     if crowded and problem.has_program and problem.ragged and largest > 128:
         return (Sm90FwdTiling(2, 32, stages=4),)
     if problem.gathers and problem.dropout and largest <= 64:

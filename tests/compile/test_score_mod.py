@@ -162,13 +162,15 @@ def read_gradients(
         made, gradients = with_gradients(name)
     crowded = "dropout" in more
     bias = EDITS["rows"] if crowded and name != "slopes" else ()
+    family = BwdSm90 if arch == "sm_90a" and not more else BwdSm80
+    # Hopper's leaves functions that bend scores to the portable one in fp16.
+    dtype = data_type.BFLOAT16 if family is BwdSm90 else data_type.HALF
     problem = Problem(
-        Direction.BACKWARD, data_type.HALF, *dims,
+        Direction.BACKWARD, dtype, *dims,
         (Scale(), *((SoftCap(),) * crowded), *made, *bias),
         MASKS["causal"], data_type.FLOAT,
         score_gradients=gradients, **more,
     )  # fmt: skip
-    family = BwdSm90 if arch == "sm_90a" and not more else BwdSm80
     kernels = plan_for(family, problem, arch).kernels()
     found = [k.source for k in kernels if k.source.name == "dlattn_bwd_dbias"]
     assert len(found) == len(gradients) > 0
