@@ -32,7 +32,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::dim_qk;
   using Base::dim_v;
   using Base::first_row;
-  using Base::item;
   using Base::item_stages;
   using Base::m;
   using Base::p;

@@ -178,8 +178,6 @@ struct FwdSm90Block {
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
     return shared.told[place.stage];
   }
-  // Read anew whenever it is needed, which costs less than its registers do.
-  DLATTN_DEVICE WorkItem item(int stage) const { return uniform(shared.told[stage].all.item); }
 
   // The key tile to visit after this one: a loader finds out.
   DLATTN_DEVICE int tile_before(const Work& work, int tile) const {
