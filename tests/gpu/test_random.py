@@ -7,37 +7,33 @@ side. Cases do not shrink, because each step could compile kernels; a failure pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 
-import dlattn as cudnn
 from tests.cases import Case
-from tests.drivers import Ready, Roles, Tensors, built, check, gpu_library, run_graph
+from tests.drivers import check, gpu_library, run_graph
+from tests.serial import run_by_engine
 from tests.strategies import families
 
 pytestmark = pytest.mark.gpu
 
 
-def built_by(engine: str, case: Case, tensors: Tensors, roles: Roles) -> Ready:
-    """The graph of a case for kernels of one family, where it has one for this."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLATTN_ENGINE", engine)
-        try:
-            return built(case, tensors, roles)
-        except cudnn.cudnnGraphNotSupportedError as refusal:
-            if "DLATTN_ENGINE" not in str(refusal):
-                raise
-    return built(case, tensors, roles)
+#: The best kernels for a case, or those of one family where it has some.
+RUNS = {
+    "best": run_graph,
+    "sm90": partial(run_by_engine, "sm90"),
+    "sm80": partial(run_by_engine, "sm80"),
+}
 
 
 @pytest.mark.usefixtures("part")
-@pytest.mark.parametrize("engine", ["any", "sm90", "sm80"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @settings(settings.get_profile("gpu"))
 @given(family=families("gpu", size=12, least=4))
-def test_graph(engine: str, family: tuple[Case, ...]) -> None:
+def test_graph(run: Callable[..., None], family: tuple[Case, ...]) -> None:
     """Graphs on the GPU are right for every case, and write nothing but their outputs."""
-    source = built if engine == "any" else partial(built_by, engine)
     for case in family:
-        check(case, gpu_library(), partial(run_graph, source=source))
+        check(case, gpu_library(), run)
