@@ -90,9 +90,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for found in terminalreporter.stats.values() for report in found]
-    properties = (p for report in reports for p in getattr(report, "user_properties", ()))
-    for line in tally.summary(properties):
+    reports = (report for found in terminalreporter.stats.values() for report in found)
+    calls = (report for report in reports if getattr(report, "when", None) == "call")
+    for line in tally.summary(found for report in calls for found in report.user_properties):
         terminalreporter.write_line(line)
 
 

@@ -1,5 +1,5 @@
-"""Other ways to run a case by graphs: those that were bytes, were declared for other sizes, or are for
-kernels of one family."""
+"""Other ways to run a case by graphs: those that were bytes, those declared for other sizes,
+and those of one family of kernels."""
 
 from __future__ import annotations
 
