@@ -203,7 +203,7 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
     rows = {"q": case.lengths_q(), "dO": case.lengths_q()}
     for nth, role in enumerate(("q", "k", "v", "dO")):
         dim = case.dims()[role]
-        data = _numbers(case, library, dim, 4 * case.seed + nth)
+        data = getattr(library, case.numbers)(dim, 4 * case.seed + nth)
         if role in "qk":
             data = data * _score_factor(case)
             if case.offset and case.scale_value:
@@ -326,14 +326,6 @@ def _score_factor(case: Case) -> float:
     return factor if case.numbers == "normal" else 2.0 ** round(math.log2(factor))
 
 
-def _numbers(case: Case, library: Library, dim: Sequence[int], seed: int) -> Any:
-    """Of the kind that the case asks for."""
-    data = library.normal(dim, seed)
-    if case.numbers == "normal":
-        return data
-    return (1.5 * data).round() * (library.normal(dim, seed + 2**20) > 0.5)
-
-
 def _spec(
     case: Case, role: str, dim: tuple[int, ...], dtype: str, by_value: bool = False
 ) -> TensorSpec:
@@ -349,7 +341,7 @@ def _spec(
 
 def _bias(case: Case, library: Library) -> Any:
     """Numbers, some of them -inf, or nonzero where a mask keeps; tails past the lengths."""
-    data = _numbers(case, library, case.bias_dim(), 4 * case.seed + 6)
+    data = getattr(library, case.numbers)(case.bias_dim(), 4 * case.seed + 6)
     if case.bias in ("bool", "uint8"):
         return library.cast(data > -0.8, "float32")
     data[data > 1.5] = -float("inf")
