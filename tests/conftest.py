@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="into how many tests each random GPU test is divided, for as many workers of "
         "pytest-xdist (1)",
+    )
+    group.addoption(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="after which a random GPU test, or a part of it, begins no more cases (never)",
     )
     group.addoption(
         "--kernels",
@@ -81,6 +88,7 @@ def part() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    tally.begin(item.config.getoption("--seconds"))
     try:
         return (yield)
     finally:

@@ -1,15 +1,36 @@
-"""What random tests did, added up over all processes that they run in, and printed at the end."""
+"""How long random tests take, and what they did: added up over all processes that they run in, and
+printed at the end."""
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 #: Name -> one number for each time that it was counted, or what was measured.
 Counts = dict[str, list[float]]
 
 _counts: defaultdict[str, list[float]] = defaultdict(list)
+_deadline = math.inf
+
+_Case = TypeVar("_Case")
+
+
+def begin(seconds: float) -> None:
+    """A test, which may begin no case after so many seconds."""
+    global _deadline
+    _deadline = time.monotonic() + seconds
+
+
+def in_time(cases: Iterable[_Case]) -> Iterator[_Case]:
+    """Those of them that may begin."""
+    for case in cases:
+        if time.monotonic() > _deadline:
+            return
+        yield case
 
 
 def count(name: str) -> None:

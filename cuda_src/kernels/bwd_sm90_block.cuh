@@ -116,11 +116,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     QTile q[stages];
     DOTile dO[do_stages];
     DSTile dS[ds_stages];
+    // Come with q. memcheck takes what a product reads of them twice for twice as much memory, so they
+    // are not the last.
+    alignas(128) float row_stats[stages][Shapes::stats_words];
     DQPiece dQ[dq_slots];
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
     Either<Problem::Score::stages_bias, BiasTile, Nothing> bias[stages];  // comes with q
     Either<by_product, Weights, Nothing> weights[ds_stages];
-    alignas(128) float row_stats[stages][Shapes::stats_words];  // come with q
     Step steps[stages];  // what is in q
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end

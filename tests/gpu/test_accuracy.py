@@ -64,7 +64,7 @@ def test_gradients_are_as_exact_as_plain_ones() -> None:
     @settings(settings.get_profile("gpu"))
     @given(families("gpu", size=12, least=4))
     def measure(family: tuple[Case, ...]) -> None:
-        for case in family:
+        for case in tally.in_time(family):
             if not case.stats:
                 continue
             for role, ratio, of_reach in ratios(case):

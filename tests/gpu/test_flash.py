@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 def check_all(family: tuple[FlashCase, ...]) -> None:
     """Each case from one of the frameworks."""
-    for case in family:
+    for case in tally.in_time(family):
         check(case, gpu_callers()[case.seed % len(gpu_callers())])
 
 
@@ -77,7 +77,7 @@ def test_pytorchs_own(family: tuple[FlashCase, ...]) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("PyTorch has no CUDA")
-    for case in family:
+    for case in tally.in_time(family):
         if sum(case.lens_q) and sum(case.lens_k):
             tally.count("calls")
             _compare(case, torch)

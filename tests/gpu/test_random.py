@@ -1,8 +1,8 @@
 """Random calls through the graph API on a GPU, forward and backward, against the oracle.
 
 ``pytest tests/gpu/test_random.py --examples 480 --parts 16 -n 16`` draws more of them, side by
-side. Cases do not shrink, because each step could compile kernels; a failure prints the line that
-``--repro`` takes.
+side; ``--seconds 60`` ends each part. Cases do not shrink, because each step could compile kernels;
+a failure prints the line that ``--repro`` takes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 
+from tests import tally
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
 from tests.serial import run_by_engine
@@ -35,5 +36,5 @@ RUNS = {
 @given(family=families("gpu", size=12, least=4))
 def test_graph(run: Callable[..., None], family: tuple[Case, ...]) -> None:
     """Graphs on the GPU are right for every case, and write nothing but their outputs."""
-    for case in family:
+    for case in tally.in_time(family):
         check(case, gpu_library(), run)
