@@ -65,6 +65,6 @@ def summary(tests: Iterable[tuple[str, Counts]]) -> Iterator[str]:
 def _told(name: str, values: list[float]) -> str:
     if not name.endswith(":"):
         return f"{len(values)} {name}"
-    tenths = statistics.quantiles(values, n=10) if len(values) > 1 else values
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
     told = " ".join(f"{x:.2f}" for x in (*tenths, max(values)))
     return f"{len(values)} {name} {told}"
