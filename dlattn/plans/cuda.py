@@ -259,12 +259,14 @@ class CudaPlan(Plan):
         if self._host_numbers or operations is None:
             return super().bind(places)
         placed = [(it, places[role][0], places[role][1] + to) for role, it, to in self._slots]
+        turns, has_workspace = self._turns, self.workspace_size > 0
 
         def run(addresses: Sequence[int], workspace: int, stream: int) -> None:
-            with self._turns:
+            with turns:
                 for slot, at, more in placed:
                     slot.value = addresses[at] + more
-                self.place_workspace(workspace)
+                if has_workspace:
+                    self.place_workspace(workspace)
                 for operation in operations:
                     operation(stream)
 

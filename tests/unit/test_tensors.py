@@ -19,8 +19,15 @@ from hypothesis.extra import numpy as np_st
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
-from dlattn.runtime import tensors
-from dlattn.runtime.tensors import TensorView, allocate, allocate_bytes, to_caller, view
+from dlattn.runtime import frameworks, tensors
+from dlattn.runtime.tensors import (
+    TensorView,
+    allocate,
+    allocate_bytes,
+    allocator,
+    to_caller,
+    view,
+)
 from tests.unit.producers import Capsules, Producer
 
 STORABLE = [
@@ -303,15 +310,43 @@ def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def test_allocate(
     name: str, geometry: tuple[tuple[int, ...], tuple[int, ...]], dtype: data_type
 ) -> None:
-    """The result has the asked shape, strides and type, and all of it is memory we own."""
+    """The result has the asked shape, strides and type, and all of it is memory we own, made once
+    or again and again."""
     framework = pytest.importorskip(name)
     shape, stride = geometry
-    tensor = allocate(framework.zeros(1), shape, stride, dtype)
-    seen = view(tensor)
-    assert (seen.shape, seen.dtype, seen.writable) == (shape, dtype, True)
-    if 0 not in shape:
-        assert seen.stride == stride
-    tensor[...] = 1
+    like = framework.zeros(1)
+    again = allocator(like, shape, stride, dtype)
+    for tensor in (allocate(like, shape, stride, dtype), again(), again()):
+        seen = view(tensor)
+        assert (seen.shape, seen.dtype, seen.writable) == (shape, dtype, True)
+        if 0 not in shape:
+            assert seen.stride == stride
+        tensor[...] = 1
+
+
+@pytest.mark.parametrize("made", [None, lambda shape, stride, dtype: np.empty(shape)])
+def test_torch_allocates_without_its_compilers_help(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, made: Any
+) -> None:
+    """Where torch.compile's way to memory is missing, or is another than it was."""
+    frameworks._quick_empty.cache_clear()
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", made)
+    try:
+        buffer = allocator(torch.zeros(1), (2, 3), (1, 2), data_type.HALF)()
+    finally:
+        frameworks._quick_empty.cache_clear()
+    assert view(buffer)[1:4] == ((2, 3), (1, 2), data_type.HALF)
+
+
+def test_torchs_quick_memory_is_on_the_only_device(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile's way to memory asks nobody which device is meant."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    frameworks._quick_empty.cache_clear()
+    assert frameworks._quick_empty("cuda") is None
+    assert frameworks._quick_empty("meta") is None
+    frameworks._quick_empty.cache_clear()
 
 
 def test_allocate_for_jax(jax: Any) -> None:
