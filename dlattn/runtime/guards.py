@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from dlattn.runtime.framework import Look
+from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
 
 
 def lookalikes(tensors: Sequence[Any]) -> Look | None:
@@ -40,7 +40,7 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         addresses = []
         for x in given:
             address: int = x.data_ptr()
-            if address & 15 or not address:
+            if address % LOOK_ALIGNMENT or not address:
                 return None
             addresses.append(address)
         return addresses
