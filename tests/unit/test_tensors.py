@@ -338,15 +338,22 @@ def test_torch_allocates_without_its_compilers_help(
     assert view(buffer)[1:4] == ((2, 3), (1, 2), data_type.HALF)
 
 
-def test_torchs_quick_memory_is_on_the_only_device(
+def test_torchs_quick_memory_is_on_the_current_device(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile's way to memory asks nobody which device is meant."""
+    """Of several devices, another than the current one is asked for by name."""
+    own, asked = torch.Tensor.new_empty_strided, []
+    like = SimpleNamespace(device=torch.device("cpu"), is_cpu=False, get_device=lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    frameworks._quick_empty.cache_clear()
-    assert frameworks._quick_empty("cuda") is None
-    assert frameworks._quick_empty("meta") is None
-    frameworks._quick_empty.cache_clear()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty_strided", lambda *given: asked.append(1) or own(*given)
+    )
+    make = frameworks._Torch().allocator(like, (2, 3), (1, 2), data_type.HALF)
+    for current in (0, 1):
+        asked.clear()
+        assert view(make())[1:4] == ((2, 3), (1, 2), data_type.HALF)
+        assert len(asked) == 1 - current
 
 
 def test_allocate_for_jax(jax: Any) -> None:
