@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as np_st
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
-from dlattn.runtime import frameworks, tensors
+from dlattn.runtime import tensors
 from dlattn.runtime.tensors import (
     TensorView,
     allocate,
@@ -322,38 +322,6 @@ def test_allocate(
         if 0 not in shape:
             assert seen.stride == stride
         tensor[...] = 1
-
-
-@pytest.mark.parametrize("made", [None, lambda shape, stride, dtype: np.empty(shape)])
-def test_torch_allocates_without_its_compilers_help(
-    torch: Any, monkeypatch: pytest.MonkeyPatch, made: Any
-) -> None:
-    """Where torch.compile's way to memory is missing, or is another than it was."""
-    frameworks._quick_empty.cache_clear()
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", made)
-    try:
-        buffer = allocator(torch.zeros(1), (2, 3), (1, 2), data_type.HALF)()
-    finally:
-        frameworks._quick_empty.cache_clear()
-    assert view(buffer)[1:4] == ((2, 3), (1, 2), data_type.HALF)
-
-
-def test_torchs_quick_memory_is_on_the_current_device(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several devices, another than the current one is asked for by name."""
-    own, asked = torch.Tensor.new_empty_strided, []
-    like = SimpleNamespace(device=torch.device("cpu"), is_cpu=False, get_device=lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty_strided", lambda *given: asked.append(1) or own(*given)
-    )
-    make = frameworks._Torch().allocator(like, (2, 3), (1, 2), data_type.HALF)
-    for current in (0, 1):
-        asked.clear()
-        assert view(make())[1:4] == ((2, 3), (1, 2), data_type.HALF)
-        assert len(asked) == 1 - current
 
 
 def test_allocate_for_jax(jax: Any) -> None:
