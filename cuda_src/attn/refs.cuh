@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/types.cuh"
+#include "ptx/memory.cuh"
 
 namespace dlattn {
 
@@ -50,6 +51,12 @@ struct LengthRef {
     const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
                                   : static_cast<const int*>(data)[b * stride];
     return int(length < 0 ? 0 : length > longest ? longest : length);
+  }
+  // Of an entry, if there is one.
+  DLATTN_DEVICE void prefetch(int b, int batch) const {
+    if (data != nullptr && b < batch) {
+      prefetch_l2(static_cast<const char*>(data) + b * stride * (is_int64 ? 8 : 4));
+    }
   }
 };
 
@@ -106,6 +113,16 @@ struct PageTableRef {
   // The number of the page that a row of a sequence is in.
   DLATTN_DEVICE int number(const int* entries, int row) const {
     return __ldg(entries + (row >> log2_rows) * page);
+  }
+  // The same, on its way.
+  DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
+    return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
+  }
+  // Asks for the number of a page of a sequence, if it has so many.
+  DLATTN_DEVICE void prefetch(int b, int index, int rows) const {
+    if (offsets == nullptr && index < whole_pages(rows) >> log2_rows) {
+      prefetch_l2(data + b * batch + index * page);
+    }
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }

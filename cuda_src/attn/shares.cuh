@@ -12,6 +12,7 @@
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/opaque.cuh"
 
 namespace dlattn {
 
@@ -30,7 +31,8 @@ struct ItemKeys {
   }
 };
 
-// The tiles of a block, of which it is at one. Every lane of a warp must be there.
+// The tiles of a block, of which it is at one, once lengths have been read. Every lane of a warp must be
+// there.
 template <class Mask, int tile_k>
 struct Share {
   using Keys = ItemKeys<Mask, tile_k>;
@@ -47,11 +49,15 @@ struct Share {
   DLATTN_DEVICE explicit Share(const Params& params)
       : p(params),
         width(params.heads_per_wave),
-        lane(blockIdx.x % params.heads_per_wave),
-        team(blockIdx.x / params.heads_per_wave),
-        columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
-        length(params) {
-    const bool alike = p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr;
+        lane(opaque(blockIdx.x % params.heads_per_wave)),
+        team(opaque(blockIdx.x / params.heads_per_wave)),
+        columns(opaque(params.heads_q / (params.heads_per_block * params.heads_per_wave))),
+        length(params) {}
+
+  DLATTN_DEVICE void read_lengths() {
+    const bool alike =
+        p.batch == 1 || (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr);
+    if (alike) length = Lengths::at_once(p, 0);
     total = alike ? p.batch * columns * Keys(length, p).tiles : total_of_different();
     teams = least(gridDim.x / width, total);
     begin = first_of(team);
@@ -79,6 +85,7 @@ struct Share {
   // Of this item, the least tile in the share.
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
   DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
+  DLATTN_DEVICE bool enters_item() const { return completes(); }
   // The team that has the first tile of the item.
   DLATTN_DEVICE int first_team() const {
     const int first = begin + left - 1 - tile;
@@ -100,7 +107,7 @@ struct Share {
 
  private:
   DLATTN_DEVICE void enter() {
-    length = Lengths(p, batch);
+    length = Lengths::at_once(p, batch);
     keys = Keys(length, p);
   }
   DLATTN_DEVICE int first_of(int team) const {
@@ -122,27 +129,34 @@ template <class Mask, int tile_k>
 struct ClusterShare {
   using Keys = ItemKeys<Mask, tile_k>;
   const Params& p;
-  const int rank, blocks;  // in the cluster
-  int batch, head_group;
+  const int rank, blocks, log2_blocks;  // in the cluster
+  const int batch, head_group;
   Lengths length;
   Keys keys;
   int tile, left;  // may be none
 
   DLATTN_DEVICE explicit ClusterShare(const Params& params)
-      : p(params), rank(cluster_rank()), blocks(cluster_blocks()), length(params) {
-    const int item = blockIdx.x / blocks, groups = p.heads_q / p.heads_per_block;
-    batch = item / groups;
-    head_group = item % groups;
-    length = Lengths(p, batch);
+      : p(params),
+        rank(cluster_rank()),
+        blocks(cluster_blocks()),
+        log2_blocks(__popc(cluster_blocks() - 1)),
+        batch(opaque((blockIdx.x >> log2_blocks) / params.heads_per_wave)),
+        head_group(opaque((blockIdx.x >> log2_blocks) % params.heads_per_wave)),
+        length(params) {}
+
+  DLATTN_DEVICE void read_lengths() {
+    length = Lengths::at_once(p, batch);
     keys = Keys(length, p);
-    const int end = (rank + 1) * keys.tiles / blocks;
+    const int end = (rank + 1) * keys.tiles >> log2_blocks;
     tile = end - 1;
-    left = end - rank * keys.tiles / blocks;
+    left = end - (rank * keys.tiles >> log2_blocks);
   }
 
   DLATTN_DEVICE int group() const { return head_group; }
   DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
   DLATTN_DEVICE int last_of_item() const { return tile - left + 1; }
+  // Blocks have no more than the first item.
+  DLATTN_DEVICE bool enters_item() const { return false; }
   DLATTN_DEVICE void advance() { --left, --tile; }
 };
 
