@@ -118,11 +118,9 @@ struct PageTableRef {
   DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
     return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
   }
-  // Asks for the number of a page of a sequence, if it has so many.
-  DLATTN_DEVICE void prefetch(int b, int index, int rows) const {
-    if (offsets == nullptr && index < whole_pages(rows) >> log2_rows) {
-      prefetch_l2(data + b * batch + index * page);
-    }
+  // Asks for the same of a full sequence, which packed ones need not have.
+  DLATTN_DEVICE void prefetch(int b, int row) const {
+    if (offsets == nullptr) prefetch_l2(data + b * batch + (row >> log2_rows) * page);
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }

@@ -12,7 +12,6 @@
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/opaque.cuh"
 
 namespace dlattn {
 
@@ -31,8 +30,7 @@ struct ItemKeys {
   }
 };
 
-// The tiles of a block, of which it is at one, once lengths have been read. Every lane of a warp must be
-// there.
+// The tiles of a block, of which it is at one. Every lane of a warp must be there.
 template <class Mask, int tile_k>
 struct Share {
   using Keys = ItemKeys<Mask, tile_k>;
@@ -49,33 +47,19 @@ struct Share {
   DLATTN_DEVICE explicit Share(const Params& params)
       : p(params),
         width(params.heads_per_wave),
-        lane(opaque(blockIdx.x % params.heads_per_wave)),
-        team(opaque(blockIdx.x / params.heads_per_wave)),
-        columns(opaque(params.heads_q / (params.heads_per_block * params.heads_per_wave))),
-        length(params) {}
+        lane(blockIdx.x % params.heads_per_wave),
+        team(blockIdx.x / params.heads_per_wave),
+        columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
+        length(params) {
+    divide_alike();
+  }
 
+  // Until then, all sequences are full.
   DLATTN_DEVICE void read_lengths() {
-    const bool alike =
-        p.batch == 1 || (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr);
-    if (alike) length = Lengths::at_once(p, 0);
-    total = alike ? p.batch * columns * Keys(length, p).tiles : total_of_different();
-    teams = least(gridDim.x / width, total);
-    begin = first_of(team);
-    left = team < teams ? first_of(team + 1) - begin : 0;
-    if (left == 0) return;
-    const int end = begin + left - 1;
-    if (alike) {
-      batch = end / (total / p.batch);
-      tile = end - batch * (total / p.batch);
-    } else {
-      BatchWalk walk;
-      walk.find(end, p.batch, [&](int b) { return tiles_of(b); });
-      batch = walk.batch;
-      tile = walk.rest;
-    }
-    enter();
-    column = tile / keys.tiles;
-    tile -= column * keys.tiles;
+    if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
+    if (p.batch > 1) return divide();
+    length = Lengths::at_once(p, 0);
+    divide_alike();
   }
 
   // Of the heads of K and V, or of queries that share them.
@@ -99,16 +83,42 @@ struct Share {
     if (--left == 0 || --tile >= 0) return;
     if (--column < 0) {
       column = columns - 1;
-      --batch;
-      enter();
+      length = Lengths::at_once(p, --batch);
+      keys = Keys(length, p);
     }
     tile = keys.tiles - 1;
   }
 
  private:
-  DLATTN_DEVICE void enter() {
+  // Of batch entries that all have these lengths.
+  DLATTN_DEVICE void divide_alike() {
+    const int tiles = columns * Keys(length, p).tiles;
+    if (!take_share(p.batch * tiles)) return;
+    const int end = begin + left - 1;
+    batch = end / tiles;
+    enter(end - batch * tiles);
+  }
+  DLATTN_DEVICE void divide() {
+    if (!take_share(total_of_different())) return;
+    BatchWalk walk;
+    walk.find(begin + left - 1, p.batch, [&](int b) { return tiles_of(b); });
+    batch = walk.batch;
     length = Lengths::at_once(p, batch);
+    enter(walk.rest);
+  }
+  // Of so many tiles of all columns. False if there is none.
+  DLATTN_DEVICE bool take_share(int tiles) {
+    total = tiles;
+    teams = least(gridDim.x / width, total);
+    begin = first_of(team);
+    left = team < teams ? first_of(team + 1) - begin : 0;
+    return left > 0;
+  }
+  // A tile of the batch entry.
+  DLATTN_DEVICE void enter(int tile_of_entry) {
     keys = Keys(length, p);
+    column = tile_of_entry / keys.tiles;
+    tile = tile_of_entry - column * keys.tiles;
   }
   DLATTN_DEVICE int first_of(int team) const {
     return team * (total / teams) + least(team, total % teams);
@@ -140,16 +150,17 @@ struct ClusterShare {
         rank(cluster_rank()),
         blocks(cluster_blocks()),
         log2_blocks(__popc(cluster_blocks() - 1)),
-        batch(opaque((blockIdx.x >> log2_blocks) / params.heads_per_wave)),
-        head_group(opaque((blockIdx.x >> log2_blocks) % params.heads_per_wave)),
-        length(params) {}
+        batch((blockIdx.x >> log2_blocks) / params.heads_per_wave),
+        head_group((blockIdx.x >> log2_blocks) % params.heads_per_wave),
+        length(params) {
+    divide();
+  }
 
+  // Until then, all sequences are full.
   DLATTN_DEVICE void read_lengths() {
+    if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
     length = Lengths::at_once(p, batch);
-    keys = Keys(length, p);
-    const int end = (rank + 1) * keys.tiles >> log2_blocks;
-    tile = end - 1;
-    left = end - (rank * keys.tiles >> log2_blocks);
+    divide();
   }
 
   DLATTN_DEVICE int group() const { return head_group; }
@@ -158,6 +169,14 @@ struct ClusterShare {
   // Blocks have no more than the first item.
   DLATTN_DEVICE bool enters_item() const { return false; }
   DLATTN_DEVICE void advance() { --left, --tile; }
+
+ private:
+  DLATTN_DEVICE void divide() {
+    keys = Keys(length, p);
+    const int end = (rank + 1) * keys.tiles >> log2_blocks;
+    tile = end - 1;
+    left = end - (rank * keys.tiles >> log2_blocks);
+  }
 };
 
 }  // namespace dlattn

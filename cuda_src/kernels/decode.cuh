@@ -161,8 +161,8 @@ DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
   launch_dependents();
-  Kernel::open(m, shared);
   const typename Kernel::Tiles place(m.p);
+  Kernel::open(m, shared, place);
   // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
                      m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||

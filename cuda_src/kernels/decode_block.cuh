@@ -78,20 +78,17 @@ struct DecodeBlock {
         p(params.p),
         team(warp_index() / row_groups),
         row_group(warp_index() % row_groups),
-        loads(place) {
-    loads.read_lengths();
-  }
+        loads(place) {}
 
-  // Lengths and page numbers that are read first are asked for while kernels before may write them: L2 has
-  // what is current. They are guessed: those of a batch entry that has the keys of all others.
-  static DLATTN_DEVICE void prefetch_tables(const Params& p) {
-    constexpr int line = 32;  // numbers
-    const int thread = threadIdx.x;
-    p.seq_len_q.prefetch(line * thread, p.batch);
-    p.seq_len_kv.prefetch(line * thread, p.batch);
-    const int batch = blockIdx.x * p.batch / gridDim.x;
-    if constexpr (Problem::paged_k) p.k_pages.prefetch(batch, line * thread, p.seq_kv);
-    if constexpr (Problem::paged_v) p.v_pages.prefetch(batch, line * thread, p.seq_kv);
+  // What is read first, lengths and page numbers of full sequences, is asked for while kernels before may
+  // write it: L2 has what is current. And where it is has been found when it may be read.
+  static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place) {
+    p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
+    p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
+    const int first = place.first_key() + 16 * warp_index();
+    if (place.left == 0 || first >= place.keys.last) return;
+    if constexpr (Problem::paged_k) p.k_pages.prefetch(place.batch, first);
+    if constexpr (Problem::paged_v) p.v_pages.prefetch(place.batch, first);
   }
 
   DLATTN_DEVICE void find_heads() {

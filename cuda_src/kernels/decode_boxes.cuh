@@ -80,7 +80,13 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory,
                             const Tiles& place)
       : Base(params, place), shared(shared_memory) {
-    if (loads.left > 0) enter_item();
+    // Page numbers come with the lengths, if the first tile is where full sequences have it.
+    const bool guesses = may_guess() && loads.left > 0 && first_loaded(loads) < loads.keys.last;
+    if (guesses) enter_item();
+    loads.read_lengths();
+    const bool is_there = guesses && loads.batch == place.batch && loads.group() == place.group() &&
+                          loads.first_key() == place.first_key();
+    if (loads.left > 0 && !is_there) enter_item();
   }
 
   DLATTN_DEVICE void start() {
@@ -156,6 +162,11 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     __syncwarp();
   }
 
+  // Tables have entries for full sequences, unless they are packed.
+  DLATTN_DEVICE bool may_guess() const {
+    return (!Problem::paged_k || p.k_pages.offsets == nullptr) &&
+           (!Problem::paged_v || p.v_pages.offsets == nullptr);
+  }
   DLATTN_DEVICE void enter_item() {
     Base::find_heads();
     if constexpr (Problem::paged_k) pages_of_k = p.k_pages.entries(loads.batch);

@@ -58,6 +58,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
                             const Tiles& place)
       : Base(params, place), shared(shared_memory) {
+    loads.read_lengths();
     if (loads.left > 0) enter_item();
   }
 

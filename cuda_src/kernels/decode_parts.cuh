@@ -61,10 +61,11 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
       : Base(params, shared_memory, place), values(params.p), work(Base::loads) {}
 
   // All that needs nothing that a kernel before may write.
-  static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared) {
+  static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
+                                 const Tiles& place) {
     Base::open_rings(m, shared);
-    Base::prefetch_tables(m.p);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
+    Base::prefetch_tables(m.p, place);
   }
 
   DLATTN_DEVICE Row row_of(int row) const {
@@ -137,31 +138,14 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     for (int i = 0; i < count; ++i) unit.add(other[i]);
   }
 
-  // The sum of `most` units or fewer in shared memory, by few instructions: of what runs once in a while,
-  // the first turn of a loop takes longer than all others, because it is in no instruction cache.
-  template <int most, class Reference, class Load>
-  static DLATTN_DEVICE Unit sum_of(int existing, Reference reference, Load load) {
-    Unit unit;
-#pragma unroll
-    for (int i = 0; i < most; ++i) {
-      if (i < existing) unit.reference = fmaxf(unit.reference, reference(i));
-    }
-#pragma unroll 2
-    for (int i = 0; i < existing; ++i) {
-      Unit part;
-      part.reference = reference(i);
-      load(part, i);
-      unit.add(part);
-    }
-    return unit;
-  }
-
   DLATTN_DEVICE Unit merge_teams(int row, int column) const {
-    const auto reference = [&](int t) { return shared.rows.reference[t][row]; };
-    return sum_of<teams>(teams, reference, [&](Unit& part, int t) {
+    Unit unit;
+    add_units<teams>(unit, teams, [&](Unit& part, int t) {
+      part.reference = shared.rows.reference[t][row];
       part.sum = shared.rows.sum[t][row];
       load_unit(part.o, &Base::part(t).o[row][column]);
     });
+    return unit;
   }
 
   DLATTN_DEVICE void store(Unit& unit, int row, int column) const {
@@ -298,13 +282,12 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     if (threadIdx.x >= own.count) return;
     mbarrier_wait(shared.mailbox.full, 0);
     for (int i = threadIdx.x; i < own.count; i += threads) {
-      const auto packet = [&](int block) -> const Packet& {
-        return shared.mailbox.packets[block * own.each + i];
-      };
-      const auto reference = [&](int block) { return packet(block).reference; };
-      Unit unit = sum_of<most_blocks>(work.blocks, reference, [&](Unit& part, int block) {
-        part.sum = packet(block).sum;
-        load_unit(part.o, packet(block).o);
+      Unit unit;
+      add_units<most_blocks>(unit, work.blocks, [&](Unit& part, int block) {
+        const Packet& packet = shared.mailbox.packets[block * own.each + i];
+        load_unit(part.o, packet.o);
+        part.reference = packet.reference;
+        part.sum = packet.sum;
       });
       const int at = own.first + i;
       store(unit, at / row_units, at % row_units * Unit::columns);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd
 
@@ -168,6 +169,23 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
+#: Rows of an item at most, of which a cluster's mailbox has room in shared memory.
+_MOST_CLUSTER_ROWS = 64
+
+
+def cluster_tiling(
+    problem: Problem, target: Target, rows: int, cluster: int
+) -> DecodeTiling | None:
+    """For so many rows, more than 16, in clusters: if they can be, and there is room."""
+    if problem.ragged or target.capability != (9, 0) or rows > _MOST_CLUSTER_ROWS:
+        return None
+    fitting = (tiling for tiling in tilings(problem, target) if tiling.rows >= rows)
+    tiling = next((replace(it, stages=2, cluster=cluster) for it in fitting), None)
+    if tiling is None or tiling.shared_memory(problem) > target.shared_memory:
+        return None
+    return tiling
+
+
 def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
     """For at most 16 rows: the copy engine fills so many bytes, for a cluster or for shares."""
     stage = slab_bytes(16, problem.head_dim_qk) + slab_bytes(16, problem.head_dim_v)
@@ -249,11 +267,14 @@ class Decode(MappedPlan):
     ) -> Sequence[DecodeTiling]:
         rows = geometry.seq_q * heads_per_item(geometry)
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        cluster = cluster_of(geometry, target)
+        if rows > 16 and cluster:
+            clustered = cluster_tiling(problem, target, rows, cluster)
+            return [clustered, *portable] if clustered else portable
         if rows > 16 or not cls._has_boxes(problem, geometry, target):
             return portable
         ring = _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT
         boxes = [box_tiling(problem, ring)]
-        cluster = cluster_of(geometry, target)
         if cluster:
             boxes.insert(0, box_tiling(problem, _ALONE, cluster))
         return [*boxes, *portable]
@@ -307,6 +328,10 @@ class Decode(MappedPlan):
 
     def companions(self) -> list[KernelSource]:
         found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
+        for rows in (32, 64):
+            clustered = cluster_tiling(self.problem, self.target, rows, MOST_BLOCKS)
+            if clustered:
+                found[clustered.cpp] = clustered
         if self._has_boxes(self.problem, self.geometry, self.target):
             rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
             boxes = [box_tiling(self.problem, *ring) for ring in rings]
