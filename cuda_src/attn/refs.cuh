@@ -107,9 +107,10 @@ struct PageTableRef {
 
   // Of a sequence.
   DLATTN_DEVICE const int* entries(int b) const {
-    if (offsets == nullptr) return data + b * batch;
+    if (offsets == nullptr) return unpacked_entries(b);
     return data + load_offset(offsets, has_int64_offsets, b);
   }
+  DLATTN_DEVICE const int* unpacked_entries(int b) const { return data + b * batch; }
   // The number of the page that a row of a sequence is in.
   DLATTN_DEVICE int number(const int* entries, int row) const {
     return __ldg(entries + (row >> log2_rows) * page);
@@ -118,9 +119,8 @@ struct PageTableRef {
   DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
     return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
   }
-  // Asks for the same of a full sequence, which packed ones need not have.
-  DLATTN_DEVICE void prefetch(int b, int row) const {
-    if (offsets == nullptr) prefetch_l2(data + b * batch + (row >> log2_rows) * page);
+  DLATTN_DEVICE void prefetch_number(const int* entries, int row) const {
+    prefetch_l2(entries + (row >> log2_rows) * page);
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }

@@ -73,22 +73,32 @@ struct DecodeBlock {
   Tiles loads;                // where copies are
   int head_k, head_v;         // of the item there
 
-  DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& place)
+  DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& place, int warp)
       : m(params),
         p(params.p),
-        team(warp_index() / row_groups),
-        row_group(warp_index() % row_groups),
+        team(warp / row_groups),
+        row_group(warp % row_groups),
         loads(place) {}
 
   // What is read first, lengths and page numbers of full sequences, is asked for while kernels before may
   // write it: L2 has what is current. And where it is has been found when it may be read.
-  static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place) {
+  static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place, int warp) {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
-    const int first = place.first_key() + 16 * warp_index();
-    if (place.left == 0 || first >= place.keys.last) return;
-    if constexpr (Problem::paged_k) p.k_pages.prefetch(place.batch, first);
-    if constexpr (Problem::paged_v) p.v_pages.prefetch(place.batch, first);
+    const int first = place.first_key() + 16 * warp;
+    if (!may_guess(p) || place.left == 0 || first >= place.keys.last) return;
+    if constexpr (Problem::paged_k) {
+      p.k_pages.prefetch_number(p.k_pages.unpacked_entries(place.batch), first);
+    }
+    if constexpr (Problem::paged_v) {
+      p.v_pages.prefetch_number(p.v_pages.unpacked_entries(place.batch), first);
+    }
+  }
+  // Tables have entries for full sequences, unless they are packed.
+  static DLATTN_DEVICE bool may_guess(const Params& p) {
+    return (Problem::paged_k || Problem::paged_v) &&
+           (!Problem::paged_k || p.k_pages.offsets == nullptr) &&
+           (!Problem::paged_v || p.v_pages.offsets == nullptr);
   }
 
   DLATTN_DEVICE void find_heads() {

@@ -62,8 +62,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   const int *pages_of_k, *pages_of_v;   // of the batch entry that copies are at
   uint32 page_k = 0, page_v = 0;        // of the rows that this warp loads next
 
-  static DLATTN_DEVICE void open_rings(const MappedDecodeParams& m, SharedMemory& shared) {
-    Full& full = shared.full[warp_index()];
+  static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int i = 0; i < stages; ++i) {
@@ -78,15 +77,23 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   }
 
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place)
-      : Base(params, place), shared(shared_memory) {
+                            const Tiles& place, int warp)
+      : Base(params, place, warp), shared(shared_memory) {
     // Page numbers come with the lengths, if the first tile is where full sequences have it.
-    const bool guesses = may_guess() && loads.left > 0 && first_loaded(loads) < loads.keys.last;
-    if (guesses) enter_item();
+    const bool guesses =
+        Base::may_guess(p) && loads.left > 0 && first_loaded(loads) < loads.keys.last;
+    if (guesses) {
+      if constexpr (Problem::paged_k) pages_of_k = p.k_pages.unpacked_entries(loads.batch);
+      if constexpr (Problem::paged_v) pages_of_v = p.v_pages.unpacked_entries(loads.batch);
+      look_up();
+    }
     loads.read_lengths();
-    const bool is_there = guesses && loads.batch == place.batch && loads.group() == place.group() &&
-                          loads.first_key() == place.first_key();
-    if (loads.left > 0 && !is_there) enter_item();
+    if (loads.left == 0) return;
+    if (guesses && loads.batch == place.batch && loads.first_key() == place.first_key()) {
+      Base::find_heads();
+    } else {
+      enter_item();
+    }
   }
 
   DLATTN_DEVICE void start() {
@@ -162,11 +169,6 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     __syncwarp();
   }
 
-  // Tables have entries for full sequences, unless they are packed.
-  DLATTN_DEVICE bool may_guess() const {
-    return (!Problem::paged_k || p.k_pages.offsets == nullptr) &&
-           (!Problem::paged_v || p.v_pages.offsets == nullptr);
-  }
   DLATTN_DEVICE void enter_item() {
     Base::find_heads();
     if constexpr (Problem::paged_k) pages_of_k = p.k_pages.entries(loads.batch);

@@ -53,11 +53,9 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   const int* pages;  // of the batch entry that copies are at: of keys or of values, as look_up() says
   int page;          // of the row that this lane finds for the next copies
 
-  static DLATTN_DEVICE void open_rings(const MappedDecodeParams&, SharedMemory&) {}
-
   DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place)
-      : Base(params, place), shared(shared_memory) {
+                            const Tiles& place, int warp)
+      : Base(params, place, warp), shared(shared_memory) {
     loads.read_lengths();
     if (loads.left > 0) enter_item();
   }

@@ -57,15 +57,15 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   Tiles work;  // where products are
 
   DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place)
-      : Base(params, shared_memory, place), values(params.p), work(Base::loads) {}
+                            const Tiles& place, int warp)
+      : Base(params, shared_memory, place, warp), values(params.p), work(Base::loads) {}
 
   // All that needs nothing that a kernel before may write.
   static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
-                                 const Tiles& place) {
-    Base::open_rings(m, shared);
+                                 const Tiles& place, int warp) {
+    if constexpr (Tiling::boxes) Base::open_ring(m, shared.full[warp]);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
-    Base::prefetch_tables(m.p, place);
+    Base::prefetch_tables(m.p, place, warp);
   }
 
   DLATTN_DEVICE Row row_of(int row) const {
