@@ -98,6 +98,11 @@ DLATTN_DEVICE uint32 start_load(const uint32* global) {
   return value;
 }
 
+// 9.7.9.16 (prefetch): into L2, which has what is current.
+DLATTN_DEVICE void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // 9.7.9.8 (ld.relaxed), 9.7.13.4 (fence): what blocks of one launch tell each other.
 DLATTN_DEVICE float4 load_relaxed(const float4* global) {
   float4 v;
