@@ -246,7 +246,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
-    const int lane = threadIdx.x % 32;
+    // Beside a walk that passes over blocks, there are no registers to hold what depends on the lane.
+    const int lane = Tiles::skips ? opaque(threadIdx.x) % 32 : threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
@@ -272,7 +273,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
           row[n] = half == 0 ? Convert<T>::pack(v.x * factor, v.y * factor)
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
-        transpose_quad(row);
+        transpose_quad(row, lane);
         if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
           *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
               uint4{row[0], row[1], row[2], row[3]};

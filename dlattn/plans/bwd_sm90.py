@@ -171,7 +171,8 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.has_blocks and problem.has_bias
     # What a function masks of elements: loaders would spill beside wide dK and dV.
-    others += 2 * (problem.score_blocks is not None and problem.score_blocks.elements)
+    masks = problem.score_blocks is not None and problem.score_blocks.elements
+    others += 2 * (masks and max(dims) > 128)
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(do_stages=1, share_slots=0)
