@@ -64,6 +64,7 @@ struct Params {
   BiasRef d_score_mod[8];  // the gradients of what it reads
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
+  float* key_sums;      // (batch, heads of k, key tiles): of dK and dV, where items divide groups
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

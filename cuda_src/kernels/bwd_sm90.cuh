@@ -12,6 +12,7 @@
 #pragma once
 
 #include "kernels/bwd_sm90_scores.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/opaque.cuh"
 
 namespace dlattn {
@@ -258,25 +259,28 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     }
   }
 
-  // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
+  // The last head that shares keys, or values, is done: the next ones may be loaded.
+  DLATTN_DEVICE void free_keys_and_values(int last) {
+    if (this->ends_group(last, p.heads_per_v)) Base::release_after_walk(shared.v_ring.empty[0]);
+    if (this->ends_group(last, p.heads_per_k)) Base::release_after_walk(shared.k_ring.empty[0]);
+  }
+  // Their gradients are stored then; of some blocks of keys.
   template <int n>
-  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head) {
-    named_barrier_sync(Base::keys_read, 128 * 3);
+  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int i, int last) {
+    if (!this->ends_group(last, p.heads_per_k)) return;
+    const int head = (this->first_head() + i) / p.heads_per_k;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_k>(
-          dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.dK, p.k_pages},
-          head / p.heads_per_k, gradient_factor<Problem>(ScoreValues(p)));
+    for (int block = 0; block < n; ++block) {
+      this->template store<KeyGradients<Problem>>(dK[block], first + 64 * block, head);
     }
   }
   template <int n>
-  DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int head) {
-    named_barrier_sync(Base::values_read, 128 * 2);
+  DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int i, int last) {
+    if (!this->ends_group(last, p.heads_per_v)) return;
+    const int head = (this->first_head() + i) / p.heads_per_v;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_v>(
-          dV[i], shared.v[0], first + 64 * i, {m.dV, Mapped::dV, p.dV, p.v_pages},
-          head / p.heads_per_v, lowering * dropout_scale<Problem>(p));
+    for (int block = 0; block < n; ++block) {
+      this->template store<ValueGradients<Problem, Tiling>>(dV[block], first + 64 * block, head);
     }
   }
 
@@ -294,15 +298,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
           return at.advance(step_in_parts(dK[0], dV[0], held, at, values));
         return at.advance(step(dK[0], dV[0], held, at, values));
       });
-      const int head = this->first_head() + i, first = own_piece(0).key;
-      if (last % p.heads_per_v == 0) {
-        store_dv(dV, first, head);
-        release(shared.v_ring.empty[0]);
-      }
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head);
-        release(shared.k_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dv(dV, own_piece(0).key, i, last);
+      store_dk(dK, own_piece(0).key, i, last);
     });
   }
 
@@ -313,14 +311,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_values(dV, at, values)); });
-      if (last % p.heads_per_k == 0) {
-        named_barrier_arrive(Base::keys_read, 128 * 3);
-        release(shared.k_ring.empty[0]);
-      }
-      if (last % p.heads_per_v == 0) {
-        store_dv(dV, 0, this->first_head() + i);
-        release(shared.v_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dv(dV, 0, i, last);
     });
   }
 
@@ -330,30 +322,26 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
-      if (last % p.heads_per_v == 0) {
-        named_barrier_arrive(Base::values_read, 128 * 2);
-        release(shared.v_ring.empty[0]);
-      }
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, 0, this->first_head() + i);
-        release(shared.k_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dk(dK, 0, i, last);
     });
   }
 
   // ---- Who does what ----
+
+  enum Loader { key_loader, value_loader };
 
   using Shares = BwdSm90Shares<Problem, Tiling>;
 
   template <class... Arguments>
   static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
     switch (warp_index()) {
-      case 0: {
+      case key_loader: {
         typename Base::template Loads<stages> loads;
         return Base::template take_items<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
       }
-      case 1: {
+      case value_loader: {
         typename Base::template Loads<do_stages> loads;
         return Base::template for_each_item<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
@@ -401,6 +389,8 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel::init(shared);
+  // Begun beside bwd_delta, of which all but keys and values wait for what it writes.
+  if (warp_index() != Kernel::value_loader) await_kernel_before();
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
     Kernel::copy_and_add(params, shared);

@@ -19,9 +19,9 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q rows; of pages, fewer
   // (attn/paged_boxes.cuh).
-  TensorMap q, k, v, dO, dK, dV;
+  TensorMap q, k, v, dO;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
 };
@@ -48,12 +48,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // them. dQ has whole pieces, and the copy engine moves whole slabs.
   static constexpr int steps_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int steps_v = round_up(Problem::head_dim_v, 16);
-  static constexpr int width(int dim) {
-    // Narrow, ptxas spills a register of the loaders that look at a block mask.
-    const int step = dim <= 32 && Problem::Mask::by_blocks ? 64 : 32;
-    return dim > 192 ? 256 : round_up(dim, step);
-  }
-  static constexpr int width_qk = width(Problem::head_dim_qk), width_v = width(Problem::head_dim_v);
+  static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
+  static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
 
   using QTile = SlabTile<T, tile_q, steps_qk>;
   using DOTile = SlabTile<T, tile_q, steps_v>;
@@ -141,12 +137,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // Named barriers, by event.
   enum Barrier {
-    keys_read = 1,
-    values_read,
-    share_told,
+    share_told = 1,
     share_stored,
-    rows_staged,  // + key worker
-    ds_staged = rows_staged + 2,
+    ds_staged,
   };
 
   const MappedBwdParams& m;
@@ -185,7 +178,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
       shared.item_ring.init(cluster * warps - 1);
-      shared.k_ring.init(key_warps);
+      shared.k_ring.init(key_warps + 4);
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps * cluster);
       shared.do_ring.init(key_warps * cluster);
@@ -221,6 +214,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Which column of dQ is a block's n-th.
   static DLATTN_DEVICE int column(int n, int block) {
     return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
+  }
+
+  // release(), whose lane holds no register during the walk before it.
+  static DLATTN_DEVICE void release_after_walk(uint64& event) {
+    if (opaque(threadIdx.x) % 32 == 0) mbarrier_arrive(event);
   }
 
   // A warp arrives on this barrier of one block, or of all.

@@ -133,8 +133,17 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE Interval share(WorkItem item, int block) const {
     const int tiles = query_tiles_per_pair(), part = item.tile * Base::cluster + block;
     const int parts = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
+    if constexpr (shares_fall) {
+      return {first_of_part(tiles, part, parts), first_of_part(tiles, part + 1, parts)};
+    }
     const int each = ceil_div(tiles, parts);
     return {least(part * each, tiles), least((part + 1) * each, tiles)};
+  }
+  // Under a causal mask, items become shorter one after another, and so do the shares: as triangles.
+  static constexpr bool shares_fall = Problem::Mask::bounded_right && !Base::last_keys_first;
+  static DLATTN_DEVICE int first_of_part(int tiles, int part, int parts) {
+    const float left = float(parts - part) / float(parts);
+    return tiles - int(float(tiles) * left * left);
   }
 
   DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
@@ -272,7 +281,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
           row[n] = half == 0 ? Convert<T>::pack(v.x * factor, v.y * factor)
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
-        transpose_quad(row);
+        transpose_quad(row, lane);
         if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
           *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
               uint4{row[0], row[1], row[2], row[3]};
@@ -398,7 +407,6 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
-    const int worker = Base::warpgroup_index() - 1;
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
@@ -409,7 +417,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
 #pragma unroll 1
-      for (int piece = worker; piece < pieces; piece += 3) {
+      for (int piece = Base::warpgroup_index() - 1; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
         store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }

@@ -208,6 +208,7 @@ class Params(ctypes.Structure):
         *((role, BiasRef) for role in SCORE_GRADIENT_ROLES),
         ("dbias_parts", ctypes.c_uint64),
         ("dbias_arrivals", ctypes.c_uint64),
+        ("key_sums", ctypes.c_uint64),
         ("dq_additions", ctypes.c_uint64),
     ]
 
@@ -251,7 +252,7 @@ class MappedFwdParams(MappedParams):
 class MappedBwdParams(MappedParams):
     """Of the Hopper backward."""
 
-    required = ("q", "k", "v", "dO", "dK", "dV")
+    required = ("q", "k", "v", "dO")
     _fields_ = _mapped_fields(required)
 
 

@@ -45,6 +45,7 @@ class Sm90BwdTiling:
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
         stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
         keys_in_registers: key workers hold the left operand of S.
+        divides_groups: several items have heads of one group; their dK and dV are added up.
     """
 
     tile_q: int = 64
@@ -61,6 +62,7 @@ class Sm90BwdTiling:
     stages_bias: bool = False
     stats_in_products: bool = False
     keys_in_registers: bool = False
+    divides_groups: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -78,13 +80,14 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        flags = self.by_product, self.stats_in_products, self.keys_in_registers
-        by_product, stats_in_products, keys_in_registers = (str(flag).lower() for flag in flags)
+        by_product = str(self.by_product).lower()
+        flags = self.stats_in_products, self.keys_in_registers, self.divides_groups
+        others = ", ".join(str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.do_stages}, {self.cluster}, "
-            f"{self.query_registers}, {stats_in_products}, {keys_in_registers}>"
+            f"{self.query_registers}, {others}>"
         )
 
     @property
@@ -115,6 +118,9 @@ class Sm90BwdTiling:
         stages = self.stages * (q + row_stats + step) + self.do_stages * dO
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
+
+#: Query heads that an item has, where several items have a group's.
+HEADS_OF_DIVIDED_GROUP = 2
 
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
@@ -302,6 +308,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem)
+        if tiling is None and self._divides_group():
+            self.tiling = replace(self.tiling, divides_groups=True)
         self.set_waves()
 
     @classmethod
@@ -320,10 +328,31 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q // self.tiling.cluster
         keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
-        # A warpgroup stores its half of the keys.
-        gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
-        rows = {"q": queries, **keys, "dO": queries, **gradients}
+        rows = {"q": queries, **keys, "dO": queries}
         return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
+
+    def _divides_group(self) -> bool:
+        """Whether a group of heads is too long for an item. Under a causal mask, items of a pair
+        differ in length, and so soon work on different heads, whose sums of dQ then do not fit L2.
+        """
+        problem, geometry = self.problem, self.geometry
+        causal = geometry.band_right is not None and geometry.band_left is None
+        apart = problem.ragged or problem.paged_k or problem.paged_v or problem.deterministic
+        whole = super()._heads_per_block
+        shared = geometry.heads_k == geometry.heads_v and whole % HEADS_OF_DIVIDED_GROUP == 0
+        return causal and not (apart or problem.has_blocks) and shared
+
+    @property
+    def _heads_per_block(self) -> int:
+        return HEADS_OF_DIVIDED_GROUP if self.tiling.divides_groups else super()._heads_per_block
+
+    @property
+    def _key_sums(self) -> int:
+        if not self.tiling.divides_groups:
+            return 0
+        widths = map(result_width, (self.problem.head_dim_qk, self.problem.head_dim_v))
+        tiles = self.geometry.batch * self.geometry.heads_k * self._key_tiles
+        return 4 * tiles * self.tiling.tile_k * sum(widths)
 
     @property
     def _items_at_once(self) -> int:
@@ -387,6 +416,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return super().dbias_kernel()
         return bwd_dbias_sm90.dbias_kernel(whole, self.geometry, self.target, self.tiling)
 
+    def kernels(self) -> list[KernelLaunch]:
+        kernels = super().kernels()
+        if self.tiling.divides_groups:
+            grid = self._key_tiles, self.geometry.heads_k, self.geometry.batch
+            kernels.append(self._small_kernel("bwd_key_rows", grid))
+        return kernels
+
     def main_kernel(self, items: int) -> KernelLaunch:
         cluster = self.tiling.cluster
         grid = min(items, self._items_at_once) * cluster
@@ -395,4 +431,5 @@ class BwdSm90(MappedPlan, BackwardPlan):
         source = kernel_source(
             self.name, problem, self.tiling, shared, argument=MappedBwdParams, cluster=cluster
         )
-        return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)
+        threads = self.tiling.threads
+        return KernelLaunch(source, (grid, 1, 1), threads, shared, programmatic=True)
