@@ -36,7 +36,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using Shapes::tile_q;
   // Blocks that share an item: each has some of its keys, and computes some columns of dQ.
   static constexpr int cluster = Tiling::cluster, block_k = tile_k / cluster;
-  static constexpr bool by_product = Tiling::by_product;
+  static constexpr bool by_product = Tiling::by_product, divides_dq = Tiling::divides_dq;
   static constexpr int stages = Tiling::stages, do_stages = Tiling::do_stages;
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
@@ -55,7 +55,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using DOTile = SlabTile<T, tile_q, steps_v>;
   using KTile = SlabTile<T, block_k, steps_qk>;
   using VTile = SlabTile<T, block_k, steps_v>;
-  using DSTile = SlabTile<T, tile_q, tile_k>;
+  using DSTile = SlabTile<T, tile_q, divides_dq ? tile_k : block_k>;
   using BiasTile =
       SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
                tile_k>;
@@ -64,12 +64,14 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   // Of those, this block's, and their columns: whole slabs first, then what is left; and how many are
   // computed at a time.
-  static constexpr int own_pieces = dq_pieces / cluster, own_columns = dim_qk / cluster;
+  static constexpr int own_pieces = divides_dq ? dq_pieces / cluster : dq_pieces;
+  static constexpr int own_columns = divides_dq ? dim_qk / cluster : dim_qk;
   static constexpr int slab_columns = own_columns / 64 * 64;
   static constexpr int product_columns =
       Tiling::query_registers >= 40 + own_columns / 2 ? own_columns : 64;
   static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
-  static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
+  static_assert(cluster == 1 || cluster == 2);
+  static_assert(!divides_dq || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
   struct Nothing {};
 
@@ -106,7 +108,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
 
-  struct SharedMemory : Either<cluster == 1, Nothing, KeysOfOther> {
+  struct SharedMemory : Either<divides_dq, KeysOfOther, Nothing> {
     KTile k[1];
     VTile v[1];
     QTile q[stages];
@@ -121,7 +123,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
-    Either<cluster == 1, Nothing, Ring<1>> other_k_ring;  // of one reader, the query worker
+    Either<divides_dq, Ring<1>, Nothing> other_k_ring;  // of one reader, the query worker
     Ring<stages> q_ring;
     Ring<do_stages> do_ring;
     Ring<ds_stages> ds_ring;                     // from the key workers to the query worker
@@ -182,8 +184,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps * cluster);
       shared.do_ring.init(key_warps * cluster);
-      if constexpr (cluster > 1) shared.other_k_ring.init(4);
-      shared.ds_ring.init(4 * cluster, ds_warps);
+      if constexpr (divides_dq) shared.other_k_ring.init(4);
+      shared.ds_ring.init(divides_dq ? 4 * cluster : 4, ds_warps);
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
@@ -213,6 +215,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // Which column of dQ is a block's n-th.
   static DLATTN_DEVICE int column(int n, int block) {
+    if constexpr (!divides_dq) return n;
     return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
   }
 
@@ -227,9 +230,10 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       mbarrier_arrive_in_block(address_in_block(shared_address(&event), block));
     }
   }
+  template <bool all = (cluster > 1)>
   static DLATTN_DEVICE void release_in_all(uint64& event) {
     release(event);
-    if constexpr (cluster > 1) release_in(1 - rank(), event);
+    if constexpr (all) release_in(1 - rank(), event);
   }
 
   // Computed anew where they are needed: a register costs more.

@@ -258,7 +258,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const int lane = threadIdx.x % 32;
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
-    constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
+    constexpr bool is_whole = Base::divides_dq && Base::own_pieces == 1;
     const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
     const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
     const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;

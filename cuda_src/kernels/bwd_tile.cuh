@@ -37,11 +37,14 @@ struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
   static constexpr bool by_product = by_product_;
+  // Blocks of a cluster share the loads of query tiles; wide heads' also dQ.
+  static constexpr bool divides_dq = cluster > 1 && by_product;
   static constexpr int stages = stages_, do_stages = do_stages_, ds_stages = ds_stages_;
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
   // Of which dQ has a multiple, so that the pieces of a step fill all slots equally often.
   static constexpr int columns =
-      piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots) * cluster;
+      piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots) *
+      (divides_dq ? cluster : 1);
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
   static constexpr bool stats_in_products = stats_in_products_;

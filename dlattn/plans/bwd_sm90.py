@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import ceil, gcd
+from math import gcd
 from typing import ClassVar
 
-from dlattn.dtypes import data_type
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans.bwd_sm90_refusal import register_refusal
+from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -76,7 +76,12 @@ class Sm90BwdTiling:
     def columns(self) -> int:
         """dQ has a multiple of them, so that a step's pieces fill all slots equally often."""
         slots = self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
-        return self.piece_columns * slots * self.cluster
+        return self.piece_columns * slots * (self.cluster if self.divides_dq else 1)
+
+    @property
+    def divides_dq(self) -> bool:
+        """Whether each block of a cluster computes some columns of dQ, of all keys."""
+        return self.cluster > 1 and self.by_product
 
     @property
     def cpp(self) -> str:
@@ -99,18 +104,19 @@ class Sm90BwdTiling:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.block_k, dim) for dim in dims)
-        if self.cluster > 1:
+        if self.divides_dq:
             own_columns = round_up(problem.head_dim_qk, self.columns) // self.cluster
             k_and_v += slab_bytes(self.block_k, own_columns)
         q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * self.stats_words * self.tile_q, 16
-        ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
+        ds_keys = self.tile_k if self.divides_dq else self.block_k
+        ds = self.ds_stages * slab_bytes(self.tile_q, ds_keys)
         sent = self.ds_stages * slab_bytes(self.tile_q, self.block_k)
         weights = 16 + sent if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
-        ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
+        ring_stages += (1 + self.block_k // 64) * self.ds_stages + self.divides_dq
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
@@ -124,15 +130,6 @@ HEADS_OF_DIVIDED_GROUP = 2
 
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
-
-
-def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
-    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
-    its long items would be fewer than blocks."""
-    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
-    even = [n for n in near if pairs % n == 0]
-    few = min(pairs, max(1, round(wanted)), most or pairs)
-    return min(even, key=lambda n: abs(n - wanted), default=few)
 
 
 def result_width(dim: int) -> int:
@@ -211,75 +208,6 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
     ptxas then has registers for both."""
     one_piece = problem.has_blocks and problem.head_dim_qk <= 64
     return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
-
-
-def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
-    """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
-    width = even_wave(pairs, wanted)
-    if pairs * tiles > 4 * blocks:
-        return width
-    # There are so few items that it matters where each ends.
-    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
-    ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
-    return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
-
-
-def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
-    """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
-    ends = [0] * blocks
-    for first in range(0, pairs, pairs_per_wave):
-        for tile in range(tiles):
-            for _ in range(min(pairs_per_wave, pairs - first)):
-                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
-    return max(ends)
-
-
-def register_refusal(problem: Problem) -> str | None:
-    """What no tiling has registers for, or numbers, or ``None``."""
-    widest = problem.head_dim_qk + problem.head_dim_v > 384
-    crowded = problem.keeps_scores and problem.adds_to_scores
-    reads_to_drop = isinstance(problem.dropout, GivenMask)
-    if problem.dtype is data_type.HALF and problem.bends_scores:
-        return (
-            "a score_mod's derivative may be larger than weights in fp16 can be, which are rounded "
-            "here; bf16 has room for it."
-        )
-    if problem.dropout and problem.bends_scores:
-        return (
-            "dropout marks weights by their signs, which a score_mod may change; one whose "
-            "derivative is 1 leaves them."
-        )
-    if widest and problem.bends_scores and problem.gathers:
-        return (
-            "a score_mod that reads tensors and bends scores takes more registers than head "
-            "dimensions above 384 in sum leave."
-        )
-    if problem.dropout and problem.has_blocks:
-        return "dropout and block_mask together take more registers than its loaders have."
-    if widest and problem.dropout and crowded:
-        return (
-            "dropout beside both a soft cap and a bias or slopes takes more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if widest and problem.paged_v and crowded:
-        return (
-            "pages beside both a soft cap and a bias or slopes take more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
-        return (
-            "dropout by a mask beside a soft cap takes more registers than head dimensions "
-            "above 384 in sum, or of v above 192, leave."
-        )
-    masks = problem.score_blocks is not None and problem.score_blocks.elements
-    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores or masks):
-        return (
-            "head dimensions above 384 in sum leave no registers for block_mask together with "
-            "use_deterministic_algorithm, or with a bias or slopes."
-        )
-    if problem.has_blocks and problem.head_dim_v > 192 and not widest:
-        return "head dimensions of v far above those of q leave no registers for block_mask."
-    return None
 
 
 @dataclass(frozen=True)
