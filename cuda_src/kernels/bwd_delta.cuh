@@ -9,7 +9,6 @@
 #include "base/math.cuh"
 #include "kernels/bwd_tile.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/grid.cuh"
 #include "tile/reduce.cuh"
 
 namespace dlattn {
@@ -56,7 +55,6 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   constexpr int units = Problem::head_dim_v / 8;
   constexpr int lanes_per_row = least(32, power_of_two_at_least(units));
   constexpr int rows_per_pass = Shapes::threads / lanes_per_row;
-  launch_dependents();
   const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const int lane = threadIdx.x % lanes_per_row;
   const Lengths length(p, batch);

@@ -75,9 +75,10 @@ struct KeySums {
   float* const g_first;
 
   DLATTN_DEVICE KeySums(const Params& p, int batch, int head, int tile)
-      : g_first(p.key_sums + ((int64(batch) * (p.heads_q / p.heads_per_k) + head) *
-                                  ceil_div(p.seq_kv, tile_k) + tile) *
-                                 (tile_k * (width_qk + width_v))) {}
+      : KeySums(p, (batch * (p.heads_q / p.heads_per_k) + head) * ceil_div(p.seq_kv, tile_k) +
+                       tile - p.whole_items) {}
+  DLATTN_DEVICE KeySums(const Params& p, int number)
+      : g_first(p.key_sums + int64(number) * (tile_k * (width_qk + width_v))) {}
 
   // This lane's part of the first eight columns of the 16 rows from `first` on; 128 later, of the next.
   template <class Of>

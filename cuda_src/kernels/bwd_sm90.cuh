@@ -12,7 +12,6 @@
 #pragma once
 
 #include "kernels/bwd_sm90_scores.cuh"
-#include "ptx/grid.cuh"
 #include "ptx/opaque.cuh"
 
 namespace dlattn {
@@ -329,19 +328,17 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
 
   // ---- Who does what ----
 
-  enum Loader { key_loader, value_loader };
-
   using Shares = BwdSm90Shares<Problem, Tiling>;
 
   template <class... Arguments>
   static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
     switch (warp_index()) {
-      case key_loader: {
+      case 0: {
         typename Base::template Loads<stages> loads;
         return Base::template take_items<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
       }
-      case value_loader: {
+      case 1: {
         typename Base::template Loads<do_stages> loads;
         return Base::template for_each_item<BwdSm90>(
             block..., [&](auto& kernel) { kernel.load_values_and_gradients(loads); });
@@ -389,8 +386,6 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
   Kernel::init(shared);
-  // Begun beside bwd_delta, of which all but keys and values wait for what it writes.
-  if (warp_index() != Kernel::value_loader) await_kernel_before();
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
     Kernel::copy_and_add(params, shared);

@@ -36,7 +36,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using Shapes::tile_q;
   // Blocks that share an item: each has some of its keys, and computes some columns of dQ.
   static constexpr int cluster = Tiling::cluster, block_k = tile_k / cluster;
-  static constexpr bool by_product = Tiling::by_product, divides_dq = Tiling::divides_dq;
+  static constexpr bool by_product = Tiling::by_product;
   static constexpr int stages = Tiling::stages, do_stages = Tiling::do_stages;
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
@@ -55,7 +55,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using DOTile = SlabTile<T, tile_q, steps_v>;
   using KTile = SlabTile<T, block_k, steps_qk>;
   using VTile = SlabTile<T, block_k, steps_v>;
-  using DSTile = SlabTile<T, tile_q, divides_dq ? tile_k : block_k>;
+  using DSTile = SlabTile<T, tile_q, tile_k>;
   using BiasTile =
       SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
                tile_k>;
@@ -64,14 +64,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);
   // Of those, this block's, and their columns: whole slabs first, then what is left; and how many are
   // computed at a time.
-  static constexpr int own_pieces = divides_dq ? dq_pieces / cluster : dq_pieces;
-  static constexpr int own_columns = divides_dq ? dim_qk / cluster : dim_qk;
+  static constexpr int own_pieces = dq_pieces / cluster, own_columns = dim_qk / cluster;
   static constexpr int slab_columns = own_columns / 64 * 64;
   static constexpr int product_columns =
       Tiling::query_registers >= 40 + own_columns / 2 ? own_columns : 64;
   static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
-  static_assert(cluster == 1 || cluster == 2);
-  static_assert(!divides_dq || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
+  static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
   struct Nothing {};
 
@@ -108,7 +106,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
 
-  struct SharedMemory : Either<divides_dq, KeysOfOther, Nothing> {
+  struct SharedMemory : Either<cluster == 1, Nothing, KeysOfOther> {
     KTile k[1];
     VTile v[1];
     QTile q[stages];
@@ -123,7 +121,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<2> item_ring;
     int items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
-    Either<divides_dq, Ring<1>, Nothing> other_k_ring;  // of one reader, the query worker
+    Either<cluster == 1, Nothing, Ring<1>> other_k_ring;  // of one reader, the query worker
     Ring<stages> q_ring;
     Ring<do_stages> do_ring;
     Ring<ds_stages> ds_ring;                     // from the key workers to the query worker
@@ -174,6 +172,24 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
            p.batch;
   }
 
+  // Blocks take items and, of those that are in parts, these: one after another.
+  static DLATTN_DEVICE int part_count(const Params& p) {
+    const int items = item_count(p);
+    if constexpr (!Tiling::adds_keys) return items;
+    return items + (items - p.whole_items) * (p.item_parts - 1);
+  }
+  static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return number;
+    return p.whole_items + (number - p.whole_items) / p.item_parts;
+  }
+  // Which of an item's queries a part has.
+  static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return all;
+    const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
+    return {all.first + count * part / p.item_parts,
+            all.first + count * (part + 1) / p.item_parts};
+  }
+
   // Of the item at work.
   DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
 
@@ -184,8 +200,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps * cluster);
       shared.do_ring.init(key_warps * cluster);
-      if constexpr (divides_dq) shared.other_k_ring.init(4);
-      shared.ds_ring.init(divides_dq ? 4 * cluster : 4, ds_warps);
+      if constexpr (cluster > 1) shared.other_k_ring.init(4);
+      shared.ds_ring.init(4 * cluster, ds_warps);
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
@@ -215,7 +231,6 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // Which column of dQ is a block's n-th.
   static DLATTN_DEVICE int column(int n, int block) {
-    if constexpr (!divides_dq) return n;
     return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
   }
 
@@ -230,10 +245,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       mbarrier_arrive_in_block(address_in_block(shared_address(&event), block));
     }
   }
-  template <bool all = (cluster > 1)>
   static DLATTN_DEVICE void release_in_all(uint64& event) {
     release(event);
-    if constexpr (all) release_in(1 - rank(), event);
+    if constexpr (cluster > 1) release_in(1 - rank(), event);
   }
 
   // Computed anew where they are needed: a register costs more.
@@ -300,7 +314,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 #pragma unroll 1
     for (int round = 0;; ++round) {
       if (takes) {
-        if (item >= item_count(m.p)) item = none_left;
+        if (item >= part_count(m.p)) item = none_left;
         tell_item(shared, round, item);
       }
       if constexpr (cluster > 1) item = told_item(shared, round);

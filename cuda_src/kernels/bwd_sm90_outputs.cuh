@@ -14,6 +14,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   using Base::Base;
   using Base::block_k;
   using Base::by_product;
+  using Base::cluster;
   using Base::dim_qk;
   using Base::dim_v;
   using Base::ds_stages;
@@ -45,7 +46,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     // Computed anew: a register costs more. Of unsigned numbers, whose quotients are shifts.
     const uint32 thread = opaque(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
     const uint32 row = uint32(piece.query) + lane / 16 * 8 + lane % 8;
-    const uint32 key = uint32(piece.key) + (Base::divides_dq ? Base::rank() * block_k : 0);
+    const uint32 key = uint32(piece.key) + Base::rank() * block_k;
     const uint32 unit = key / 8 + 2 * warp + lane / 8 % 2;
     const uint32 first = shared.dS[stage].unit_address(row, unit);
 #pragma unroll
@@ -58,7 +59,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   DLATTN_DEVICE void offer_ds(int stage) {
     fence_proxy_async();
     __syncwarp();  // an arrival speaks for the writes of its own lane
-    if constexpr (!Base::divides_dq) {
+    if constexpr (cluster == 1) {
       release(shared.ds_ring.full[stage]);
     } else {
       offer_ds_to_both(stage);
@@ -118,7 +119,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   template <class Of, int n_tiles>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, int first, int head) {
     const int batch = opaque(this->work.batch), row = first + Base::first_row_of_warp();
-    if constexpr (Tiling::divides_groups) {
+    if (Tiling::adds_keys && this->number() >= p.whole_items) {
       using Sums = KeySums<Problem, Tiling>;
       const int first_key = Base::rank() * block_k + row;
       Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);

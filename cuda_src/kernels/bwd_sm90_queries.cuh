@@ -32,11 +32,10 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   }
   template <int offset, int columns, int n_tiles>
   DLATTN_DEVICE void add_columns(Accumulator<1, n_tiles>& dQ, int first_row, int first, int stage) {
-    const int own = Base::divides_dq ? Base::rank() : 0;
-    const int column = Base::column(first + offset, own);
+    const int own = Base::rank(), column = Base::column(first + offset, own);
     auto& d = reinterpret_cast<float (&)[columns / 2]>(dQ.at[0][offset / 8]);
     add_product(d, first_row, own, shared.k[0], column, stage, false);
-    if constexpr (Base::divides_dq) {
+    if constexpr (Base::cluster > 1) {
       add_product(d, first_row, 1 - own, shared.other_k[0], column - Base::first_other_column(),
                   stage, true);
     }
@@ -79,7 +78,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     wgmma_wait<0>();
     tie(dQ);
     const bool is_last = first_row + 64 == tile_q && first + columns == own_columns;
-    if (is_last) Base::template release_in_all<Base::divides_dq>(shared.ds_ring.empty[stage]);
+    if (is_last) Base::release_in_all(shared.ds_ring.empty[stage]);
     const int before = first_row / 64 * own_columns + first;
 #pragma unroll
     for (int column = 0; column < columns; column += piece_columns) {
@@ -113,7 +112,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     for (int i = 0; i < p.heads_per_block; i += this->heads_of_keys()) {
       // Even without tiles: or these keys would be free before they are there.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
-      if constexpr (Base::divides_dq) {
+      if constexpr (Base::cluster > 1) {
         mbarrier_wait(shared.other_k_ring.full[0], this->keys_parity(i));
       }
       int steps = uniform(this->heads_of_keys() * (tiles.last - tiles.first));
@@ -133,7 +132,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       };
       this->take_steps(i, i + this->heads_of_keys(), steps > 0, step);
       Base::release_after_walk(shared.k_ring.empty[0]);
-      if constexpr (Base::divides_dq) release(shared.other_k_ring.empty[0]);
+      if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
     }
     this->finish_share(at.share);
   }

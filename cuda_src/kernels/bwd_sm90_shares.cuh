@@ -75,6 +75,12 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // ---- The counter ----
 
+  // Which item's share goes with a part, if not a negative number.
+  DLATTN_DEVICE int share_beside(int number) const {
+    const int share = number - p.dq_lag;
+    return Tiling::adds_keys && share >= p.lone_shares ? -1 : share;
+  }
+
   DLATTN_DEVICE void count_additions() {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
@@ -83,7 +89,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x * Base::cluster + Base::rank(),
                            parts * Base::cluster);
     } else {
-      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; }, Base::rank());
+      prepare_share(shared.share, [&] { return share_beside(this->number()); }, Base::rank());
     }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
@@ -133,17 +139,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE Interval share(WorkItem item, int block) const {
     const int tiles = query_tiles_per_pair(), part = item.tile * Base::cluster + block;
     const int parts = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
-    if constexpr (shares_fall) {
-      return {first_of_part(tiles, part, parts), first_of_part(tiles, part + 1, parts)};
-    }
     const int each = ceil_div(tiles, parts);
     return {least(part * each, tiles), least((part + 1) * each, tiles)};
-  }
-  // Under a causal mask, items become shorter one after another, and so do the shares: as triangles.
-  static constexpr bool shares_fall = Problem::Mask::bounded_right && !Base::last_keys_first;
-  static DLATTN_DEVICE int first_of_part(int tiles, int part, int parts) {
-    const float left = float(parts - part) / float(parts);
-    return tiles - int(float(tiles) * left * left);
   }
 
   DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
@@ -255,10 +252,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
-    const int lane = threadIdx.x % 32;
+    const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
-    constexpr bool is_whole = Base::divides_dq && Base::own_pieces == 1;
+    constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
     const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
     const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
     const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;
@@ -393,9 +390,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = pair < pairs;
       if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
     } else {
-      const int items = Base::item_count(p);
-      const int number = items - least(items, p.dq_lag) + taken / Base::cluster;
-      exists = number < items;
+      const int number = p.lone_shares + taken / Base::cluster;
+      exists = number < Base::item_count(p);
       if (exists) {
         prepare_share(shared.rest, [=] { return opaque(number); }, taken % Base::cluster);
       }

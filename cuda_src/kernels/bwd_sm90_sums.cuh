@@ -32,7 +32,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
 
   // Of this block's pieces in the whole.
   static DLATTN_DEVICE int place_in_sum(int piece) {
-    if constexpr (!Base::divides_dq) return piece;
+    if constexpr (Base::cluster == 1) return piece;
     if constexpr (own_pieces == 1) return Base::rank();
     return Base::column(piece * Base::piece_columns, Base::rank()) / Base::piece_columns;
   }

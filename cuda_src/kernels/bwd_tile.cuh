@@ -32,24 +32,21 @@ struct BwdTiling {
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
           int query_registers_, bool stats_in_products_, bool keys_in_registers_,
-          bool divides_groups_>
+          bool adds_keys_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
   static constexpr bool by_product = by_product_;
-  // Blocks of a cluster share the loads of query tiles; wide heads' also dQ.
-  static constexpr bool divides_dq = cluster > 1 && by_product;
   static constexpr int stages = stages_, do_stages = do_stages_, ds_stages = ds_stages_;
   static constexpr int piece_columns = piece_columns_, dq_slots = dq_slots_;
   // Of which dQ has a multiple, so that the pieces of a step fill all slots equally often.
   static constexpr int columns =
-      piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots) *
-      (divides_dq ? cluster : 1);
+      piece_columns * (tile_q > 64 && dq_slots % 2 == 0 ? dq_slots / 2 : dq_slots) * cluster;
   static constexpr int share_slots = share_slots_;
   static constexpr int query_registers = query_registers_;
   static constexpr bool stats_in_products = stats_in_products_;
   static constexpr bool keys_in_registers = keys_in_registers_;
-  static constexpr bool divides_groups = divides_groups_;
+  static constexpr bool adds_keys = adds_keys_;
   static constexpr int warps = 8;  // of the kernel before
   // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
   // precision the others have.

@@ -209,6 +209,10 @@ class Params(ctypes.Structure):
         ("dbias_parts", ctypes.c_uint64),
         ("dbias_arrivals", ctypes.c_uint64),
         ("key_sums", ctypes.c_uint64),
+        ("whole_items", ctypes.c_int32),
+        ("item_parts", ctypes.c_int32),
+        ("lone_shares", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("dq_additions", ctypes.c_uint64),
     ]
 

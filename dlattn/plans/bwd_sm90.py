@@ -11,6 +11,7 @@ from typing import ClassVar
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans.bwd_division import Division, divided_end, divided_group
 from dlattn.plans.bwd_sm90_refusal import register_refusal
 from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -45,7 +46,8 @@ class Sm90BwdTiling:
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
         stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
         keys_in_registers: key workers hold the left operand of S.
-        divides_groups: several items have heads of one group; their dK and dV are added up.
+        adds_keys: some items have a part of what attends to their keys
+            (:mod:`dlattn.plans.bwd_division`), so that their dK and dV are added up.
     """
 
     tile_q: int = 64
@@ -62,7 +64,7 @@ class Sm90BwdTiling:
     stages_bias: bool = False
     stats_in_products: bool = False
     keys_in_registers: bool = False
-    divides_groups: bool = False
+    adds_keys: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -76,17 +78,12 @@ class Sm90BwdTiling:
     def columns(self) -> int:
         """dQ has a multiple of them, so that a step's pieces fill all slots equally often."""
         slots = self.dq_slots // gcd(self.dq_slots, self.tile_q // 64)
-        return self.piece_columns * slots * (self.cluster if self.divides_dq else 1)
-
-    @property
-    def divides_dq(self) -> bool:
-        """Whether each block of a cluster computes some columns of dQ, of all keys."""
-        return self.cluster > 1 and self.by_product
+        return self.piece_columns * slots * self.cluster
 
     @property
     def cpp(self) -> str:
         by_product = str(self.by_product).lower()
-        flags = self.stats_in_products, self.keys_in_registers, self.divides_groups
+        flags = self.stats_in_products, self.keys_in_registers, self.adds_keys
         others = ", ".join(str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
@@ -104,19 +101,18 @@ class Sm90BwdTiling:
         """Bytes of the kernel's ``SharedMemory``."""
         dims = problem.head_dim_qk, problem.head_dim_v
         k_and_v = sum(slab_bytes(self.block_k, dim) for dim in dims)
-        if self.divides_dq:
+        if self.cluster > 1:
             own_columns = round_up(problem.head_dim_qk, self.columns) // self.cluster
             k_and_v += slab_bytes(self.block_k, own_columns)
         q, dO = (slab_bytes(self.tile_q, dim) for dim in dims)
         row_stats, step = 4 * self.stats_words * self.tile_q, 16
-        ds_keys = self.tile_k if self.divides_dq else self.block_k
-        ds = self.ds_stages * slab_bytes(self.tile_q, ds_keys)
+        ds = self.ds_stages * slab_bytes(self.tile_q, self.tile_k)
         sent = self.ds_stages * slab_bytes(self.tile_q, self.block_k)
         weights = 16 + sent if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
-        ring_stages += (1 + self.block_k // 64) * self.ds_stages + self.divides_dq
+        ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
@@ -124,9 +120,6 @@ class Sm90BwdTiling:
         stages = self.stages * (q + row_stats + step) + self.do_stages * dO
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
-
-#: Query heads that an item has, where several items have a group's.
-HEADS_OF_DIVIDED_GROUP = 2
 
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
@@ -236,9 +229,35 @@ class BwdSm90(MappedPlan, BackwardPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem)
-        if tiling is None and self._divides_group():
-            self.tiling = replace(self.tiling, divides_groups=True)
+        self._division: Division | None = None
+        if tiling is None or tiling.adds_keys:
+            self._division = self._divide()
+            self.tiling = replace(self.tiling, adds_keys=self._division is not None)
         self.set_waves()
+        items, division = self._pairs * self._key_tiles, self._division
+        self._params.whole_items = items if division is None else division.whole_items
+        self._params.item_parts = 1 if division is None else division.parts
+        self._params.lone_shares = self._lone_shares
+
+    def _divide(self) -> Division | None:
+        """Items in parts, if that is better."""
+        group = super()._heads_per_block
+        items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
+        steps = group * self._query_tiles
+        given = self.problem, self.geometry, group
+        return divided_group(*given) or divided_end(*given, items, self._items_at_once, steps)
+
+    @property
+    def _lone_shares(self) -> int:
+        """The first item whose share of dQ goes with no item. Those of the last waves, where that
+        would be a part, do not: others of their pairs may be parts that are taken later."""
+        items, lag = self._pairs * self._key_tiles, self._params.dq_lag
+        parts = self._params.item_parts
+        whole = self._params.whole_items
+        first = max(0, whole + (items - whole) * parts - lag)
+        if parts == 1:
+            return first
+        return min(first, whole // self._wave_items * self._wave_items)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -259,28 +278,22 @@ class BwdSm90(MappedPlan, BackwardPlan):
         rows = {"q": queries, **keys, "dO": queries}
         return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
 
-    def _divides_group(self) -> bool:
-        """Whether a group of heads is too long for an item. Under a causal mask, items of a pair
-        differ in length, and so soon work on different heads, whose sums of dQ then do not fit L2.
-        """
-        problem, geometry = self.problem, self.geometry
-        causal = geometry.band_right is not None and geometry.band_left is None
-        apart = problem.ragged or problem.paged_k or problem.paged_v or problem.deterministic
-        whole = super()._heads_per_block
-        shared = geometry.heads_k == geometry.heads_v and whole % HEADS_OF_DIVIDED_GROUP == 0
-        return causal and not (apart or problem.has_blocks) and shared
-
     @property
     def _heads_per_block(self) -> int:
-        return HEADS_OF_DIVIDED_GROUP if self.tiling.divides_groups else super()._heads_per_block
+        return super()._heads_per_block if self._division is None else self._division.heads
+
+    @property
+    def _summed_tiles(self) -> int:
+        """Tiles of dK and dV that several items add to."""
+        if self._division is None:
+            return 0
+        tiles = self.geometry.batch * self.geometry.heads_k * self._key_tiles
+        return tiles - self._division.whole_items
 
     @property
     def _key_sums(self) -> int:
-        if not self.tiling.divides_groups:
-            return 0
         widths = map(result_width, (self.problem.head_dim_qk, self.problem.head_dim_v))
-        tiles = self.geometry.batch * self.geometry.heads_k * self._key_tiles
-        return 4 * tiles * self.tiling.tile_k * sum(widths)
+        return 4 * self._summed_tiles * self.tiling.tile_k * sum(widths)
 
     @property
     def _items_at_once(self) -> int:
@@ -346,9 +359,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def kernels(self) -> list[KernelLaunch]:
         kernels = super().kernels()
-        if self.tiling.divides_groups:
-            grid = self._key_tiles, self.geometry.heads_k, self.geometry.batch
-            kernels.append(self._small_kernel("bwd_key_rows", grid))
+        if self._summed_tiles:
+            kernels.insert(2, self._small_kernel("bwd_key_rows", (self._summed_tiles, 1, 1)))
         return kernels
 
     def main_kernel(self, items: int) -> KernelLaunch:
@@ -359,5 +371,4 @@ class BwdSm90(MappedPlan, BackwardPlan):
         source = kernel_source(
             self.name, problem, self.tiling, shared, argument=MappedBwdParams, cluster=cluster
         )
-        threads = self.tiling.threads
-        return KernelLaunch(source, (grid, 1, 1), threads, shared, programmatic=True)
+        return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)
