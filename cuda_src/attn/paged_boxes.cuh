@@ -73,8 +73,9 @@ struct MappedKeys {
   const PageTableRef& table;  // if they are paged
 };
 
-// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread.
-template <class Problem, bool paged, class Tile>
+// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread. Whether
+// nobody else reads it.
+template <class Problem, bool paged, bool once = false, class Tile>
 DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& landed, int first,
                                  int head, int batch, const Lengths& length, const Params& p) {
   if constexpr (paged) {
@@ -82,7 +83,11 @@ DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& lan
     boxes.load(tile, keys.map, landed, first, head, length.kv);
   } else {
     const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
-    tile.load(keys.map, landed, entry.row + first, head, entry.batch);
+    if constexpr (once) {
+      tile.load_once(keys.map, landed, entry.row + first, head, entry.batch);
+    } else {
+      tile.load(keys.map, landed, entry.row + first, head, entry.batch);
+    }
   }
 }
 

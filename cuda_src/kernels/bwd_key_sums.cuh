@@ -60,7 +60,7 @@ DLATTN_DEVICE void store_key_rows(const Accumulator<1, n_tiles>& gradient, int f
       }
       transpose_quad(row, lane);
       if (g_row != nullptr && column + 8 * n < Of::head_dim) {
-        *reinterpret_cast<uint4*>(g_row + 8 * n) = uint4{row[0], row[1], row[2], row[3]};
+        store_streaming(g_row + 8 * n, uint4{row[0], row[1], row[2], row[3]});
       }
     }
   }

@@ -373,6 +373,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       } else {
         kernel.work_on_keys(steps);
       }
+      if constexpr (Tiling::shares_last) kernel.store_share();
     });
     Shares(block..., 0).template store_rest<false>();
   }

@@ -205,7 +205,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
-      mbarrier_init(shared.share_stored, 4);
+      mbarrier_init(shared.share_stored, Tiling::shares_last ? key_warps : 4);
       for (auto& landed : shared.share_landed) {
         for (uint64& of_warp : landed) mbarrier_init(of_warp, 1);
       }

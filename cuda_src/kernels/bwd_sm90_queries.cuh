@@ -121,7 +121,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
           const auto place = place_of<ds_stages>(at.steps);
           mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
         };
-        if constexpr (Base::share_slots > 0) {
+        if constexpr (Base::share_slots > 0 || Tiling::shares_last) {
           await_ds();
         } else {
           this->store_piece_beside(at.share, await_ds);
@@ -134,7 +134,7 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       Base::release_after_walk(shared.k_ring.empty[0]);
       if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
     }
-    this->finish_share(at.share);
+    if constexpr (!Tiling::shares_last) this->finish_share(at.share);
   }
 };
 

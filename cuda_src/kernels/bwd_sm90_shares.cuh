@@ -280,8 +280,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
         }
         transpose_quad(row, lane);
         if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
-          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
-              uint4{row[0], row[1], row[2], row[3]};
+          store_streaming(g_dq + 8 * half * p.dQ.row + further(first),
+                          uint4{row[0], row[1], row[2], row[3]});
         }
       }
     }
@@ -380,6 +380,19 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // The key workers, where they store shares, when the steps of an item are too few for it.
+  DLATTN_DEVICE void store_share() {
+    mbarrier_wait(shared.share_complete, this->round % 2);
+    const int pieces = uniform(shared.share.pieces);
+#pragma unroll 1
+    for (int piece = Base::warpgroup_index() - 2; piece < pieces; piece += 2) {
+      const LoadedRows rows = load_rows(shared.share, piece);
+      store_rows(shared.share, piece, [&](int n) { return rows.at[n]; });
+    }
+    __syncwarp();
+    release(shared.share_stored);
+  }
+
   // A share that goes with no item.
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
@@ -403,6 +416,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
+    const int query_worker = Base::warpgroup_index() - 1;
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
@@ -412,8 +426,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       named_barrier_sync(Base::share_told, 128 * 3);
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
+      // Key workers compute theirs anew: ptxas has no register for it.
+      int piece = tells ? query_worker : Base::warpgroup_index() - 1;
 #pragma unroll 1
-      for (int piece = Base::warpgroup_index() - 1; piece < pieces; piece += 3) {
+      for (; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
         store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }

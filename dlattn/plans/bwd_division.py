@@ -15,8 +15,8 @@ from dlattn.records import dataclass
 HEADS = 2
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
-#: In how many parts an item is at the most.
-MOST_PARTS = 8
+#: In how many parts an item is at the most, and of how many blocks the last items must be for it.
+MOST_PARTS, LEAST_LAST = 5, 1 / 4
 #: The least part of the whole that is worth the two operations more.
 LEAST_GAIN = 0.008
 
@@ -56,7 +56,8 @@ def divided_end(
         steps: of a query tile, that an item takes.
     """
     last = items % at_once
-    if geometry.band_right is not None or last == 0 or not _may_divide(problem, geometry):
+    few = last < LEAST_LAST * min(items, at_once)
+    if geometry.band_right is not None or few or not _may_divide(problem, geometry):
         return None
 
     def end(parts: int) -> float:

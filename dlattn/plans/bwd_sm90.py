@@ -20,6 +20,7 @@ from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
+from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
 
@@ -48,6 +49,7 @@ class Sm90BwdTiling:
         keys_in_registers: key workers hold the left operand of S.
         adds_keys: some items have a part of what attends to their keys
             (:mod:`dlattn.plans.bwd_division`), so that their dK and dV are added up.
+        shares_last: key workers store an earlier item's dQ, after their dK and dV.
     """
 
     tile_q: int = 64
@@ -65,6 +67,7 @@ class Sm90BwdTiling:
     stats_in_products: bool = False
     keys_in_registers: bool = False
     adds_keys: bool = False
+    shares_last: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -83,7 +86,9 @@ class Sm90BwdTiling:
     @property
     def cpp(self) -> str:
         by_product = str(self.by_product).lower()
-        flags = self.stats_in_products, self.keys_in_registers, self.adds_keys
+        flags = (
+            self.stats_in_products, self.keys_in_registers, self.adds_keys, self.shares_last
+        )  # fmt: skip
         others = ", ".join(str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
@@ -218,6 +223,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
+    l2_promotion = tensormap.L2_PROMOTION_128B
     tiling: Sm90BwdTiling
 
     def __init__(
