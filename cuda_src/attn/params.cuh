@@ -64,6 +64,11 @@ struct Params {
   BiasRef d_score_mod[8];  // the gradients of what it reads
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
+  float* key_sums;  // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
+  int whole_items;  // of a Hopper backward: from here on, items are in parts, and add to those sums
+  int item_parts;   // in how many parts of their queries
+  int lone_shares;  // shares of dQ from here on go with no item
+  int unused;
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

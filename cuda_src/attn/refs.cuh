@@ -166,8 +166,8 @@ struct RaggedEntry {
 struct MappedEntry {
   int row, batch;
 };
-enum class Mapped { q, k, v, o, dO, dK, dV };
-inline constexpr int mapped_tensors = 7;
+enum class Mapped { q, k, v, o, dO };
+inline constexpr int mapped_tensors = 5;
 
 struct RaggedRef {
   LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full

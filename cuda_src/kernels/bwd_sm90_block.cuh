@@ -19,9 +19,9 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q rows; of pages, fewer
   // (attn/paged_boxes.cuh).
-  TensorMap q, k, v, dO, dK, dV;
+  TensorMap q, k, v, dO;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
 };
@@ -48,12 +48,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // them. dQ has whole pieces, and the copy engine moves whole slabs.
   static constexpr int steps_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int steps_v = round_up(Problem::head_dim_v, 16);
-  static constexpr int width(int dim) {
-    // Narrow, ptxas spills a register of the loaders that look at a block mask.
-    const int step = dim <= 32 && Problem::Mask::by_blocks ? 64 : 32;
-    return dim > 192 ? 256 : round_up(dim, step);
-  }
-  static constexpr int width_qk = width(Problem::head_dim_qk), width_v = width(Problem::head_dim_v);
+  static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
+  static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
 
   using QTile = SlabTile<T, tile_q, steps_qk>;
   using DOTile = SlabTile<T, tile_q, steps_v>;
@@ -143,12 +139,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   // Named barriers, by event.
   enum Barrier {
-    keys_read = 1,
-    values_read,
-    share_told,
+    share_told = 1,
     share_stored,
-    rows_staged,  // + key worker
-    ds_staged = rows_staged + 2,
+    ds_staged,
   };
 
   const MappedBwdParams& m;
@@ -181,13 +174,31 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
            p.batch;
   }
 
+  // Blocks take items and, of those that are in parts, these: one after another.
+  static DLATTN_DEVICE int part_count(const Params& p) {
+    const int items = item_count(p);
+    if constexpr (!Tiling::adds_keys) return items;
+    return items + (items - p.whole_items) * (p.item_parts - 1);
+  }
+  static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return number;
+    return p.whole_items + (number - p.whole_items) / p.item_parts;
+  }
+  // Which of an item's queries a part has.
+  static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return all;
+    const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
+    return {all.first + count * part / p.item_parts,
+            all.first + count * (part + 1) / p.item_parts};
+  }
+
   // Of the item at work.
   DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
       shared.item_ring.init(cluster * warps - 1);
-      shared.k_ring.init(key_warps);
+      shared.k_ring.init(key_warps + 4);
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps * cluster);
       shared.do_ring.init(key_warps * cluster);
@@ -196,7 +207,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
       mbarrier_init(shared.share_complete, 1);
-      mbarrier_init(shared.share_stored, 4);
+      mbarrier_init(shared.share_stored, Tiling::shares_last ? key_warps : 4);
       for (auto& landed : shared.share_landed) {
         for (uint64& of_warp : landed) mbarrier_init(of_warp, 1);
       }
@@ -223,6 +234,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Which column of dQ is a block's n-th.
   static DLATTN_DEVICE int column(int n, int block) {
     return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
+  }
+
+  // release(), whose lane holds no register during the walk before it.
+  static DLATTN_DEVICE void release_after_walk(uint64& event) {
+    if (opaque(threadIdx.x) % 32 == 0) mbarrier_arrive(event);
   }
 
   // A warp arrives on this barrier of one block, or of all.
@@ -300,7 +316,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 #pragma unroll 1
     for (int round = 0;; ++round) {
       if (takes) {
-        if (item >= item_count(m.p)) item = none_left;
+        if (item >= part_count(m.p)) item = none_left;
         tell_item(shared, round, item);
       }
       if constexpr (cluster > 1) item = told_item(shared, round);

@@ -24,10 +24,10 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   DLATTN_DEVICE BwdSm90Item(const MappedBwdParams& params, SharedMemory& shared_memory, int round)
       : Base(params, shared_memory, round),
-        work(Base::work_item(this->number(), p)),
+        work(Base::work_item(Base::item_of_part(this->number(), p), p)),
         length(p, work.batch),
         keys(uniform(keys_of_block(rank()))),
-        tiles(uniform(query_tiles())) {}
+        tiles(uniform(Base::queries_of_part(query_tiles(), this->number(), p))) {}
 
   DLATTN_DEVICE Interval keys_of_block(int block) const {
     const int first = work.tile * tile_k + block * block_k;
@@ -84,11 +84,21 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
   DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
   DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+    if constexpr (Tiling::adds_keys) return round % 2;
     return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
   }
 
+  // Heads of the item that share a head of keys: where items have parts of groups, all.
+  DLATTN_DEVICE int heads_of_keys() const {
+    return Tiling::adds_keys ? p.heads_per_block : p.heads_per_k;
+  }
+  // Whether this many heads of the item are the end of a group.
+  static DLATTN_DEVICE bool ends_group(int heads, int heads_per_group) {
+    return Tiling::adds_keys || heads % heads_per_group == 0;
+  }
   // Heads that share their keys and their values.
   DLATTN_DEVICE int heads_per_walk() const {
+    if constexpr (Tiling::adds_keys) return p.heads_per_block;
     return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
   }
 };

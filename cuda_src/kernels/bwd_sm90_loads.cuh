@@ -73,9 +73,11 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     // Of an item without keys nothing is read.
     const bool moves = may_move<Problem>(mapped.ref, keys.first, keys.last);
     const uint32 bytes = moves ? Tile::bytes : 0;
+    // In a cluster, the other block reads some columns of the keys; other parts of an item read all.
+    constexpr bool once = Base::cluster == 1 && !Tiling::adds_keys;
     fill_rows(ring, place, tile, rows, landed, clearings, bytes, [&](int, uint64& full) {
       if (!moves) return;
-      load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
+      load_key_tile<Problem, paged, once>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
 

@@ -75,6 +75,12 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // ---- The counter ----
 
+  // Which item's share goes with a part, if not a negative number.
+  DLATTN_DEVICE int share_beside(int number) const {
+    const int share = number - p.dq_lag;
+    return Tiling::adds_keys && share >= p.lone_shares ? -1 : share;
+  }
+
   DLATTN_DEVICE void count_additions() {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
@@ -83,7 +89,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x * Base::cluster + Base::rank(),
                            parts * Base::cluster);
     } else {
-      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; }, Base::rank());
+      prepare_share(shared.share, [&] { return share_beside(this->number()); }, Base::rank());
     }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
@@ -246,8 +252,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
-    // Beside a walk that passes over blocks, there are no registers to hold what depends on the lane.
-    const int lane = Tiles::skips ? opaque(threadIdx.x) % 32 : threadIdx.x % 32;
+    const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
@@ -275,8 +280,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
         }
         transpose_quad(row, lane);
         if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
-          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
-              uint4{row[0], row[1], row[2], row[3]};
+          store_streaming(g_dq + 8 * half * p.dQ.row + further(first),
+                          uint4{row[0], row[1], row[2], row[3]});
         }
       }
     }
@@ -375,6 +380,19 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // The key workers, where they store shares, when the steps of an item are too few for it.
+  DLATTN_DEVICE void store_share() {
+    mbarrier_wait(shared.share_complete, this->round % 2);
+    const int pieces = uniform(shared.share.pieces);
+#pragma unroll 1
+    for (int piece = Base::warpgroup_index() - 2; piece < pieces; piece += 2) {
+      const LoadedRows rows = load_rows(shared.share, piece);
+      store_rows(shared.share, piece, [&](int n) { return rows.at[n]; });
+    }
+    __syncwarp();
+    release(shared.share_stored);
+  }
+
   // A share that goes with no item.
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
@@ -385,9 +403,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = pair < pairs;
       if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
     } else {
-      const int items = Base::item_count(p);
-      const int number = items - least(items, p.dq_lag) + taken / Base::cluster;
-      exists = number < items;
+      const int number = p.lone_shares + taken / Base::cluster;
+      exists = number < Base::item_count(p);
       if (exists) {
         prepare_share(shared.rest, [=] { return opaque(number); }, taken % Base::cluster);
       }
@@ -399,7 +416,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
-    const int worker = Base::warpgroup_index() - 1;
+    const int query_worker = Base::warpgroup_index() - 1;
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
@@ -409,8 +426,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       named_barrier_sync(Base::share_told, 128 * 3);
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
+      // Key workers compute theirs anew: ptxas has no register for it.
+      int piece = tells ? query_worker : Base::warpgroup_index() - 1;
 #pragma unroll 1
-      for (int piece = worker; piece < pieces; piece += 3) {
+      for (; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
         store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }

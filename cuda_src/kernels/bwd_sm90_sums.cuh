@@ -82,7 +82,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         mbarrier_wait(shared.dq_ring.full[place.stage], place.parity);
         if (gives_orders()) {
           bulk_reduce_add(sum(at) + place_in_sum(piece), shared_address(&shared.dQ[place.stage]),
-                          sizeof(DQPiece));
+                          sizeof(DQPiece), L2::evict_last);
           tma_commit();
           tma_wait_read<dq_slots - 1>();
         }

@@ -58,6 +58,13 @@ DLATTN_DEVICE float2 load_in_place(uint32 shared) {
   return v;
 }
 
+// Stores what nobody reads soon. PTX ISA 9.7.9.12 (st), 9.7.9.1 (.cs).
+DLATTN_DEVICE void store_streaming(void* global, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Four-wide reductions need sm_90.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool wide_reductions = true;

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import ceil, gcd
+from math import gcd
 from typing import ClassVar
 
-from dlattn.dtypes import data_type
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans.bwd_division import Division, divided_end, divided_group
+from dlattn.plans.bwd_sm90_refusal import register_refusal
+from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
+from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
 
@@ -45,6 +47,9 @@ class Sm90BwdTiling:
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
         stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
         keys_in_registers: key workers hold the left operand of S.
+        adds_keys: some items have a part of what attends to their keys
+            (:mod:`dlattn.plans.bwd_division`), so that their dK and dV are added up.
+        shares_last: key workers store an earlier item's dQ, after their dK and dV.
     """
 
     tile_q: int = 64
@@ -61,6 +66,8 @@ class Sm90BwdTiling:
     stages_bias: bool = False
     stats_in_products: bool = False
     keys_in_registers: bool = False
+    adds_keys: bool = False
+    shares_last: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -78,13 +85,16 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        flags = self.by_product, self.stats_in_products, self.keys_in_registers
-        by_product, stats_in_products, keys_in_registers = (str(flag).lower() for flag in flags)
+        by_product = str(self.by_product).lower()
+        flags = (
+            self.stats_in_products, self.keys_in_registers, self.adds_keys, self.shares_last
+        )  # fmt: skip
+        others = ", ".join(str(flag).lower() for flag in flags)
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.do_stages}, {self.cluster}, "
-            f"{self.query_registers}, {stats_in_products}, {keys_in_registers}>"
+            f"{self.query_registers}, {others}>"
         )
 
     @property
@@ -116,19 +126,8 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
-#: fp16 probabilities, 2^12 times as large (``raised`` in ``bwd_tile.cuh``), times this stay finite.
-MOST_SLOPE = 8
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
-
-
-def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
-    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
-    its long items would be fewer than blocks."""
-    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
-    even = [n for n in near if pairs % n == 0]
-    few = min(pairs, max(1, round(wanted)), most or pairs)
-    return min(even, key=lambda n: abs(n - wanted), default=few)
 
 
 def result_width(dim: int) -> int:
@@ -210,75 +209,6 @@ def _walking(problem: Problem, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
     return replace(tiling, piece_columns=32, dq_slots=2) if one_piece else tiling
 
 
-def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
-    """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
-    width = even_wave(pairs, wanted)
-    if pairs * tiles > 4 * blocks:
-        return width
-    # There are so few items that it matters where each ends.
-    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
-    ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
-    return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
-
-
-def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
-    """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
-    ends = [0] * blocks
-    for first in range(0, pairs, pairs_per_wave):
-        for tile in range(tiles):
-            for _ in range(min(pairs_per_wave, pairs - first)):
-                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
-    return max(ends)
-
-
-def register_refusal(problem: Problem) -> str | None:
-    """What no tiling has registers for, or numbers, or ``None``."""
-    widest = problem.head_dim_qk + problem.head_dim_v > 384
-    crowded = problem.keeps_scores and problem.adds_to_scores
-    reads_to_drop = isinstance(problem.dropout, GivenMask)
-    if problem.dtype is data_type.HALF and problem.steepest > MOST_SLOPE:
-        return (
-            f"nothing tells that a score_mod's derivative is at most {MOST_SLOPE}; of others, "
-            "weights may be too large for fp16, to which they are rounded here. bf16 has room."
-        )
-    if problem.dropout and problem.bends_scores:
-        return (
-            "dropout marks weights by their signs, which a score_mod may change; one whose "
-            "derivative is 1 leaves them."
-        )
-    if widest and problem.bends_scores and problem.gathers:
-        return (
-            "a score_mod that reads tensors and bends scores takes more registers than head "
-            "dimensions above 384 in sum leave."
-        )
-    if problem.dropout and problem.has_blocks:
-        return "dropout and block_mask together take more registers than its loaders have."
-    if widest and problem.dropout and crowded:
-        return (
-            "dropout beside both a soft cap and a bias or slopes takes more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if widest and problem.paged_v and crowded:
-        return (
-            "pages beside both a soft cap and a bias or slopes take more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
-        return (
-            "dropout by a mask beside a soft cap takes more registers than head dimensions "
-            "above 384 in sum, or of v above 192, leave."
-        )
-    masks = problem.score_blocks is not None and problem.score_blocks.elements
-    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores or masks):
-        return (
-            "head dimensions above 384 in sum leave no registers for block_mask together with "
-            "use_deterministic_algorithm, or with a bias or slopes."
-        )
-    if problem.has_blocks and problem.head_dim_v > 192 and not widest:
-        return "head dimensions of v far above those of q leave no registers for block_mask."
-    return None
-
-
 @dataclass(frozen=True)
 class RowTiling:
     """The same tiling for the kernel before, whose blocks have no producer."""
@@ -294,6 +224,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
+    l2_promotion = tensormap.L2_PROMOTION_128B
     tiling: Sm90BwdTiling
 
     def __init__(
@@ -305,7 +236,35 @@ class BwdSm90(MappedPlan, BackwardPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem)
+        self._division: Division | None = None
+        if tiling is None or tiling.adds_keys:
+            self._division = self._divide()
+            self.tiling = replace(self.tiling, adds_keys=self._division is not None)
         self.set_waves()
+        items, division = self._pairs * self._key_tiles, self._division
+        self._params.whole_items = items if division is None else division.whole_items
+        self._params.item_parts = 1 if division is None else division.parts
+        self._params.lone_shares = self._lone_shares
+
+    def _divide(self) -> Division | None:
+        """Items in parts, if that is better."""
+        group = super()._heads_per_block
+        items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
+        steps = group * self._query_tiles
+        given = self.problem, self.geometry, group
+        return divided_group(*given) or divided_end(*given, items, self._items_at_once, steps)
+
+    @property
+    def _lone_shares(self) -> int:
+        """The first item whose share of dQ goes with no item. Those of the last waves, where that
+        would be a part, do not: others of their pairs may be parts that are taken later."""
+        items, lag = self._pairs * self._key_tiles, self._params.dq_lag
+        parts = self._params.item_parts
+        whole = self._params.whole_items
+        first = max(0, whole + (items - whole) * parts - lag)
+        if parts == 1:
+            return first
+        return min(first, whole // self._wave_items * self._wave_items)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -323,10 +282,25 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def box_rows(self) -> Mapping[str, int]:
         queries = self.tiling.tile_q // self.tiling.cluster
         keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
-        # A warpgroup stores its half of the keys.
-        gradients = {f"d{role.upper()}": self.paged_rows(role, 64) for role in "kv"}
-        rows = {"q": queries, **keys, "dO": queries, **gradients}
+        rows = {"q": queries, **keys, "dO": queries}
         return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
+
+    @property
+    def _heads_per_block(self) -> int:
+        return super()._heads_per_block if self._division is None else self._division.heads
+
+    @property
+    def _summed_tiles(self) -> int:
+        """Tiles of dK and dV that several items add to."""
+        if self._division is None:
+            return 0
+        tiles = self.geometry.batch * self.geometry.heads_k * self._key_tiles
+        return tiles - self._division.whole_items
+
+    @property
+    def _key_sums(self) -> int:
+        widths = map(result_width, (self.problem.head_dim_qk, self.problem.head_dim_v))
+        return 4 * self._summed_tiles * self.tiling.tile_k * sum(widths)
 
     @property
     def _items_at_once(self) -> int:
@@ -389,6 +363,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if not self.tiling.stages_bias or not bwd_dbias_sm90.fits(whole, self.geometry):
             return super().dbias_kernel()
         return bwd_dbias_sm90.dbias_kernel(whole, self.geometry, self.target, self.tiling)
+
+    def kernels(self) -> list[KernelLaunch]:
+        kernels = super().kernels()
+        if self._summed_tiles:
+            kernels.insert(2, self._small_kernel("bwd_key_rows", (self._summed_tiles, 1, 1)))
+        return kernels
 
     def main_kernel(self, items: int) -> KernelLaunch:
         cluster = self.tiling.cluster

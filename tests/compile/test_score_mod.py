@@ -13,7 +13,8 @@ import pytest
 
 from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import MOST_SLOPE, BwdSm90, register_refusal
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90_refusal import MOST_SLOPE, register_refusal
 from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80

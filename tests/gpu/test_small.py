@@ -43,6 +43,14 @@ CASES = {
         heads_q=2, heads_k=1, heads_v=1, seq_q=129, seq_kv=192, head_dim_qk=64, head_dim_v=64,
         scale=0.125, offset=-120.0,
     ),
+    "long items, in parts of their queries": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1500, seq_kv=200, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, len_q=(1500, 700), len_kv=(200, 131), tails="nan",
+    ),
+    "groups of heads in several items": Case(
+        batch=2, heads_q=12, heads_k=2, heads_v=2, seq_q=300, seq_kv=330, right=0,
+        bottom_right=True, head_dim_qk=128, head_dim_v=64, scale=0.09,
+    ),
     "one query, log-sum-exp far below zero": Case(
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=128,
         head_dim_v=128, scale=0.09, offset=-120.0,
