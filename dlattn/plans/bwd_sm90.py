@@ -9,10 +9,11 @@ from functools import cached_property
 from math import ceil, gcd
 from typing import ClassVar
 
-from dlattn.dtypes import data_type
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
+from dlattn.plans.bwd_relay import relays
+from dlattn.plans.bwd_sm90_refusal import register_refusal
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -45,6 +46,7 @@ class Sm90BwdTiling:
         stages_bias: tiles of a bias come with those of q; of 16-bit elements.
         stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
         keys_in_registers: key workers hold the left operand of S.
+        relays: dQ goes from item to item (:mod:`dlattn.plans.bwd_relay`), instead of to sums.
     """
 
     tile_q: int = 64
@@ -61,6 +63,7 @@ class Sm90BwdTiling:
     stages_bias: bool = False
     stats_in_products: bool = False
     keys_in_registers: bool = False
+    relays: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -78,13 +81,13 @@ class Sm90BwdTiling:
 
     @property
     def cpp(self) -> str:
-        flags = self.by_product, self.stats_in_products, self.keys_in_registers
-        by_product, stats_in_products, keys_in_registers = (str(flag).lower() for flag in flags)
+        last = self.stats_in_products, self.keys_in_registers, self.relays
+        by_product, *flags = (str(flag).lower() for flag in (self.by_product, *last))
         return (
             f"Sm90BwdTiling<{self.tile_q}, {self.tile_k}, {by_product}, {self.stages}, "
             f"{self.ds_stages}, {self.piece_columns}, {self.dq_slots}, {self.share_slots}, "
             f"{self.do_stages}, {self.cluster}, "
-            f"{self.query_registers}, {stats_in_products}, {keys_in_registers}>"
+            f"{self.query_registers}, {', '.join(flags)}>"
         )
 
     @property
@@ -108,6 +111,7 @@ class Sm90BwdTiling:
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
         ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
+        ring_stages += self.share_slots * self.relays
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
@@ -228,54 +232,6 @@ def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> i
     return max(ends)
 
 
-def register_refusal(problem: Problem) -> str | None:
-    """What no tiling has registers for, or numbers, or ``None``."""
-    widest = problem.head_dim_qk + problem.head_dim_v > 384
-    crowded = problem.keeps_scores and problem.adds_to_scores
-    reads_to_drop = isinstance(problem.dropout, GivenMask)
-    if problem.dtype is data_type.HALF and problem.bends_scores:
-        return (
-            "a score_mod's derivative may be larger than weights in fp16 can be, which are rounded "
-            "here; bf16 has room for it."
-        )
-    if problem.dropout and problem.bends_scores:
-        return (
-            "dropout marks weights by their signs, which a score_mod may change; one whose "
-            "derivative is 1 leaves them."
-        )
-    if widest and problem.bends_scores and problem.gathers:
-        return (
-            "a score_mod that reads tensors and bends scores takes more registers than head "
-            "dimensions above 384 in sum leave."
-        )
-    if problem.dropout and problem.has_blocks:
-        return "dropout and block_mask together take more registers than its loaders have."
-    if widest and problem.dropout and crowded:
-        return (
-            "dropout beside both a soft cap and a bias or slopes takes more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if widest and problem.paged_v and crowded:
-        return (
-            "pages beside both a soft cap and a bias or slopes take more registers than "
-            "head dimensions above 384 in sum leave."
-        )
-    if reads_to_drop and problem.keeps_scores and (widest or problem.head_dim_v > 192):
-        return (
-            "dropout by a mask beside a soft cap takes more registers than head dimensions "
-            "above 384 in sum, or of v above 192, leave."
-        )
-    masks = problem.score_blocks is not None and problem.score_blocks.elements
-    if widest and problem.has_blocks and (problem.deterministic or problem.adds_to_scores or masks):
-        return (
-            "head dimensions above 384 in sum leave no registers for block_mask together with "
-            "use_deterministic_algorithm, or with a bias or slopes."
-        )
-    if problem.has_blocks and problem.head_dim_v > 192 and not widest:
-        return "head dimensions of v far above those of q leave no registers for block_mask."
-    return None
-
-
 @dataclass(frozen=True)
 class RowTiling:
     """The same tiling for the kernel before, whose blocks have no producer."""
@@ -301,8 +257,16 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(self.problem)
+        self.tiling = tiling or self._relaying(choose_tiling(self.problem))
         self.set_waves()
+
+    def _relaying(self, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+        fits = tiling.share_slots > 0 and tiling.cluster == 1
+        if not (fits and relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k)):
+            return tiling
+        # The next item needs a piece a step at the most, and an earlier one's come two at a time.
+        slots = {} if tiling.tile_q == 64 else {"dq_slots": 1, "share_slots": 2}
+        return replace(tiling, relays=True, **slots)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -335,6 +299,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         pair's first tiles take much longer than its last, and other pairs must fill the time. In a
         narrow window, no tile takes longer; where blocks are dropped, some do."""
         geometry, blocks, tiles = self.geometry, self._items_at_once, self._key_tiles
+        if self.tiling.relays:
+            return 1
         if self.problem.ragged:  # of one batch entry
             groups = geometry.heads_q // self._heads_per_block
             some = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
@@ -370,6 +336,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def _dq_lag(self) -> int:
         """In ragged problems, counted in pairs, because pairs differ in items."""
+        if self.tiling.relays:
+            return 0
         if not self.problem.ragged:
             return super()._dq_lag
         return self._params.heads_per_wave + self._pairs_at_once
