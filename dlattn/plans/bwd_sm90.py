@@ -120,6 +120,8 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
+#: Sums of dQ that are added to at a time, in a fixed order: L2 has room for more, but not for much.
+MOST_WAVE_SUM_BYTES = 20 << 20
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
 
@@ -173,7 +175,8 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.has_blocks and problem.has_bias
     # What a function masks of elements: loaders would spill beside wide dK and dV.
-    others += 2 * (problem.score_blocks is not None and problem.score_blocks.elements)
+    masks_elements = problem.score_blocks is not None and problem.score_blocks.elements
+    others += 2 * (masks_elements and max(dims) > 128)
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(do_stages=1, share_slots=0)
@@ -309,10 +312,15 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return min(4, self._pairs) if self.problem.has_blocks else 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
+        wanted = blocks / tiles
         # In a fixed order, more items wait for each other.
-        items_per_block = 2 if self.problem.deterministic else 1
-        wanted = items_per_block * blocks / tiles
+        if self.problem.deterministic and 2 * wanted * self._pair_sum_bytes <= MOST_WAVE_SUM_BYTES:
+            wanted *= 2
         return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
+
+    @property
+    def _pair_sum_bytes(self) -> int:
+        return 4 * self._heads_per_block * self.geometry.seq_q * self._dq_columns
 
     @property
     def row_tiling(self) -> Tiling:
@@ -339,7 +347,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if self.tiling.relays:
             return 0
         if not self.problem.ragged:
-            return super()._dq_lag
+            fixed = self.problem.deterministic and self.geometry.band_right is not None
+            # The longest items end a wave, and many short ones of the next pass by meanwhile.
+            later = max(0, 2 * self._items_at_once - self._wave_items) if fixed else 0
+            return super()._dq_lag + later
         return self._params.heads_per_wave + self._pairs_at_once
 
     @property
