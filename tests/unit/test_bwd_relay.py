@@ -1,10 +1,11 @@
-"""The relay of the Hopper backward: who leaves a part of dQ, who stores it, and who waits for whom."""
+"""The relay of the Hopper backward: who leaves a part of dQ, who stores it, who waits for whom."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import assume, given
@@ -159,7 +160,5 @@ def test_every_query_tile_is_stored_once(
             moved |= went is not False
         idle = 0 if moved else idle + 1
         assert idle < 2
-    tiles = -(-seq // plan.tiling.tile_q)
-    assert sorted(stored) == [
-        (pair, head, tile) for pair in range(2 * groups) for head in range(4) for tile in range(tiles)
-    ]
+    tiles = range(-(-seq // plan.tiling.tile_q))
+    assert sorted(stored) == [*product(range(2 * groups), range(4), tiles)]
