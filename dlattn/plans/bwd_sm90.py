@@ -268,8 +268,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if not (fits and relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k)):
             return tiling
         # The next item needs a piece a step at the most, and an earlier one's come two at a time.
-        slots = {} if tiling.tile_q == 64 else {"dq_slots": 1, "share_slots": 2}
-        return replace(tiling, relays=True, **slots)
+        if tiling.tile_q > 64:
+            tiling = replace(tiling, dq_slots=1, share_slots=2)
+        return replace(tiling, relays=True)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
