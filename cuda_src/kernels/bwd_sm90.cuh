@@ -371,9 +371,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       }
       case 3:
         if constexpr (relays) {
-          Place<Base::share_slots> place;
+          uint32 fetched = 0;
           return Base::template for_each_item<BwdSm90>(
-              block..., [&](auto& kernel) { kernel.fetch_parts(place); });
+              block..., [&](auto& kernel) { kernel.fetch_parts(fetched); });
         } else {
           return Base::template for_each_item<Shares>(
               block..., [&](auto& kernel) { kernel.count_additions(); });

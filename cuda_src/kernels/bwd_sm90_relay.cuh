@@ -63,7 +63,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   }
 
   // In the place of the counter: brings the other items' parts, and counts what this one stores.
-  DLATTN_DEVICE void fetch_parts(Place<share_slots>& place) {
+  DLATTN_DEVICE void fetch_parts(uint32& fetched) {
     this->await_place(work);
     const int taken_over = uniform(end_of_taken_over());
     int stored = 0;
@@ -74,18 +74,20 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
       const int at = part(i, tile);
       while (load_acquire(p.dq_arrivals + at) == 0) __nanosleep(20);
       fence_proxy_async_global();
-      auto landed = place;
+      auto& ring = shared.parts_ring;
 #pragma unroll 1
       for (int piece = 0; piece < own_pieces; ++piece) {
-        fill(shared.parts_ring, place, sizeof(DQPiece), [&](int slot, uint64& full) {
+        const auto place = place_of<share_slots>(fetched++);
+        order(ring, place, ring.full[place.stage], sizeof(DQPiece), [&](int slot, uint64& full) {
           bulk_load(shared_address(&shared.share_pieces[slot]), sum(at) + piece, sizeof(DQPiece),
                     full);
         });
       }
-#pragma unroll 1
-      for (int piece = 0; piece < own_pieces; ++piece) {
-        mbarrier_wait(shared.parts_ring.full[landed.stage], landed.parity);
-        landed.advance();
+      // Pieces whose slots have been filled again have landed, and their barriers tell no more of them.
+#pragma unroll
+      for (int slot = 0; slot < least(share_slots, own_pieces); ++slot) {
+        const auto place = place_of<share_slots>(fetched - 1 - slot);
+        mbarrier_wait(ring.full[place.stage], place.parity);
       }
       if (gives_orders()) p.dq_arrivals[at] = 0;
       __syncwarp();
