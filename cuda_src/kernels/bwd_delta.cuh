@@ -171,6 +171,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     p.dq_arrivals[sum_tile] = 0;
     p.dq_stored[pair] = 0;
   }
+  if constexpr (Tiling::relays) return;  // parts of dQ are stored, not added
   auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
   for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
     g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};

@@ -39,6 +39,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::part_q;
   using Base::parts;
   using Base::receive;
+  using Base::relays;
   using Base::rounded;
   using Base::send;
   using Base::shared;
@@ -345,12 +346,23 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       }
       case 2: {
         Place<Base::dq_slots> place;
-        return Base::template for_each_item<BwdSm90>(
-            block..., [&](auto& kernel) { kernel.add_pieces(place); });
+        return Base::template for_each_item<BwdSm90>(block..., [&](auto& kernel) {
+          if constexpr (relays) {
+            kernel.hand_on(place);
+          } else {
+            kernel.add_pieces(place);
+          }
+        });
       }
       case 3:
-        return Base::template for_each_item<Shares>(
-            block..., [&](auto& kernel) { kernel.count_additions(); });
+        if constexpr (relays) {
+          uint32 fetched = 0;
+          return Base::template for_each_item<BwdSm90>(
+              block..., [&](auto& kernel) { kernel.fetch_parts(fetched); });
+        } else {
+          return Base::template for_each_item<Shares>(
+              block..., [&](auto& kernel) { kernel.count_additions(); });
+        }
     }
   }
 
@@ -359,7 +371,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     typename Base::Queries queries;
     Base::template for_each_item<BwdSm90>(block...,
                                           [&](auto& kernel) { kernel.work_on_queries(queries); });
-    Shares(block..., 0).template store_rest<true>();
+    if constexpr (!relays) Shares(block..., 0).template store_rest<true>();
   }
 
   template <class... Arguments>
@@ -375,7 +387,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       }
       if constexpr (Tiling::shares_last) kernel.store_share();
     });
-    Shares(block..., 0).template store_rest<false>();
+    if constexpr (!relays) Shares(block..., 0).template store_rest<false>();
   }
 };
 

@@ -41,6 +41,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr int share_slots = Tiling::share_slots;
+  // Nobody adds to sums of dQ (bwd_sm90_relay.cuh).
+  static constexpr bool relays = Tiling::relays;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
   static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
@@ -130,6 +132,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<dq_slots> dq_ring;                      // from the query worker to the writer
     Ring<ds_stages> weights_ring[block_k / 64];  // between the key workers, of each 64 keys
     Ring<2> sums_ring;                           // from the writer to the counter
+    Either<relays, Ring<most(share_slots, 1)>, Nothing> parts_ring;  // from the copy engine
     int sums_added[2];                           // what a step has been added to
     uint64 landed[2];                            // what a loader is to clear
     uint64 share_complete, share_stored;
@@ -156,7 +159,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // In a fixed order of additions, those of items taken before this one come before: of later keys
   // (last_keys_first), or of earlier ones. Items start at the diagonal, where later keys meet a query
   // first, so that hardly one waits.
-  static constexpr bool last_keys_first = Problem::deterministic && Problem::Mask::bounded_right;
+  static constexpr bool last_keys_first =
+      Problem::deterministic && Problem::Mask::bounded_right && !relays;
 
   // What the item of this number is.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
@@ -206,6 +210,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.ds_ring.init(4 * cluster, ds_warps);
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
+      if constexpr (relays) shared.parts_ring.init(4);
       mbarrier_init(shared.share_complete, 1);
       mbarrier_init(shared.share_stored, Tiling::shares_last ? key_warps : 4);
       for (auto& landed : shared.share_landed) {

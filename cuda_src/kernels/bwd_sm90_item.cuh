@@ -21,27 +21,57 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   const Lengths length;
   const Interval keys;   // of this block that exist
   const Interval tiles;  // of queries that attend to them
+  const int handed_on;   // in a relay, those from here on attend to the next item's keys, too
 
   DLATTN_DEVICE BwdSm90Item(const MappedBwdParams& params, SharedMemory& shared_memory, int round)
       : Base(params, shared_memory, round),
         work(Base::work_item(Base::item_of_part(this->number(), p), p)),
         length(p, work.batch),
         keys(uniform(keys_of_block(rank()))),
-        tiles(uniform(Base::queries_of_part(query_tiles(), this->number(), p))) {}
+        tiles(uniform(Base::queries_of_part(query_tiles(work.tile), this->number(), p))),
+        handed_on(Base::relays ? uniform(first_of_next()) : tiles.last) {}
 
   DLATTN_DEVICE Interval keys_of_block(int block) const {
     const int first = work.tile * tile_k + block * block_k;
     return {first, least(first + block_k, length.kv)};
   }
 
-  DLATTN_DEVICE Interval query_tiles() const {
-    const Interval keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)};
+  // Those that attend to a key tile.
+  DLATTN_DEVICE Interval query_tiles(int key_tile) const {
+    const Interval keys{key_tile * tile_k, least((key_tile + 1) * tile_k, length.kv)};
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
     const Interval all{queries.first / tile_q, ceil_div(queries.last, tile_q)};
     if constexpr (!Base::adds_steps_alone) return all;
-    const WorkItem of_heads{work.tile, first_head(), work.batch};
+    const WorkItem of_heads{key_tile, first_head(), work.batch};
     return Tiles::span_of_queries(p, of_heads, p.heads_per_block, all);
+  }
+
+  DLATTN_DEVICE int first_of_next() const {
+    const Interval next = query_tiles(work.tile + 1);
+    return next.empty() ? tiles.last : next.first;
+  }
+
+  // The order of steps in a relay: what the next item waits for comes some heads sooner than what waits
+  // for the item before. Calls visit(i, tile).
+  static constexpr int heads_sooner = 3;
+  template <class Visit>
+  DLATTN_DEVICE void for_each_in_relay(Visit visit) const {
+#pragma unroll 1
+    for (int round = 0; round < p.heads_per_block + heads_sooner; ++round) {
+#pragma unroll 1
+      for (int tile = tiles.first; tile < tiles.last; ++tile) {
+        const int i = tile < handed_on ? round - heads_sooner : round;
+        if (i >= 0 && i < p.heads_per_block) visit(i, tile);
+      }
+    }
+  }
+  DLATTN_DEVICE int first_in_relay() const {
+    return handed_on < tiles.last ? handed_on : tiles.first;
+  }
+  // Of a walk.
+  DLATTN_DEVICE int last_tile() const {
+    return (Base::relays && handed_on > tiles.first ? handed_on : tiles.last) - 1;
   }
 
   DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {

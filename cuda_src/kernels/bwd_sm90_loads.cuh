@@ -101,6 +101,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
   DLATTN_DEVICE void for_each_tile(Visit visit) {
+    if constexpr (Base::relays) return this->for_each_in_relay(visit);
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
 #pragma unroll 1
@@ -111,6 +112,12 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // The same for those that are steps; and begin(i) after the first tile of a head, whose memory is free before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
+    if constexpr (Base::relays) {
+      return this->for_each_in_relay([&](int i, int tile) {
+        visit(i, tile);
+        if (i == 0 && tile == this->first_in_relay()) begin(0);
+      });
+    }
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
       int tile = tiles.first;
@@ -159,7 +166,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
-      const bool last = (i + 1) % heads_per_walk() == 0 && tile == tiles.last - 1;
+      const bool last = (i + 1) % heads_per_walk() == 0 && tile == this->last_tile();
       auto& place = at.place;
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);

@@ -1,14 +1,14 @@
 // The query worker of a Hopper backward block: the warpgroup that computes dQ.
 #pragma once
 
-#include "kernels/bwd_sm90_sums.cuh"
+#include "kernels/bwd_sm90_relay.cuh"
 #include "tile/warpgroup_gemm.cuh"
 
 namespace dlattn {
 
 template <class Problem, class Tiling>
-struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
-  using Base = BwdSm90Sums<Problem, Tiling>;
+struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
+  using Base = BwdSm90Relay<Problem, Tiling>;
   using Base::Base;
   using Base::dq_slots;
   using Base::ds_stages;
@@ -69,9 +69,10 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     release(shared.dq_ring.full[place.stage]);
   }
 
-  // Some of this block's columns of the dQ of a step and 64 queries, piece by piece.
-  template <int columns>
-  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first) {
+  // Some of this block's columns of the dQ of a step and 64 queries, piece by piece: give(dQ, column,
+  // piece).
+  template <int columns, class Give>
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first, Give give) {
     const int stage = step % ds_stages;
     Accumulator<1, columns / 8> dQ;
     start_dq(dQ, first_row, first, stage);
@@ -82,21 +83,21 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
     const int before = first_row / 64 * own_columns + first;
 #pragma unroll
     for (int column = 0; column < columns; column += piece_columns) {
-      const uint32 piece = step * Base::own_pieces + (before + column) / piece_columns;
-      send(dQ, column, place_of<dq_slots>(piece));
+      give(dQ, column, (before + column) / piece_columns);
     }
   }
 
   // The dQ of a step.
-  DLATTN_DEVICE void step_of_dq(uint32 step) {
+  template <class Give>
+  DLATTN_DEVICE void step_of_dq(uint32 step, Give give) {
     constexpr int columns = Base::product_columns, rest = own_columns % columns;
 #pragma unroll
     for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
       for (int first = 0; first + columns <= own_columns; first += columns) {
-        part_of_dq<columns>(step, row, first);
+        part_of_dq<columns>(step, row, first, give);
       }
-      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest);
+      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest, give);
     }
   }
 
@@ -104,9 +105,32 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
   struct Queries {
     uint32 steps = 0;
     ShareWalk share;
+    uint32 handed_on = 0, taken_over = 0;  // pieces of a relay
   };
 
+  DLATTN_DEVICE void await_ds(const Queries& at) {
+    const auto place = place_of<ds_stages>(at.steps);
+    mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
+  }
+
+  DLATTN_DEVICE void work_in_relay(Queries& at) {
+    mbarrier_wait(shared.k_ring.full[0], this->keys_parity(0));
+    const int end_of_taken_over = uniform(Base::end_of_taken_over());
+    this->for_each_in_relay([&](int i, int tile) {
+      await_ds(at);
+      step_of_dq(at.steps++, [&](const auto& dQ, int column, int piece) {
+        if (tile >= Base::handed_on) {
+          send(dQ, column, place_of<dq_slots>(at.handed_on++));
+        } else {
+          this->store_whole(dQ, column, i, tile, piece, tile < end_of_taken_over, at.taken_over);
+        }
+      });
+    });
+    named_barrier_arrive(Base::keys_read, 128 * 3);
+  }
+
   DLATTN_DEVICE void work_on_queries(Queries& at) {
+    if constexpr (Base::relays) return work_in_relay(at);
     this->begin_share(at.share);
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; i += this->heads_of_keys()) {
@@ -117,16 +141,15 @@ struct BwdSm90Queries : BwdSm90Sums<Problem, Tiling> {
       }
       int steps = uniform(this->heads_of_keys() * (tiles.last - tiles.first));
       const auto step = [&] {
-        const auto await_ds = [&] {
-          const auto place = place_of<ds_stages>(at.steps);
-          mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
-        };
         if constexpr (Base::share_slots > 0 || Tiling::shares_last) {
-          await_ds();
+          await_ds(at);
         } else {
-          this->store_piece_beside(at.share, await_ds);
+          this->store_piece_beside(at.share, [&] { await_ds(at); });
         }
-        step_of_dq(at.steps++);
+        const uint32 before = at.steps++;
+        step_of_dq(before, [&](const auto& dQ, int column, int piece) {
+          send(dQ, column, place_of<dq_slots>(before * Base::own_pieces + piece));
+        });
         if constexpr (Base::share_slots > 0) this->continue_share(at.share);
         return --steps > 0;
       };

@@ -244,31 +244,39 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
   template <class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
-    constexpr int per_row = dim_qk / piece_columns;
-    const int piece = piece_of_share % dq_pieces;
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (p.heads_per_block > 1) {
       const int tiles_per_head = Base::query_tiles(p, share.batch);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
+    DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
+    store_piece({tile, head, share.batch}, piece_of_share % dq_pieces, load, [&](int n) {
+      g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
+    });
+  }
+
+  // A warp's rows of a piece of a query tile's dQ. used(n): load(n) has been called.
+  template <class Load, class Used>
+  DLATTN_DEVICE void store_piece(WorkItem queries, int piece, Load load, Used used) const {
+    constexpr int per_row = dim_qk / piece_columns;
+    const int tile = queries.tile, head = queries.head, batch = queries.batch;
     const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
     const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
     const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
-    const int rows = Problem::ragged ? p.seq_len_q.at(share.batch, p.seq_q) : p.seq_q;
-    T* g_dq = p.dQ.template rows<T, Problem::ragged>(share.batch, head, query) + column;
+    const int rows = Problem::ragged ? p.seq_len_q.at(batch, p.seq_q) : p.seq_q;
+    T* g_dq = p.dQ.template rows<T, Problem::ragged>(batch, head, query) + column;
     const float factor = gradient_factor<Problem>(ScoreValues(p));
-    DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
 #pragma unroll
     for (int first = 0; first < piece_columns / 8; first += 4) {
       float4 values[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) values[n] = load(first + n);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) g_rows.at[first + n][lane] = float4{0.f, 0.f, 0.f, 0.f};
+      for (int n = 0; n < 4; ++n) used(first + n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32 row[4];

@@ -25,14 +25,14 @@ struct BwdTiling {
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
-  static constexpr bool stats_in_products = false;
+  static constexpr bool stats_in_products = false, relays = false;
 };
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
           int query_registers_, bool stats_in_products_, bool keys_in_registers_,
-          bool adds_keys_, bool shares_last_>
+          bool adds_keys_, bool shares_last_, bool relays_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
@@ -47,6 +47,7 @@ struct Sm90BwdTiling {
   static constexpr bool stats_in_products = stats_in_products_;
   static constexpr bool keys_in_registers = keys_in_registers_;
   static constexpr bool adds_keys = adds_keys_, shares_last = shares_last_;
+  static constexpr bool relays = relays_;
   static constexpr int warps = 8;  // of the kernel before
   // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
   // precision the others have.

@@ -55,6 +55,13 @@ DLATTN_DEVICE void bulk_load(uint32 shared, const void* global, uint32 bytes, ui
       : "memory");
 }
 
+// The same, into global memory.
+DLATTN_DEVICE void bulk_store(void* global, uint32 shared, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // 9.7.9.27.1.2: a box from shared memory; what leaves the tensor is not written.
 DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int c1, int c2,
                                 int c3) {

@@ -12,6 +12,7 @@ from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.bwd_division import Division, divided_end, divided_group
+from dlattn.plans.bwd_relay import relays
 from dlattn.plans.bwd_sm90_refusal import register_refusal
 from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch, round_up
@@ -50,6 +51,7 @@ class Sm90BwdTiling:
         adds_keys: some items have a part of what attends to their keys
             (:mod:`dlattn.plans.bwd_division`), so that their dK and dV are added up.
         shares_last: key workers store an earlier item's dQ, after their dK and dV.
+        relays: dQ goes from item to item (:mod:`dlattn.plans.bwd_relay`), instead of to sums.
     """
 
     tile_q: int = 64
@@ -68,6 +70,7 @@ class Sm90BwdTiling:
     keys_in_registers: bool = False
     adds_keys: bool = False
     shares_last: bool = False
+    relays: bool = False
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
@@ -87,7 +90,8 @@ class Sm90BwdTiling:
     def cpp(self) -> str:
         by_product = str(self.by_product).lower()
         flags = (
-            self.stats_in_products, self.keys_in_registers, self.adds_keys, self.shares_last
+            self.stats_in_products, self.keys_in_registers,
+            self.adds_keys, self.shares_last, self.relays,
         )  # fmt: skip
         others = ", ".join(str(flag).lower() for flag in flags)
         return (
@@ -118,6 +122,7 @@ class Sm90BwdTiling:
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
         ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
         ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
+        ring_stages += self.share_slots * self.relays
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         items, sums_added, shares = 4 * 2, 4 * 2, 24 * 2
         told = items + sums_added + shares
@@ -126,6 +131,8 @@ class Sm90BwdTiling:
         return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
 
 
+#: Sums of dQ that are added to at a time, in a fixed order: L2 has room for more, but not for much.
+MOST_WAVE_SUM_BYTES = 20 << 20
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
 
@@ -170,8 +177,8 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     others += problem.keeps_scores and reads_to_drop
     others += problem.has_blocks and problem.has_bias
     # What a function masks of elements: loaders would spill beside wide dK and dV.
-    masks = problem.score_blocks is not None and problem.score_blocks.elements
-    others += 2 * (masks and max(dims) > 128)
+    masks_elements = problem.score_blocks is not None and problem.score_blocks.elements
+    others += 2 * (masks_elements and max(dims) > 128)
     others += problem.bends_scores * (2 if problem.has_blocks else 1)
     if not others and sum(map(result_width, dims)) <= 320 < dim_qk + dim_v:
         return Sm90BwdTiling(do_stages=1, share_slots=0)
@@ -235,9 +242,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(self.problem)
+        self.tiling = tiling or self._relaying(choose_tiling(self.problem))
         self._division: Division | None = None
-        if tiling is None or tiling.adds_keys:
+        if not self.tiling.relays and (tiling is None or tiling.adds_keys):
             self._division = self._divide()
             self.tiling = replace(self.tiling, adds_keys=self._division is not None)
         self.set_waves()
@@ -265,6 +272,15 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if parts == 1:
             return first
         return min(first, whole // self._wave_items * self._wave_items)
+
+    def _relaying(self, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+        fits = tiling.share_slots > 0 and tiling.cluster == 1
+        if not (fits and relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k)):
+            return tiling
+        # The next item needs a piece a step at the most, and an earlier one's come two at a time.
+        if tiling.tile_q > 64:
+            tiling = replace(tiling, dq_slots=1, share_slots=2)
+        return replace(tiling, relays=True)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -312,6 +328,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         pair's first tiles take much longer than its last, and other pairs must fill the time. In a
         narrow window, no tile takes longer; where blocks are dropped, some do."""
         geometry, blocks, tiles = self.geometry, self._items_at_once, self._key_tiles
+        if self.tiling.relays:
+            return 1
         if self.problem.ragged:  # of one batch entry
             groups = geometry.heads_q // self._heads_per_block
             some = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
@@ -320,10 +338,15 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return min(4, self._pairs) if self.problem.has_blocks else 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
+        wanted = blocks / tiles
         # In a fixed order, more items wait for each other.
-        items_per_block = 2 if self.problem.deterministic else 1
-        wanted = items_per_block * blocks / tiles
+        if self.problem.deterministic and 2 * wanted * self._pair_sum_bytes <= MOST_WAVE_SUM_BYTES:
+            wanted *= 2
         return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
+
+    @property
+    def _pair_sum_bytes(self) -> int:
+        return 4 * self._heads_per_block * self.geometry.seq_q * self._dq_columns
 
     @property
     def row_tiling(self) -> Tiling:
@@ -347,8 +370,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def _dq_lag(self) -> int:
         """In ragged problems, counted in pairs, because pairs differ in items."""
+        if self.tiling.relays:
+            return 0
         if not self.problem.ragged:
-            return super()._dq_lag
+            fixed = self.problem.deterministic and self.geometry.band_right is not None
+            # The longest items end a wave, and many short ones of the next pass by meanwhile.
+            later = max(0, 2 * self._items_at_once - self._wave_items) if fixed else 0
+            return super()._dq_lag + later
         return self._params.heads_per_wave + self._pairs_at_once
 
     @property

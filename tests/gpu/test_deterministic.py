@@ -19,6 +19,9 @@ CASES: dict[str, tuple[int, int, int, int, int, int, dict[str, Any]]] = {
         2, 8, 2, 777, 128, 128,
         {"diagonal_band_left_bound": 200, "diagonal_band_right_bound": 0},
     ),
+    "a narrow window of many heads": (
+        4, 32, 8, 1500, 64, 64, {"diagonal_band_left_bound": 128, "diagonal_band_right_bound": 0},
+    ),
     "by product": (4, 8, 8, 640, 256, 256, {"use_causal_mask": True}),
     "unequal head dimensions": (2, 8, 8, 512, 192, 128, {"use_causal_mask": True}),
     "lengths": (2, 4, 4, 600, 128, 128, {"use_padding_mask": True}),

@@ -29,6 +29,11 @@ SHORT = {
     for head_dim in (64, 128, 200)
     for right in (None, 0)
     for ragged in ((), _RAGGED)
+} | {
+    "a narrow window of many heads": Case(
+        batch=2, heads_q=8, heads_k=2, heads_v=2, seq_q=300, seq_kv=300, left=100, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.1,
+    ),
 }  # fmt: skip
 
 

@@ -59,6 +59,14 @@ CASES = {
         heads_q=2, heads_k=1, heads_v=1, seq_q=190, seq_kv=190, left=30, right=0, head_dim_qk=256,
         head_dim_v=256, scale=0.0625,
     ),
+    "a narrow window of many heads": Case(
+        batch=2, heads_q=8, heads_k=2, heads_v=2, seq_q=700, seq_kv=700, left=100, right=0,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, sink=0.5,
+    ),
+    "a narrow window on both sides, unequal head dims": Case(
+        dtype="float16", heads_q=5, heads_k=1, heads_v=1, seq_q=333, seq_kv=333, left=50, right=10,
+        head_dim_qk=192, head_dim_v=128, scale=0.07,
+    ),
     "clusters, half a cluster's keys beyond the end, padding, unequal groups": Case(
         batch=2, heads_q=4, heads_k=2, heads_v=1, seq_q=333, seq_kv=450, right=0,
         len_q=(333, 70), len_kv=(450, 129), head_dim_qk=192, head_dim_v=192, scale=0.07,

@@ -1,0 +1,29 @@
+"""Where the Hopper backward's items relay dQ (``cuda_src/kernels/bwd_sm90_relay.cuh``)."""
+
+from __future__ import annotations
+
+from dlattn.problem import Geometry, Problem, Scale
+
+#: With fewer heads an item, it would wait for the part of the item before.
+LEAST_HEADS = 4
+
+
+def relays(problem: Problem, geometry: Geometry, tile_q: int, tile_k: int) -> bool:
+    """Whether a window is so narrow that at most two key tiles meet a query tile, several heads
+    share them, and every query has a key."""
+    others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
+    if others or problem.edits != (Scale(positive=True),) or problem.dropout:
+        return False
+    lengths = {"seq_len_q", "seq_len_kv"} & geometry.tensors.keys()
+    if lengths or geometry.seq_q != geometry.seq_kv or geometry.heads_k != geometry.heads_v:
+        return False
+    if geometry.heads_q < LEAST_HEADS * geometry.heads_k:
+        return False
+    left, right = geometry.band_left, geometry.band_right
+    if left is None or right is None or left < 1 or right < 0:
+        return False
+    tiles = range(0, tile_k, tile_q)
+    return all(
+        (first + tile_q - 1 + right) // tile_k - (first + 1 - left) // tile_k <= 1
+        for first in tiles
+    )
