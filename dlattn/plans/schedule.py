@@ -21,11 +21,16 @@ FIXED_COST = 0.7
 EMPTY_COST = 0.2
 
 
-def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
-    """The cost of each query tile of one head, in key tiles, if every sequence is full."""
+def tile_costs(geometry: Geometry, tile_q: int, tile_k: int, missing: int = 0) -> Array:
+    """The cost of each query tile of one head, in key tiles, if every sequence is full.
+
+    Args:
+        missing: rows that the first tile has not (``rows_missing`` in the Hopper forward).
+    """
     seq_q, seq_kv = geometry.seq_q, geometry.seq_kv
-    first = np.arange(0, seq_q, tile_q)
+    first = np.arange(-missing, seq_q, tile_q)
     last = np.minimum(first + tile_q, seq_q) - 1
+    first = np.maximum(first, 0)
     shift = seq_kv - seq_q if geometry.bottom_right else 0
     low, high = np.zeros_like(first), np.full_like(first, seq_kv)
     if geometry.band_left is not None:

@@ -58,9 +58,10 @@ def test_a_block_finishes_a_wave_before_the_next(pairs: int, pairs_per_wave: int
     left=st.none() | st.integers(1, 1000),
     right=st.none() | st.integers(0, 1000),
     bottom_right=st.booleans(),
+    missing=st.sampled_from((0, 64)),
 )
 def test_costs_count_the_key_tiles(
-    seq_q: int, seq_kv: int, left: int | None, right: int | None, bottom_right: bool
+    seq_q: int, seq_kv: int, left: int | None, right: int | None, bottom_right: bool, missing: int
 ) -> None:
     """A tile costs its key tiles from the first to the last that a query of it attends to."""
 
@@ -77,8 +78,9 @@ def test_costs_count_the_key_tiles(
         keep &= column + left > diagonal
     if right is not None:
         keep &= column <= diagonal + right
-    costs = tile_costs(geometry, 128, 64)
+    costs = tile_costs(geometry, 128, 64, missing)
     for tile, cost in enumerate(costs):
-        attended = np.flatnonzero(keep[tile * 128 : (tile + 1) * 128].any(0)) // 64
+        first = tile * 128 - missing
+        attended = np.flatnonzero(keep[max(first, 0) : first + 128].any(0)) // 64
         want = attended[-1] - attended[0] + 1 if len(attended) else 0
         assert cost == (want + FIXED_COST if want else EMPTY_COST)
