@@ -316,12 +316,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     }
   }
 
-  // Asks for an item. Blocks of a cluster may start late: their items are numbered when they start.
-  static DLATTN_DEVICE int ask(const Params& p) {
-    return threadIdx.x % 32 == 0 ? fetch_add(p.items_taken, 1) : 0;
-  }
-  static DLATTN_DEVICE int number_of(int asked) {
-    return uniform(asked) + (cluster == 1 ? gridDim.x : 0);
+  // Blocks of a cluster may start late: their items are numbered when they start.
+  static DLATTN_DEVICE int next_item(const Params& p) {
+    int item = 0;
+    if (threadIdx.x % 32 == 0) item = fetch_add(p.items_taken, 1);
+    return uniform(item) + (cluster == 1 ? gridDim.x : 0);
   }
 
   // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
@@ -330,7 +329,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     const bool takes = rank() == 0;
     int item = blockIdx.x;
     if constexpr (cluster > 1) {
-      if (takes) item = number_of(ask(m.p));
+      if (takes) item = next_item(m.p);
     }
     if constexpr (Problem::ragged) {
       if (threadIdx.x % 32 == 0) shared.item_count = m.p.ragged.items[0].x;
@@ -345,11 +344,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       if constexpr (cluster > 1) item = told_item(shared, round);
       if (item == none_left) return;
       Kernel kernel(m, shared, round);
-      // Of a ragged problem, what is asked for early: more is to be read before all know of the item.
-      const int asked = Problem::ragged ? ask(m.p) : 0;
       work(kernel);
       if (takes) {
-        item = number_of(Problem::ragged ? asked : ask(m.p));
+        item = next_item(m.p);
       } else {
         end_item(shared, round);
       }
