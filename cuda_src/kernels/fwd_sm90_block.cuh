@@ -154,7 +154,8 @@ struct FwdSm90Block {
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
     uint64 nearly_loaded[item_stages];  // the keys of an item
-    int first_late;  // item that is asked for late; the scheduler has no register for it
+    int item_count;  // where blocks ask for items; the scheduler has no register for it
+    int counts;      // the counter of items asked for is known to be one
   };
 
   // Named barriers, by event; + warpgroup.

@@ -99,16 +99,47 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // left to load. What a block has asked for is its own: at the end, blocks that ask early would have much
   // to do, and others nothing.
   DLATTN_DEVICE void offer_asked(Place<item_stages>& place, WorkItem item, int number) {
-    item.late = number >= shared.first_late;
-    if (!offer(place, item)) return;
+    item.late = number >= shared.item_count - items_left * int(gridDim.x);
+    const bool offered = offer(place, item);
+    if constexpr (!Problem::ragged) await_counter();
+    if (!offered) return;
     const auto given = place_before(place);
     if (shared.told[given.stage].all.item.late == 0) return;
     mbarrier_wait(shared.nearly_loaded[given.stage], given.parity);
   }
   static constexpr int items_left = 4;  // of each block, at the end
+
   DLATTN_DEVICE void begin_asking(int count) {
-    if (threadIdx.x % 32 == 0) shared.first_late = count - items_left * int(gridDim.x);
+    if (threadIdx.x % 32 == 0) {
+      shared.item_count = count;
+      shared.counts = false;
+    }
     __syncwarp();
+  }
+  // Nobody clears the counter before the kernel: the first who finds no mark beside it does.
+  DLATTN_DEVICE void await_counter() {
+    if (threadIdx.x % 32 == 0 && !shared.counts) {
+      uint64* place = p.parts.marks;
+      const uint64 mark = p.parts.mark, clearing = ~mark, found = load_acquire(place);
+      if (found != mark) {
+        if (found != clearing && compare_swap(place, found, clearing) == found) {
+          *p.items_taken = 0;
+          store_release(place, mark);
+        }
+        while (load_acquire(place) != mark) __nanosleep(20);
+      }
+      shared.counts = true;
+    }
+    __syncwarp();
+  }
+  // After each item, its block asks once. The last of all takes the mark away.
+  DLATTN_DEVICE int ask() const {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) {
+      taken = fetch_add(p.items_taken, 1);
+      if (!Problem::ragged && taken == shared.item_count - 1) *p.parts.marks = 0;
+    }
+    return uniform(taken) + gridDim.x;  // as many had no need to ask
   }
 
   DLATTN_DEVICE void tell_progress(const Place<item_stages>& place, const Work& work, int tile,
@@ -138,13 +169,6 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
       offer_asked(place, {tile, walk.rest % p.heads_q, walk.batch}, number);
     }
-  }
-
-  // The first item of a block has its number.
-  DLATTN_DEVICE int ask() const {
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
-    return uniform(taken) + gridDim.x;
   }
 
   DLATTN_DEVICE int tiles_with_queries(int batch) const {

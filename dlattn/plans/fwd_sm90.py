@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -88,11 +89,11 @@ class Sm90FwdTiling:
         items = 3 * (64 * (1 + self.consumers) + 2 * 8)
         rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
         barriers = 8 * 3 + 2 * 8 * rings
-        first_late = 4
+        asking = 2 * 4
         visits = 4 * self.stages if problem.has_blocks else self.stages
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
-        return round_up(tiles + items + visits + barriers + first_late, 1024)
+        return round_up(tiles + items + visits + barriers + asking, 1024)
 
 
 def value_columns(problem: Problem) -> int:
@@ -196,6 +197,7 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem, geometry, target.multiprocessors)
         self._schedule: Any = None
+        self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         if "debug_softmax" not in geometry.tensors:
@@ -256,14 +258,12 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for
-
-    @cached_property
-    def cleared_bytes(self) -> int:
-        return 0 if self.problem.ragged else self.scratch_bytes
+        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for, and its mark
 
     def scratch_places(self) -> list[Place]:
-        return places_of([(self._params, "items_taken", 256)] if self._asks_for_tiles else [])
+        if not self._asks_for_tiles:
+            return []
+        return places_of([(self._params.parts, "marks", 8), (self._params, "items_taken", 248)])
 
     @property
     def _blocks(self) -> int:
