@@ -113,12 +113,18 @@ struct FwdSm90Block {
         : Work(p, item, lengths, Interval{first, first + tile_q}) {}
   };
 
+  // The 64 rows of a consumer.
+  struct OwnRows {
+    int head, first;
+  };
+
   // For a consumer, whose rows may attend to fewer tiles of keys.
   struct alignas(16) OwnWork : Work {
     int unseen_before, unseen_after;  // tiles of keys that only others of the block attend to
 
-    DLATTN_DEVICE OwnWork(const Params& p, const Work& all, int first)
-        : Work(p, all.item, all.length, {first, first + 64}) {
+    DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
+        : Work(p, all.item, all.length, {rows.first, rows.first + 64}) {
+      this->item.head = rows.head;
       if constexpr (visits_all) {
         this->first_tile = all.first_tile;
         this->last_tile = all.last_tile;
@@ -169,11 +175,12 @@ struct FwdSm90Block {
   DLATTN_DEVICE FwdSm90Block(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
-  // Of a consumer. They take turns at the last rows, which a causal mask leaves more keys than the
-  // first.
-  static DLATTN_DEVICE int first_query(const Work& work, int warpgroup) {
+  // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
+  // few that they are one consumer's, each has those of another head, which shares the keys.
+  DLATTN_DEVICE OwnRows own_rows(const Work& work, int warpgroup) const {
+    if (p.heads_per_block > 1) return {work.item.head + warpgroup, 0};
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
-    return work.first_row() + 64 * part;
+    return {work.item.head, work.first_row() + 64 * part};
   }
   // Of this warp, among those of its consumer.
   static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }

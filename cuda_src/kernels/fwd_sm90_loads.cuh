@@ -12,7 +12,6 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::await_told;
   using Base::Base;
   using Base::consumers;
-  using Base::first_query;
   using Base::item_stages;
   using Base::m;
   using Base::p;
@@ -64,7 +63,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     work.item.reversed = is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
-    if (lane < consumers) told.own[lane] = {p, work, first_query(work, lane)};
+    if (lane < consumers) told.own[lane] = {p, work, this->own_rows(work, lane)};
     if (lane == consumers) told.all = work;
     __syncwarp();
     release(shared.item_ring.full[place.stage]);
@@ -77,7 +76,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const Work work(p, item);
     if (work.empty()) {
       const int last = least(round_up(work.queries.last, 64), p.seq_q);
-      store_nothing(item, {work.queries.first, last}, work.length.q);
+#pragma unroll 1
+      for (int i = 0; i < p.heads_per_block; ++i, ++item.head) {
+        store_nothing(item, {work.queries.first, last}, work.length.q);
+      }
       return false;
     }
     hand_out(place, work);
@@ -155,7 +157,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     begin_asking(count);
     for (int number = blockIdx.x; number < count; number = ask()) {
       const int4 row = p.ragged.items[1 + number];
-      offer_asked(place, {uniform(row.x), uniform(row.y), uniform(row.z)}, number);
+      const int head = uniform(row.y) * p.heads_per_block;
+      offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
     }
   }
 
@@ -163,11 +166,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // it, those of long entries first, and the last tile of an entry.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
-    const auto items = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
+    const int groups = p.heads_q / p.heads_per_block;
+    const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
     for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
-      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
-      offer_asked(place, {tile, walk.rest % p.heads_q, walk.batch}, number);
+      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / groups;
+      offer_asked(place, {tile, walk.rest % groups * p.heads_per_block, walk.batch}, number);
     }
   }
 
@@ -236,12 +240,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         Ring<q_stages>& ring = shared.q_ring[consumer];
-        const int first = first_query(work, consumer);
-        const bool exists = 0 <= first && first < work.length.q;
+        const auto rows = this->own_rows(work, consumer);
+        const bool exists = 0 <= rows.first && rows.first < work.length.q;
         const uint32 bytes = exists ? QTile::bytes : 0;
         order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
           if (!exists) return;
-          shared.q[stage][consumer].load(m.q, full, entry.row + first, at.head, entry.batch);
+          shared.q[stage][consumer].load(m.q, full, entry.row + rows.first, rows.head, entry.batch);
         });
       }
       place.advance();
@@ -260,8 +264,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
               BiasTile::bytes, [&](int, uint64& full) {
-                shared.bias[consumer].load(m.bias, full, first_query(work, consumer), head, batch,
-                                           tile * tile_k);
+                const int first = this->own_rows(work, consumer).first;
+                shared.bias[consumer].load(m.bias, full, first, head, batch, tile * tile_k);
               });
       }
       place.advance();

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from dlattn.plans.argument import MappedFwdParams
@@ -167,6 +168,18 @@ def rows_missing(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) ->
     return round_up(geometry.seq_q, tiling.tile_q) - round_up(geometry.seq_q, 64)
 
 
+def heads_per_tile(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
+) -> int:
+    """Query heads that share a tile: queries so few that one consumer has those of a head leave the
+    others to heads with the same keys, if multiprocessors have enough to do all the same."""
+    groups = gcd(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
+    packs = geometry.seq_q <= 64 and groups % tiling.consumers == 0
+    packs &= geometry.batch * geometry.heads_q >= tiling.consumers * multiprocessors
+    packs &= not (problem.has_blocks or tiling.stages_bias)
+    return tiling.consumers if packs else 1
+
+
 def choose_tiling(problem: Problem, geometry: Geometry, multiprocessors: int) -> Sm90FwdTiling:
     """The tiling that takes the least time, if tiles are shared out evenly."""
 
@@ -174,8 +187,9 @@ def choose_tiling(problem: Problem, geometry: Geometry, multiprocessors: int) ->
         missing = rows_missing(problem, geometry, tiling)
         tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing).sum()
         slower = 1.0 if tiling is first else SLOWER
-        at_a_time = min(query_tiles(geometry, tiling.tile_q), multiprocessors)
-        return float(tiles) * tiling.tile_q * tiling.tile_k * slower / at_a_time
+        heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
+        at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
+        return float(tiles) / heads * tiling.tile_q * tiling.tile_k * slower / at_a_time
 
     first, *others = tilings(problem)
     return min((first, *others), key=cost) if others else first
@@ -197,6 +211,10 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem, geometry, target.multiprocessors)
         self._schedule: Any = None
+        self._heads_per_tile = heads_per_tile(
+            self.problem, geometry, self.tiling, target.multiprocessors
+        )
+        self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
@@ -237,8 +255,9 @@ class FwdSm90(MappedPlan):
             tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing),
             geometry.heads_q,
             geometry.batch,
-            pairs_per_wave(self.problem, geometry, WAVE_BYTES),
+            max(1, pairs_per_wave(self.problem, geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
+            self._heads_per_tile,
         )
 
     @cached_property
@@ -267,7 +286,8 @@ class FwdSm90(MappedPlan):
 
     @property
     def _blocks(self) -> int:
-        return min(query_tiles(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
+        tiles = query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
+        return min(tiles, self.target.multiprocessors)
 
     def build(self) -> None:
         if self._operations is not None:

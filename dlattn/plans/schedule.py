@@ -74,19 +74,26 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
     return owner, order
 
 
-def table(costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int) -> Array:
+def table(
+    costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int, heads_per_tile: int = 1
+) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
+
+    Args:
+        heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
 
     Returns:
         int32, in rows of four: of each block, its first tile as (tile, head, batch, the row of its
         second); (0, 0, 0, the number of rows); the other tiles of each block as (tile, head, batch,
         0), in order.
     """
+    heads //= heads_per_tile
     owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
     by_block = order[np.argsort(owner[order], kind="stable")]
     pair, tile = by_block // len(costs), by_block % len(costs)
-    rows = np.stack([tile, pair % heads, pair // heads, np.zeros_like(tile)], axis=1)
+    head = pair % heads * heads_per_tile
+    rows = np.stack([tile, head, pair // heads, np.zeros_like(tile)], axis=1)
     counts = np.bincount(owner, minlength=blocks)
     firsts = np.cumsum(counts) - counts
     header = np.zeros((blocks + 1, 4), np.int64)
