@@ -201,7 +201,8 @@ struct BlockMaskRef {
   }
 };
 
-// What blocks of a decode leave to each other (kernels/decode.cuh).
+// What blocks of a decode leave to each other (kernels/decode.cuh). Of a forward whose blocks ask for
+// tiles there is one mark: they are being counted.
 struct PartsRef {
   void* data;     // a part for each block
   uint64* marks;  // likewise: `mark` where the part is there

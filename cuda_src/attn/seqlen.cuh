@@ -25,6 +25,11 @@ struct Lengths {
   // Full ones.
   DLATTN_DEVICE explicit Lengths(const Params& p) : Lengths(p, p.seq_q, p.seq_kv) {}
 
+  // Known ones.
+  static DLATTN_DEVICE Lengths of(const Params& p, int length_q, int length_kv) {
+    return {p, length_q, length_kv};
+  }
+
   // Of an entry that the lane alone asks for.
   static DLATTN_DEVICE Lengths of_lane(const Params& p, int batch) {
     return {p, p.seq_len_q.at(batch, p.seq_q), p.seq_len_kv.at(batch, p.seq_kv)};

@@ -179,7 +179,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                   if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
                   load_queries(shared.q[stage], m.q, Mapped::q, full, &full != &shared.landed[0],
                                tile, head);
-                  const int row_tile = Base::row_tile(p, work.batch, head, tile);
+                  const int row_tile = this->own_row_tile(head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
                 });

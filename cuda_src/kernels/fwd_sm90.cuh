@@ -39,10 +39,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::shared;
   using Base::stages;
   using Base::stages_bias;
-  using Base::store_nothing;
   using Base::tile_k;
   using Base::tile_q;
-  using Base::tiles_with_queries;
   using Base::warpgroup;
   using T = typename Base::T;
   using Score = typename Base::Score;
@@ -462,21 +460,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // The tiles without queries, evenly among blocks, when there is nothing else to do.
-  DLATTN_DEVICE void store_padding() {
-    if (!stores_padding<Problem>(p)) return;
-    BatchWalk walk;
-    const int tiles = ceil_div(p.seq_q, tile_q);
-    const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
-    for (int i = blockIdx.x; walk.find(i, p.batch, count); i += gridDim.x) {
-      const int tile = tiles_with_queries(walk.batch) + walk.rest / p.heads_q;
-      store_nothing({tile, walk.rest % p.heads_q, walk.batch}, 0, threadIdx.x - 128,
-                    128 * consumers);
-    }
-  }
-
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
+    if (work.queries.empty()) return;
     const WorkItem at = work.item;
     const int first = work.queries.first + first_row(), length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
@@ -523,7 +509,6 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
   } else {
     take_registers<Kernel::consumer_registers>();
     kernel.attend();
-    if (params.p.items_taken != nullptr) kernel.store_padding();
   }
 }
 

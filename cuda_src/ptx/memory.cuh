@@ -145,6 +145,16 @@ DLATTN_DEVICE void add_relaxed(int* global, int value) {
 }
 DLATTN_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// 9.7.13.6 (atom): replaces a number in global memory if it is what is expected; returns what it was.
+DLATTN_DEVICE uint64 compare_swap(uint64* address, uint64 expected, uint64 value) {
+  uint64 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(address), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
 // 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
 DLATTN_DEVICE int fetch_add(int* address, int value) {
   int before;

@@ -249,7 +249,7 @@ def _mapped_fields(
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    required = ("q", "k", "v")
+    required = ("q", "k", "v", "o")
     _fields_ = _mapped_fields(required)
 
 

@@ -305,6 +305,21 @@ CASES = {
         head_dim_qk=256, head_dim_v=256, scale=0.06,
         ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     ),
+    "few queries: a consumer for each head; lengths": Case(
+        batch=9, heads_q=64, heads_k=8, heads_v=16, seq_q=50, seq_kv=150, right=0,
+        bottom_right=True, len_q=(50, 0, 1, 33, 50, 17, 49, 50, 2),
+        len_kv=(150, 20, 0, 129, 64, 1, 65, 150, 3), head_dim_qk=64, head_dim_v=64, scale=0.125,
+    ),
+    "few queries: a consumer for each head; a sink": Case(
+        dtype="float16", batch=9, heads_q=32, heads_k=16, heads_v=8, seq_q=64, seq_kv=300,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, sink=0.5,
+    ),
+    "few queries: a consumer for each head; ragged": Case(
+        batch=9, heads_q=32, heads_k=4, heads_v=4, seq_q=40, seq_kv=200, right=3,
+        len_q=(40, 0, 1, 33, 40, 17, 39, 40, 2), len_kv=(150, 20, 0, 129, 64, 1, 65, 200, 3),
+        head_dim_qk=128, head_dim_v=96, scale=0.09,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
     "unequal head dims": Case(
         heads_q=2, heads_k=2, heads_v=2, seq_q=65, seq_kv=129, head_dim_qk=192, head_dim_v=128,
         scale=0.07,
