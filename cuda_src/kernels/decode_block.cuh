@@ -80,8 +80,8 @@ struct DecodeBlock {
         row_group(warp % row_groups),
         loads(place) {}
 
-  // What is read first, lengths and page numbers of full sequences, is asked for while kernels before may
-  // write it: L2 has what is current. And where it is has been found when it may be read.
+  // What is read first, lengths and page numbers, as if sequences were full, is asked for while a kernel
+  // before may still write it: L2 has what is current. Where it is has then been found, too.
   static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place, int warp) {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);

@@ -58,9 +58,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using SharedMemory = Either<Tiling::clusters, ClusterMemory, BlockMemory>;
 
   SharedMemory& shared;
-  int stage = 0, parity = 0;            // where products are
-  const int *pages_of_k, *pages_of_v;   // of the batch entry that copies are at
-  uint32 page_k = 0, page_v = 0;        // of the rows that this warp loads next
+  int stage = 0, parity = 0;           // where products are
+  const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
+  uint32 page_k = 0, page_v = 0;       // of the rows that this warp loads next
 
   static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
     if (threadIdx.x % 32 == 0) {
@@ -79,7 +79,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory,
                             const Tiles& place, int warp)
       : Base(params, place, warp), shared(shared_memory) {
-    // Page numbers come with the lengths, if the first tile is where full sequences have it.
+    // Page numbers come with the lengths, if the block's first tile is where full sequences have it.
     const bool guesses =
         Base::may_guess(p) && loads.left > 0 && first_loaded(loads) < loads.keys.last;
     if (guesses) {

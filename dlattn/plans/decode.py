@@ -169,7 +169,7 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-#: Rows of an item at most, of which a cluster's mailbox has room in shared memory.
+#: Of an item, at most: a cluster's mailbox has no room for more.
 _MOST_CLUSTER_ROWS = 64
 
 
@@ -179,11 +179,11 @@ def cluster_tiling(
     """For so many rows, more than 16, in clusters: if they can be, and there is room."""
     if problem.ragged or target.capability != (9, 0) or rows > _MOST_CLUSTER_ROWS:
         return None
-    fitting = (tiling for tiling in tilings(problem, target) if tiling.rows >= rows)
-    tiling = next((replace(it, stages=2, cluster=cluster) for it in fitting), None)
-    if tiling is None or tiling.shared_memory(problem) > target.shared_memory:
+    best = next((tiling for tiling in tilings(problem, target) if tiling.rows >= rows), None)
+    if best is None:
         return None
-    return tiling
+    each = (replace(best, cluster=cluster, stages=n) for n in range(best.stages, 1, -1))
+    return next((t for t in each if t.shared_memory(problem) <= target.shared_memory), None)
 
 
 def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
