@@ -40,7 +40,7 @@ def divided_group(problem: Problem, geometry: Geometry, group: int) -> Division 
     """Under a causal mask, items of a pair differ in length, and so soon work on different heads,
     whose sums of dQ then do not fit L2."""
     causal = geometry.band_right is not None and geometry.band_left is None
-    if not causal or group % HEADS or not _may_divide(problem, geometry):
+    if not causal or group == HEADS or group % HEADS or not _may_divide(problem, geometry):
         return None
     return Division(HEADS, 0)
 

@@ -30,7 +30,7 @@ from dlattn.runtime.target import Target
 #: Sums of dQ that are added to at a time, in a fixed order: L2 has room for more, but not for much.
 MOST_WAVE_SUM_BYTES = 20 << 20
 #: The same of pairs of at most so many key tiles.
-FEW_TILES, MOST_SHORT_SUM_BYTES = 4, 6 << 20
+FEW_TILES, MOST_SHORT_SUM_BYTES, MOST_SHORT_PAIRS = 4, 6 << 20, 8
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
 
@@ -64,6 +64,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def _divide(self) -> Division | None:
         """Items in parts, if that is better."""
+        if not self.tiling.stats_in_products:  # no registers, or, in clusters, not tried
+            return None
         group = super()._heads_per_block
         items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
         steps = group * self._query_tiles
@@ -156,7 +158,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
             wanted *= 2 if 2 * sums <= MOST_WAVE_SUM_BYTES else 1
         elif tiles <= FEW_TILES and sums > MOST_SHORT_SUM_BYTES:
             # So few hardly wait, but those of several waves have their sums at work.
-            wanted /= 4
+            wanted = min(wanted, MOST_SHORT_PAIRS)
         return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
 
     @property

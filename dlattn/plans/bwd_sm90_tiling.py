@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from dlattn.plans.cuda import round_up
 from dlattn.plans.mapped import slab_bytes
-from dlattn.problem import GivenMask, Problem, Scale
+from dlattn.problem import Band, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 
 
@@ -61,6 +61,11 @@ class Sm90BwdTiling:
 
     threads: ClassVar[int] = 512
     min_blocks: ClassVar[int] = 1
+
+    @property
+    def spares_registers(self) -> bool:
+        """Whether key workers have some for what they do for few problems alone."""
+        return self.stats_in_products or self.cluster > 1
 
     @property
     def block_k(self) -> int:
@@ -148,17 +153,21 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     return replace(tiling, ds_stages=3, share_slots=1)
 
 
-#: Steps of an item beside which the query worker has no time to store an earlier one's dQ; twice as
-#: many where that goes through its registers.
+#: Steps of an item beside which the query worker has no time to store an earlier one's dQ; in a
+#: cluster, where that goes through its registers, twice as many.
 FEW_STEPS = 8
+#: The same under a full mask, in queries.
+FEW_QUERIES = 512
 
 
 def with_few_steps(tiling: Sm90BwdTiling, problem: Problem, steps: int) -> Sm90BwdTiling:
     """The tiling of items that have at most so many steps."""
-    few = FEW_STEPS if tiling.share_slots else 2 * FEW_STEPS
-    apart = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
-    plain = problem.edits == (Scale(positive=True),) and not (problem.dropout or apart)
-    if steps > few or not plain or problem.deterministic:
+    apart = problem.ragged or problem.paged_k or problem.paged_v or problem.deterministic
+    if any(isinstance(mask, Band) for mask in problem.masks):
+        few = steps <= FEW_STEPS * tiling.cluster
+    else:
+        few = tiling.cluster == 1 and steps * tiling.tile_q <= FEW_QUERIES
+    if apart or not few or not tiling.spares_registers:
         return tiling
     return replace(tiling, shares_last=True, share_slots=0)
 

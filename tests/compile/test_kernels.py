@@ -260,12 +260,35 @@ def test_hopper_backward_resources(head_dims: tuple[int, int]) -> None:
         Direction.BACKWARD, data_type.BFLOAT16, *head_dims, (Scale(positive=True),),
         MASKS["causal"], data_type.FLOAT,
     )  # fmt: skip
-    plan = plan_for(BwdSm90, problem, "sm_90a")
+    plan = plan_for(BwdSm90, problem, "sm_90a", seq=4096)
     assert isinstance(plan, BwdSm90)
     kernel = plan.kernels()[1]
     registers = jit.compile_kernel(kernel.source, "sm_90a").registers
     found = (plan.tiling.tile_q, plan.tiling.tile_k, kernel.shared, registers)
     assert found == HOPPER_BACKWARD[head_dims]
+
+
+@pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
+@pytest.mark.parametrize(
+    "head_dim, mask, seq",
+    [(64, "full", 20_000), (128, "full", 20_000), (64, "causal", 200), (128, "causal", 200),
+     (128, "full", 200), (256, "causal", 200)],
+)  # fmt: skip
+def test_hopper_backward_of_long_and_of_short_items(
+    head_dim: int, mask: str, seq: int, dtype: data_type
+) -> None:
+    """Items in parts, and few steps, take no registers that there are not."""
+    problem = Problem(
+        Direction.BACKWARD, dtype, head_dim, head_dim, (Scale(positive=True),), MASKS[mask],
+        data_type.FLOAT,
+    )  # fmt: skip
+    right = 0 if mask == "causal" else None
+    plan = plan_for(BwdSm90, problem, "sm_90a", seq=seq, left=None, right=right)
+    assert isinstance(plan, BwdSm90)
+    assert (plan.tiling.adds_keys, plan.tiling.shares_last) == (seq > 1000, seq < 1000)
+    for kernel in plan.kernels():
+        compiled = jit.compile_kernel(kernel.source, "sm_90a")
+        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
 
 
 def test_hopper_instructions() -> None:
