@@ -17,8 +17,8 @@ HEADS = 2
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, and of how many blocks the last items must be for it.
 MOST_PARTS, LEAST_LAST = 5, 1 / 4
-#: The least part of the whole that is worth the two operations more.
-LEAST_GAIN = 0.008
+#: The least part of the whole, and the fewest steps, that are worth the two operations more.
+LEAST_GAIN, LEAST_STEPS = 0.008, 12
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def divided_end(
         return ceil(last * parts / at_once) * (1 / parts + fixed)
 
     parts = min(range(1, MOST_PARTS + 1), key=end)
-    if end(1) - end(parts) < LEAST_GAIN * (items / at_once):
+    gain = end(1) - end(parts)
+    if gain < LEAST_GAIN * (items / at_once) or gain * steps < LEAST_STEPS:
         return None
     return Division(group, items - last, parts)
 

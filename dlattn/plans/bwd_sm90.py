@@ -64,7 +64,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def _divide(self) -> Division | None:
         """Items in parts, if that is better."""
-        if not self.tiling.stats_in_products:  # no registers, or, in clusters, not tried
+        # No registers; or, in clusters and beside few steps, not tried.
+        if not self.tiling.stats_in_products or self.tiling.shares_last:
             return None
         group = super()._heads_per_block
         items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
