@@ -126,7 +126,7 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
         }
       });
     });
-    named_barrier_arrive(Base::keys_read, 128 * 3);
+    Base::release_after_walk(shared.k_ring.empty[0]);
   }
 
   DLATTN_DEVICE void work_on_queries(Queries& at) {
