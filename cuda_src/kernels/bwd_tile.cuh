@@ -28,7 +28,7 @@ struct BwdTiling {
   static constexpr bool stats_in_products = false, relays = false;
 };
 
-// Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
+// Of the Hopper backward: dlattn/plans/bwd_sm90_tiling.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
           int query_registers_, bool stats_in_products_, bool keys_in_registers_,

@@ -14,7 +14,8 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90, even_wave, pairs_of_causal_waves
+from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90
+from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.problem import (
     Alibi,
     Bias,
