@@ -155,7 +155,7 @@ struct FwdSm90Block {
     return item.tile * tile_q + 64 * part;
   }
   // Of this warp, among those of its consumer.
-  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }
+  static DLATTN_DEVICE int first_row() { return 16 * (uint32(warp_index()) % 4); }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x == 0) {

@@ -11,5 +11,10 @@ DLATTN_DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+template <class T>
+DLATTN_DEVICE T* opaque(T* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 
 }  // namespace dlattn
