@@ -482,33 +482,41 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
+  // Addresses are made once, for all slabs: what stands between two query tiles has to be fetched.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     if (work.queries.empty()) return;
     const WorkItem at = work.item;
-    const int first = work.queries.first + first_row(), length_q = work.length.q;
+    const int warp_row = first_row(), first = work.queries.first + warp_row;
+    const int length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
     const int row = lane / 8, unit = lane % 8;
     const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
     T* o = p.o.template rows<T, Problem::ragged>(at.batch, at.head, first + row) + 8 * unit;
+    T* o_rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o_rows[i] = opaque(o + 4 * i * p.o.row);
     const OSlab& staged = shared.o[warpgroup];
+    const uint32 written = opaque(staged.unit_address(warp_row + lane % 16, lane / 16));
+    const uint32 read = opaque(staged.unit_address(warp_row + row, unit));
 #pragma unroll
     for (int slab = 0; slab < VTile::slabs; ++slab) {
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
-        store_columns(staged, first_row() + lane % 16, n, lane, output, 8 * slab + n);
+        store_columns<T>(OSlab::other_unit(written, n), output, 8 * slab + n);
       }
       __syncwarp();
       uint4 columns[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        columns[i] = load_shared_16(staged.unit_address(first_row() + row + 4 * i, unit));
+        const uint32 swizzled = 4 * i % 8;  // what the swizzle changes, four rows further
+        columns[i] = load_shared_16(OSlab::other_unit(read, swizzled) + 4 * i * 128);
       }
       if (64 * slab + 8 * unit >= Problem::head_dim_v) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (row + 4 * i < rows) store_16(o + 4 * i * p.o.row + 64 * slab, columns[i]);
+        if (row + 4 * i < rows) store_16(o_rows[i] + 64 * slab, columns[i]);
       }
     }
   }

@@ -183,7 +183,7 @@ struct FwdSm90Block {
     return {work.item.head, work.first_row() + 64 * part};
   }
   // Of this warp, among those of its consumer.
-  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }
+  static DLATTN_DEVICE int first_row() { return 16 * (uint32(warp_index()) % 4); }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x < 128) {
