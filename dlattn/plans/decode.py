@@ -99,29 +99,27 @@ def heads_per_item(geometry: Geometry) -> int:
     return gcd(heads // geometry.heads_k, heads // geometry.heads_v)
 
 
-#: Keys of an item of which little is spent at its ends.
-_LONG_KEYS = 4096
+#: Warps of a block to which the copy engine brings keys and values.
+_BOX_WARPS = 8
 
-#: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little
-#: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
-#: no multiprocessor has room for two, which would share what one can read.
-_LONG, _SHORT, _ALONE = 64 * 1024, 128 * 1024, 128 * 1024
+#: Tiles of each block, where a few blocks more are worth fewer neighbours.
+_MANY_TILES = 128
 
 
 def items_side_by_side(geometry: Geometry, blocks: int) -> int:
     """Items of one batch entry that blocks walk side by side, of so many blocks in all.
 
     As many as leave hardly any block out: side by side, blocks read rows that are neighbours. Where
-    keys are many, half as many if that leaves none out.
+    each has many tiles, half as many if that leaves fewer out.
     """
     groups = geometry.heads_q // heads_per_item(geometry)
     widths = [w for w in range(1, min(groups, blocks) + 1) if groups % w == 0]
     used = {width: blocks // width * width for width in widths}
     enough = [width for width in widths if used[width] > 0.95 * blocks]
     widest = max(enough, default=max(widths, key=lambda width: used[width]))
-    if geometry.seq_kv >= _LONG_KEYS and used.get(widest // 2, 0) > used[widest]:
-        return widest // 2
-    return widest
+    tiles = geometry.batch * groups * -(-geometry.seq_kv // (16 * _BOX_WARPS))
+    has_many = tiles >= _MANY_TILES * used[widest]
+    return widest // 2 if has_many and used.get(widest // 2, 0) > used[widest] else widest
 
 
 #: More of them fill tiles of their own.
@@ -133,8 +131,11 @@ MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
 
-#: Warps of a block to which the copy engine brings keys and values.
-_BOX_WARPS = 8
+#: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little
+#: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
+#: no multiprocessor has room for two, which would share what one can read.
+_LONG_KEYS = 4096
+_LONG, _SHORT, _ALONE = 64 * 1024, 128 * 1024, 128 * 1024
 
 #: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
 #: at once: pairs all, more leave some out that have too few neighbours.
@@ -142,7 +143,7 @@ MOST_BLOCKS = 8
 _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 
 #: Keys of a cluster's block at most, and where lengths may differ, which only shares even out; and
-#: tiles of each, where clusters leave multiprocessors out.
+#: tiles of each, of 16 rows, where clusters leave multiprocessors out.
 _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 
 
@@ -156,7 +157,8 @@ def cluster_of(geometry: Geometry, target: Target) -> int:
     tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    if items * blocks < 0.9 * room and tiles > _FEW_TILES * blocks:
+    few = _FEW_TILES if geometry.seq_q * heads_per_item(geometry) <= 16 else 0
+    if items * blocks < 0.9 * room and tiles > few * blocks:
         return 0
     differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
     most_keys = _MOST_UNEVEN_KEYS if differ else _MOST_KEYS
