@@ -179,15 +179,16 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-#: Of an item, at most: a cluster's mailbox has no room for more.
-_MOST_CLUSTER_ROWS = 64
+#: Rows of an item that clusters take, beside 16 or fewer: a mailbox has no room for more, others
+#: have not been measured.
+_CLUSTER_ROWS = range(33, 65)
 
 
 def cluster_tiling(
     problem: Problem, target: Target, rows: int, cluster: int
 ) -> DecodeTiling | None:
-    """For so many rows, more than 16, in clusters: if they can be, and there is room."""
-    if problem.ragged or target.capability != (9, 0) or rows > _MOST_CLUSTER_ROWS:
+    """For so many rows, more than 16, in clusters, if these take them."""
+    if problem.ragged or target.capability != (9, 0) or rows not in _CLUSTER_ROWS:
         return None
     best = next((tiling for tiling in tilings(problem, target) if tiling.rows >= rows), None)
     if best is None:
@@ -338,10 +339,9 @@ class Decode(MappedPlan):
 
     def companions(self) -> list[KernelSource]:
         found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
-        for rows in (32, 64):
-            clustered = cluster_tiling(self.problem, self.target, rows, MOST_BLOCKS)
-            if clustered:
-                found[clustered.cpp] = clustered
+        clustered = cluster_tiling(self.problem, self.target, _CLUSTER_ROWS[-1], MOST_BLOCKS)
+        if clustered:
+            found[clustered.cpp] = clustered
         if self._has_boxes(self.problem, self.geometry, self.target):
             rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
             boxes = [box_tiling(self.problem, *ring) for ring in rings]

@@ -41,7 +41,7 @@ CASES = {
         **_WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
         right=0, bottom_right=True, page_k=16, page_v=16,
     ),
-    "32 rows in pairs, pages": Case(
+    "28 rows, pages of two sizes": Case(
         **_WIDE, batch=8, heads_q=32, heads_k=8, heads_v=8, seq_q=7, seq_kv=700,
         len_q=(7, 5, 7, 0, 1, 7, 7, 2), len_kv=(700, 333, 128, 9, 0, 699, 129, 257), right=0,
         bottom_right=True, page_k=64, page_v=16,
