@@ -1,7 +1,8 @@
 """What the tensor cores of a Hopper GPU sustain: ``python -m bench.ceiling [seconds]``.
 
-Every multiprocessor runs two warpgroups that do nothing but wgmma on bf16 from shared memory,
-eight m64n128k16 to a commit, without any load. On normally distributed data the limit is power, not
+Every multiprocessor runs two warpgroups that do nothing but wgmma from shared memory, eight
+m64n128k16 to a commit, without any load; on bf16, then on fp16, whose longer mantissas take more
+power. On normally distributed data the limit is power, not
 issue, so that attention cannot reach more however well it is scheduled; measure it in the same
 session as the kernels that are held against it, because it moves with the GPU's temperature.
 """
@@ -41,7 +42,7 @@ __device__ unsigned long long descriptor(unsigned address) {
 // without accumulation would overwrite.
 __device__ void wgmma(float (&d)[@COUNT@], unsigned long long a, unsigned long long b) {
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.@TYPE@.@TYPE@"
       " {@REGISTERS@}, %@A@, %@B@, 1, 1, 1, 0, 0;"
       : @READ_WRITE@
       : "l"(a), "l"(b));
@@ -78,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(@THREADS@, 1)
 """
 
 
-def source():  # type: ignore[no-untyped-def]
-    """The kernel, as :class:`dlattn.runtime.jit.KernelSource`."""
+def source(dtype: str = "bf16"):  # type: ignore[no-untyped-def]
+    """The kernel for "bf16" or "f16", as :class:`dlattn.runtime.jit.KernelSource`."""
     from dlattn.runtime.jit import KernelSource
 
     words = {
@@ -94,6 +95,7 @@ def source():  # type: ignore[no-untyped-def]
         "SHARED_BYTES": SHARED_BYTES,
         "BATCH": BATCH,
         "NAME": "bench_ceiling",
+        "TYPE": dtype,
     }
     text = _TEMPLATE
     for word, value in words.items():
@@ -101,11 +103,14 @@ def source():  # type: ignore[no-untyped-def]
     return KernelSource("bench_ceiling", text)
 
 
-def measure(seconds: float = 1.0, iterations: int = 15000) -> tuple[float, float]:
+def measure(
+    seconds: float = 1.0, iterations: int = 15000, dtype: str = "bf16"
+) -> tuple[float, float]:
     """TFLOP/s of one launch after a pause, and sustained over ``seconds`` after as long a warm-up.
 
     Args:
         iterations: commits of a launch; 15000 take about 10 ms.
+        dtype: "bf16" or "f16".
 
     Raises:
         RuntimeError: the device is not of compute capability 9.0, or computed nothing.
@@ -120,10 +125,11 @@ def measure(seconds: float = 1.0, iterations: int = 15000) -> tuple[float, float
     target = cuda_target(device)
     if target.capability != (9, 0):
         raise RuntimeError(f"wgmma needs compute capability 9.0, but the device has {target.arch}.")
-    kernel = jit.load(jit.compile_kernel(source(), target.arch), device)
+    kernel = jit.load(jit.compile_kernel(source(dtype), target.arch), device)
     kernel.set_shared(SHARED_BYTES)
     blocks, threads = target.multiprocessors, WARPGROUPS * 128
-    data = torch.randn(SHARED_BYTES // 2, device="cuda", dtype=torch.bfloat16)
+    element = torch.bfloat16 if dtype == "bf16" else torch.float16
+    data = torch.randn(SHARED_BYTES // 2, device="cuda", dtype=element)
     sums = torch.zeros(blocks * threads, device="cuda")
     params = struct.pack("<QQi4x", data.data_ptr(), sums.data_ptr(), iterations)
     memory = ctypes.create_string_buffer(params, len(params))
@@ -152,11 +158,12 @@ def main() -> None:
         print("bench.ceiling needs a CUDA device; there is none.")
         return
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    first, sustained = measure(seconds)
-    print(
-        f"wgmma ceiling, bf16, normal data: {sustained:.0f} TFLOP/s sustained over {seconds:g} s "
-        f"({first:.0f} in a first launch of 10 ms)"
-    )
+    for dtype in ("bf16", "f16"):
+        first, sustained = measure(seconds, dtype=dtype)
+        print(
+            f"wgmma ceiling, {dtype}, normal data: {sustained:.0f} TFLOP/s sustained over "
+            f"{seconds:g} s ({first:.0f} in a first launch of 10 ms)"
+        )
 
 
 if __name__ == "__main__":

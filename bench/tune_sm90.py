@@ -16,7 +16,8 @@ from bench.peers.flash import load_flash3
 from bench.sm80_cases import Shape, make_tensors, shapes
 from bench.timing import geometric_mean, interleaved
 from bench.tune_sm80 import flash2, right_calls
-from dlattn.plans.bwd_sm90 import BwdSm90, Sm90BwdTiling
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90_tiling import Sm90BwdTiling
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm90 import FwdSm90, Sm90FwdTiling
 from dlattn.problem import Direction

@@ -203,7 +203,7 @@ def _data(case: Case, library: Library) -> Iterator[tuple[str, Guarded]]:
     rows = {"q": case.lengths_q(), "dO": case.lengths_q()}
     for nth, role in enumerate(("q", "k", "v", "dO")):
         dim = case.dims()[role]
-        data = library.normal(dim, 4 * case.seed + nth)
+        data = getattr(library, case.numbers)(dim, 4 * case.seed + nth)
         if role in "qk":
             data = data * _score_factor(case)
             if case.offset and case.scale_value:
@@ -322,7 +322,8 @@ def _tables(case: Case, library: Library, role: str) -> Iterator[tuple[str, Guar
 def _score_factor(case: Case) -> float:
     """What q and k are multiplied by so that scaled scores have the case's magnitude."""
     scale = abs(case.scale_value) or 1.0
-    return min(100.0, (case.logits / (scale * case.head_dim_qk**0.5)) ** 0.5)
+    factor = min(100.0, (case.logits / (scale * case.head_dim_qk**0.5)) ** 0.5)
+    return factor if case.numbers == "normal" else 2.0 ** round(math.log2(factor))
 
 
 def _spec(
@@ -340,7 +341,7 @@ def _spec(
 
 def _bias(case: Case, library: Library) -> Any:
     """Numbers, some of them -inf, or nonzero where a mask keeps; tails past the lengths."""
-    data = library.normal(case.bias_dim(), 4 * case.seed + 6)
+    data = getattr(library, case.numbers)(case.bias_dim(), 4 * case.seed + 6)
     if case.bias in ("bool", "uint8"):
         return library.cast(data > -0.8, "float32")
     data[data > 1.5] = -float("inf")

@@ -69,6 +69,8 @@ class Case:
             none.
         logits: about the standard deviation of the scaled scores.
         offset: what is added to every scaled score, through the first column of q and k.
+        numbers: what q, k, v, dO and the bias hold: ``"normal"`` ones, or ``"sparse"`` ones: small
+            integers, most of them 0, of which those of q and k are multiplied by a power of 2.
         tails: what rows past the lengths hold: ``"nan"``, ``"inf"`` or ``"huge"``.
         seed: of the data.
     """
@@ -125,6 +127,7 @@ class Case:
     d_mods: str | None = None
     logits: float = 1.0
     offset: float = 0.0
+    numbers: str = "normal"
     tails: str = "nan"
     seed: int = 0
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from dlattn.runtime.target import cuda_device_count
+from tests import tally
 from tests.calls import Called
 from tests.cases import Case
 from tests.flash import FlashCase
@@ -26,7 +29,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--examples",
         type=int,
         default=50,
-        help="kernels that the random GPU test compiles, with up to six calls of each (50)",
+        help="kernels that each random GPU test compiles, most with several calls of each (50)",
+    )
+    group.addoption(
+        "--parts",
+        type=int,
+        default=1,
+        help="into how many tests each random GPU test is divided, for as many workers of "
+        "pytest-xdist (1)",
+    )
+    group.addoption(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="after which a random GPU test, or a part of it, begins no more cases (never)",
     )
     group.addoption(
         "--kernels",
@@ -45,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "gpu",
         settings.get_profile("cpu"),
-        max_examples=config.getoption("--examples"),
+        max_examples=-(-config.getoption("--examples") // config.getoption("--parts")),
         phases=[Phase.generate],
     )
     settings.load_profile("cpu")
@@ -56,6 +72,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and cuda_device_count() == 0:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device that CuPy can use"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parts = metafunc.config.getoption("--parts")
+    if parts > 1 and "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", range(parts))
+
+
+@pytest.fixture
+def part() -> int:
+    """Which part of a random test this is; a test that uses this can be divided."""
+    return 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    tally.begin(item.config.getoption("--seconds"))
+    try:
+        return (yield)
+    finally:
+        counts = tally.take()
+        if "part" in getattr(item, "fixturenames", ()):
+            item.user_properties.append((item.nodeid.partition("[")[0], counts))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = (report for found in terminalreporter.stats.values() for report in found)
+    calls = (report for report in reports if getattr(report, "when", None) == "call")
+    for line in tally.summary(found for report in calls for found in report.user_properties):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -192,13 +192,23 @@ def _named(xp: Any, names: Mapping[str, Any], name: str) -> Dual:
     return Dual(xp, names[name])
 
 
-def _edited(xp: Any, tree: Any, names: Mapping[str, Any], scores: Any, by: str = "s") -> Dual:
-    def leaf(name: str) -> Dual:
-        value = scores if name == "s" else names[name]
-        return Dual(xp, value, 1 + 0 * value) if name == by else Dual(xp, value)
+def _edited(
+    xp: Any,
+    tree: Any,
+    names: Mapping[str, Any],
+    scores: Any,
+    by: str = "s",
+    error: Any = 0.0,
+    unit: float = 0.0,
+) -> Dual:
+    """What a tree makes of scores that are off by so many units."""
 
-    made = on_arrays(tree, leaf, scores, xp)
-    return Dual(xp, *(x + 0 * scores for x in (made.value, made.slope, made.error)))
+    def leaf(name: str) -> Dual:
+        value, off = (scores, error) if name == "s" else (names[name], 0.0)
+        return Dual(xp, value, 1 + 0 * value if name == by else 0.0, off, unit=unit)
+
+    made = on_arrays(tree, leaf, scores, xp, unit)
+    return made.of(*(x + 0 * scores for x in (made.value, made.slope, made.error, made.jump)))
 
 
 def _alibi(case: Case, given: Tensors, like: Any, index: int, m: int, n: int) -> Any:

@@ -34,7 +34,7 @@ from dlattn.problem import (
     alibi_slopes,
     offset_role,
 )
-from tests import oracle
+from tests import oracle, tally
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
 from tests.libraries import Library
@@ -68,6 +68,7 @@ def check(case: Case, library: Library, run: Callable[[Case, Tensors], None]) ->
 
     Whatever fails, the line to repeat it with is printed.
     """
+    tally.count("calls")
     try:
         tensors = make_tensors(case, library)
         run(case, tensors)
@@ -296,6 +297,7 @@ def declare_graph(
 def _run_graph_of(case: Case, tensors: Tensors, roles: Roles, source: Source) -> None:
     forget_dump(tensors)
     graph, given, overrides = source(case, tensors, roles)
+    tally.count(graph.get_plan_name_at_index(0))
     known = {role: t for role, t in given.items() if isinstance(t, cudnn.tensor)}
     pack = {t: tensors[role].tensor for role, t in known.items()}
     for role, t in known.items():

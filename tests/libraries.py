@@ -45,6 +45,10 @@ class Library:
             return self.xp.randn(*dim, generator=generator, device=self.device)
         return self.xp.random.default_rng(seed).standard_normal(dim, dtype=np.float32)
 
+    def sparse(self, dim: Sequence[int], seed: int) -> Any:
+        """Small integers, most of them 0, float32."""
+        return (1.5 * self.normal(dim, seed)).round() * (self.normal(dim, seed + 2**20) > 0.5)
+
     def values(self, numbers: Sequence[float], dtype: str) -> Any:
         if self.is_torch:
             return self.xp.tensor(numbers, dtype=self.dtype(dtype), device=self.device)

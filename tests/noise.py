@@ -26,6 +26,9 @@ from tests.definition import (
 #: By which differences tell how a derivative bends, and near which it may jump.
 _STEP = 1e-5
 
+#: Types that tensor cores multiply.
+SHORT = ("bfloat16", "float16")
+
 #: Results whose type is not that of q, besides stats.
 RESULT_TYPES = {"score_max": "float32", "score_sum_exp": "float32", "dSink_token": "float32"}
 
@@ -52,11 +55,10 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
     What edits add to a score is rounded at its own size, alike for neighbours. Dropout's scale is a
     factor of results, after P and dS are rounded.
     """
-    arithmetic = np.finfo(compute_type(case))
-    eps = float(arithmetic.eps)
-    is_short = case.dtype in ("bfloat16", "float16")
-    flushed = max(float(arithmetic.tiny), 1e-150)  # its square must not underflow here
-    if is_short and case.sink is not None:
+    eps = roundoff(case)
+    # Its square must not underflow here.
+    flushed = max(float(np.finfo(compute_type(case)).tiny), 1e-150)
+    if case.dtype in SHORT and case.sink is not None:
         # Kernels have exponentials of up to 2^8 (`slack` in attn/softmax.cuh) before they meet the
         # sink, and what these are multiplied by then must not be flushed.
         flushed *= 2.0**8
@@ -68,9 +70,7 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
 
     def product(x: Any, y: Any, x_variance: Any, first: Any = 0.0) -> Any:
         """Variance of ``x @ y`` when only x has errors of its own."""
-        reach = abs(x) @ abs(y)
-        partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
-        return x_variance @ y**2 + eps**2 * (reach**2 + partial_sums)
+        return x_variance @ y**2 + _sum_variance(x, y, eps, first)
 
     def entry(e: Entry) -> dict[str, Any]:
         scores, slope, edited = scores_of(case, e)
@@ -79,13 +79,13 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         largest = e.xp.where(e.alive, largest, 0.0)
         kept, factor = e.kept * case.dropout_scale(), case.dropout_scale()
         o, d_p = (kept * p) @ e.v, kept * (e.d_o @ transposed(e.v))
-        first = abs(e.q[..., :1] @ transposed(e.k)[..., :1, :]) * bool(case.offset)
-        products = product(e.q, transposed(e.k), 0 * e.q, first)
+        first = _first_product(case, e)
+        products = _sum_variance(e.q, transposed(e.k), eps, first)
         score = (slope * case.scale_value) ** 2 * products
         # What edits round: numbers as large as the score, and as what they add to it.
         score = score + (eps * edited) ** 2
         # What all scores of a row have in common, and what moves them against the sink.
-        cut_off = eps / 32 * e.q.shape[-1] * abs(slope * case.scale_value) * first * is_short
+        cut_off = abs(slope * case.scale_value) * _cut_off(case, e)
         common = row_sum(e, p * cut_off) ** 2 / 3
         if e.added is not None:
             # Neighbours to which alike numbers are added are rounded alike.
@@ -130,8 +130,7 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
         asked = {"debug_softmax": p_variance} if case.looks_inside else {}
-        given_score, cap_slope, _ = capped(case, e)
-        given_score = (cap_slope * case.scale_value) ** 2 * products + (eps * given_score) ** 2
+        given_score = given_variance(case, e)
         steps = [slopes_of(case, e, off) for off in (-_STEP, _STEP)]
         for role, by in slopes_of(case, e).items():
             axes = case.added_axes()[role]
@@ -171,6 +170,42 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         role: (x if role == "stats" else x + rounding(want[role], result_type(case, role))) ** 0.5
         for role, x in variance.items()
     }
+
+
+def given_variance(case: Case, e: Entry) -> Any:
+    """Of the scores that a user's function is given."""
+    eps = roundoff(case)
+    scores, slope, _ = capped(case, e)
+    products = _sum_variance(e.q, transposed(e.k), eps, _first_product(case, e))
+    return (slope * case.scale_value) ** 2 * products + (eps * scores) ** 2
+
+
+def given_shift(case: Case, e: Entry) -> Any:
+    """How far tensor cores may move all of those scores of a row together."""
+    return abs(capped(case, e)[1] * case.scale_value) * _cut_off(case, e)
+
+
+def _sum_variance(x: Any, y: Any, eps: float, first: Any) -> Any:
+    """Of ``x @ y``, of the roundings of products and partial sums."""
+    reach = abs(x) @ abs(y)
+    partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
+    return eps**2 * (reach**2 + partial_sums)
+
+
+def _first_product(case: Case, e: Entry) -> Any:
+    """Of each score; it counts only where the case gives it an offset."""
+    return abs(e.q[..., :1] @ transposed(e.k)[..., :1, :]) * bool(case.offset)
+
+
+def _cut_off(case: Case, e: Entry) -> Any:
+    """What tensor cores cut off products of q and k."""
+    is_short = case.dtype in SHORT
+    return roundoff(case) / 32 * e.q.shape[-1] * _first_product(case, e) * is_short
+
+
+def roundoff(case: Case) -> float:
+    """Of the type of arithmetic that goes with a case's tensors."""
+    return float(np.finfo(compute_type(case)).eps)
 
 
 def result_type(case: Case, role: str) -> str | None:

@@ -29,6 +29,7 @@ from tests.definition import (
     sum_of_shared,
     transposed,
 )
+from tests.leeway import leeway
 from tests.noise import RESULT_TYPES, compute_type, noise, result_type
 from tests.score_mods import TENSORS
 
@@ -140,9 +141,10 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
     The largest absolute error may be ``FACTORS`` times the larger of the largest error of
     :func:`rounded` and what the largest :func:`noise` can reach (a plain computation on a few
     elements may be lucky; a uniform error reaches sqrt(3) of its deviations). No error may exceed
-    ``_DEVIATIONS`` times its own noise. Infinities must agree, and nothing may be NaN.
+    ``_DEVIATIONS`` times its own noise. Infinities must agree, and nothing may be NaN. Of an error,
+    what :func:`leeway` lets a result move is none.
     """
-    want = exact(case, given)
+    want, free = exact(case, given), leeway(case, given)
     plain, sigma = rounded(case, given), noise(case, given, want)
     for role, result in got.items():
         finite = abs(want[role]) != np.inf
@@ -151,8 +153,10 @@ def assert_close(case: Case, given: Tensors, got: Tensors) -> None:
         x, y, z, deviation = (
             cast(a, "float64")[finite] for a in (result, want[role], plain[role], sigma[role])
         )
-        error, usual, luck = _largest(x - y), _largest(z - y), 3**0.5 * _largest(deviation)
-        deviations = _largest((x - y) / deviation)
+        may_move = free[role][finite] if role in free else 0.0
+        off = _beyond(x - y, may_move)
+        error, usual = _largest(off), _largest(_beyond(z - y, may_move))
+        luck, deviations = 3**0.5 * _largest(deviation), _largest(off / deviation)
         allowed = FACTORS[role] * max(usual, luck)
         assert error <= allowed and deviations <= _DEVIATIONS, (
             f"{role}: error {error:.3e}, allowed {allowed:.3e} (a plain computation errs by "
@@ -184,6 +188,12 @@ def assert_debug_softmax(case: Case, given: Tensors, got: Any) -> None:
 
 #: Results of the size of the scores, and what they must be.
 OF_SCORES = {"rng_dump": assert_dump, "debug_softmax": assert_debug_softmax}
+
+
+def _beyond(error: Any, may_move: Any) -> Any:
+    """How much of an error is none of what may move; NaN is all error."""
+    off = abs(error) - may_move
+    return off * ~(off < 0)
 
 
 def _largest(x: Any) -> float:

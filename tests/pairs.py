@@ -117,7 +117,7 @@ NO_FEATURES = frozenset(
             "dropout_dtypes",
             "dropout_layout",
         ),
-        *("wild_strides", "logits", "offset", "tails", "seed"),
+        *("wild_strides", "logits", "offset", "numbers", "tails", "seed"),
     )
 )
 

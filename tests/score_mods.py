@@ -82,39 +82,80 @@ def callback(score_mod: tuple[Tree, Tree], tensors: Mapping[str, Any]) -> Callab
     return function
 
 
-class Dual:
-    """A number, its derivative by the score, and about how many units of roundoff it is off."""
+#: How many units of roundoff two numbers may be apart for each that they are off, and roundings
+#: still decide which is the larger.
+_NEAR = 8.0
 
-    def __init__(self, xp: Any, value: Any, slope: Any = 0.0, error: Any = 0.0) -> None:
-        self.xp, self.value, self.slope, self.error = xp, value, slope, error
+
+class Dual:
+    """A number, its derivative, and what roundings make of both.
+
+    Attributes:
+        slope: the derivative by the score, or by what else is asked for.
+        error: about how many units of roundoff the number is off.
+        jump: how far the derivative may be from ``slope`` where a number is so near to a kink that
+            roundings decide on which side of it it lies.
+        unit: of roundoff; with 0, no number is near a kink.
+    """
+
+    def __init__(
+        self,
+        xp: Any,
+        value: Any,
+        slope: Any = 0.0,
+        error: Any = 0.0,
+        jump: Any = 0.0,
+        unit: float = 0.0,
+    ) -> None:
+        self.xp, self.unit = xp, unit
+        self.value, self.slope, self.error, self.jump = value, slope, error, jump
+
+    def of(self, value: Any, slope: Any = 0.0, error: Any = 0.0, jump: Any = 0.0) -> Dual:
+        """Another number of the same kind."""
+        return Dual(self.xp, value, slope, error, jump, self.unit)
 
     def through(self, value: Any, slope: Any) -> Dual:
         """What a function makes of it, by its value and derivative here."""
         error = abs(slope) * self.error + abs(value)
-        return Dual(self.xp, value, slope * self.slope, error)
+        return self.of(value, slope * self.slope, error, abs(slope) * self.jump)
 
     def where(self, condition: Any, other: Dual) -> Dual:
         parts = zip(
-            (self.value, self.slope, self.error), (other.value, other.slope, other.error),
+            (self.value, self.slope, self.error, self.jump),
+            (other.value, other.slope, other.error, other.jump),
             strict=True,
-        )  # fmt: skip
+        )
         like = 0.0 * condition
-        return Dual(self.xp, *(self.xp.where(condition, x + like, y + like) for x, y in parts))
+        return self.of(*(self.xp.where(condition, x + like, y + like) for x, y in parts))
+
+    def instead_of(self, other: Dual, condition: Any) -> Dual:
+        """This where the condition holds, else the other; their numbers meet where it changes."""
+        chosen = self.where(condition, other)
+        near = abs(self.value - other.value) < _NEAR * self.unit * (self.error + other.error)
+        apart = abs(self.slope - other.slope) + self.jump + other.jump + 0.0 * chosen.jump
+        chosen.jump = self.xp.where(near, apart, chosen.jump)
+        return chosen
 
 
 def _add(a: Dual, b: Dual) -> Dual:
     value = a.value + b.value
-    return Dual(a.xp, value, a.slope + b.slope, a.error + b.error + abs(value))
+    return a.of(value, a.slope + b.slope, a.error + b.error + abs(value), a.jump + b.jump)
 
 
 def _neg(x: Dual) -> Dual:
-    return Dual(x.xp, -x.value, -x.slope, x.error)
+    return x.of(-x.value, -x.slope, x.error, x.jump)
 
 
 def _mul(a: Dual, b: Dual) -> Dual:
     value = a.value * b.value
-    error = a.error * abs(b.value) + b.error * abs(a.value) + abs(value)
-    return Dual(a.xp, value, a.slope * b.value + b.slope * a.value, error)
+    error, jump = (
+        x * abs(b.value) + y * abs(a.value) for x, y in ((a.error, b.error), (a.jump, b.jump))
+    )
+    return a.of(value, a.slope * b.value + b.slope * a.value, error + abs(value), jump)
+
+
+def _abs(x: Dual) -> Dual:
+    return x.instead_of(_neg(x).where(x.value < 0, _zero(x)), x.value > 0)
 
 
 def _tanh(x: Dual) -> Dual:
@@ -134,7 +175,7 @@ def _softplus(x: Dual) -> Dual:
 
 
 def _zero(x: Dual) -> Dual:
-    return Dual(x.xp, 0.0 * x.value)
+    return x.of(0.0 * x.value)
 
 
 _ARITHMETIC: dict[str, Callable[..., Dual]] = {
@@ -142,11 +183,11 @@ _ARITHMETIC: dict[str, Callable[..., Dual]] = {
     "sub": lambda a, b: _add(a, _neg(b)),
     "mul": _mul,
     "neg": _neg,
-    "div": lambda a, b: _mul(a, Dual(a.xp, 1 / b.value, 0.0, abs(1 / b.value))),
-    "abs": lambda x: x.where(x.value > 0, _neg(x).where(x.value < 0, _zero(x))),
-    "max": lambda a, b: a.where(a.value >= b.value, b),
-    "min": lambda a, b: a.where(a.value <= b.value, b),
-    "relu": lambda x: x.where(x.value > 0, _zero(x)),
+    "div": lambda a, b: _mul(a, b.of(1 / b.value, 0.0, abs(1 / b.value))),
+    "abs": _abs,
+    "max": lambda a, b: a.instead_of(b, a.value >= b.value),
+    "min": lambda a, b: a.instead_of(b, a.value <= b.value),
+    "relu": lambda x: x.instead_of(_zero(x), x.value > 0),
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "softplus": _softplus,
@@ -164,21 +205,24 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def on_arrays(tree: Tree, leaf: Callable[[str], Dual], like: Any, xp: Any) -> Dual:
+def on_arrays(
+    tree: Tree, leaf: Callable[[str], Dual], like: Any, xp: Any, unit: float = 0.0
+) -> Dual:
     """The tree from its definition.
 
     Args:
         leaf: what a name is.
         like: an array of the shape and type of scores.
+        unit: that of all numbers.
     """
     if isinstance(tree, tuple):
         operation, *operands = tree
         if operation == "binary_select":
-            x, y = (on_arrays(operand, leaf, like, xp) for operand in operands[:2])
+            x, y = (on_arrays(operand, leaf, like, xp, unit) for operand in operands[:2])
             return x.where(holds(operands[2], leaf, like, xp), y)
-        return _ARITHMETIC[operation](*(on_arrays(x, leaf, like, xp) for x in operands))
+        return _ARITHMETIC[operation](*(on_arrays(x, leaf, like, xp, unit) for x in operands))
     if isinstance(tree, (int, float)):
-        return Dual(xp, 0.0 * like + tree)
+        return Dual(xp, 0.0 * like + tree, unit=unit)
     return leaf(tree)
 
 

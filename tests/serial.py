@@ -1,8 +1,12 @@
-"""Other ways to run a case by graphs: those that were bytes, or were declared for other sizes."""
+"""Other ways to run a case by graphs: those that were bytes, those declared for other sizes,
+and those of one family of kernels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+
+import pytest
 
 import dlattn as cudnn
 from dlattn.problem import offset_role
@@ -50,3 +54,19 @@ def run_serialized(case: Case, tensors: Tensors) -> None:
 def run_overridden(case: Case, tensors: Tensors) -> None:
     """As :func:`run_graph`, by graphs that were declared for other sizes."""
     run_graph(case, tensors, overridden)
+
+
+def run_by_engine(engine: str, case: Case, tensors: Tensors) -> None:
+    """As :func:`run_graph`, by the kernels of a family where it has some for the graph."""
+    run_graph(case, tensors, partial(_built_by, engine))
+
+
+def _built_by(engine: str, case: Case, tensors: Tensors, roles: Roles) -> Ready:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLATTN_ENGINE", engine)
+        try:
+            return built(case, tensors, roles)
+        except cudnn.cudnnGraphNotSupportedError as refusal:
+            if "DLATTN_ENGINE" not in str(refusal):
+                raise
+    return built(case, tensors, roles)

@@ -8,8 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
-from tests.flash import FlashCase
-from tests.kvcache import CacheCase
 from tests.primitive_strategies import SCORE_MODS
 from tests.score_mods import names_in
 from tests.states import States
@@ -77,7 +75,7 @@ PROFILES = {
 
 #: What is paged, k and v.
 _PAGED = (*[(None, None)] * 4, (1, 1), (1, 1), (1, None), (None, 1))
-_PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 64, 128, 256, 1024)
+PAGE_SIZES = (1, 2, 4, 8, 16, 16, 32, 64, 64, 128, 256, 1024)
 
 _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
@@ -98,12 +96,14 @@ def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
 
 
 @st.composite
-def families(draw: st.DrawFn, profile: str = "cpu", size: int = 4) -> tuple[Case, ...]:
-    """Up to ``size`` cases that share all that changes a kernel's code, so that one compilation
-    serves them."""
+def families(
+    draw: st.DrawFn, profile: str = "cpu", size: int = 4, least: int = 1
+) -> tuple[Case, ...]:
+    """From ``least`` to ``size`` cases that share all that changes a kernel's code, so that one
+    compilation serves them."""
     kind = draw(_kinds(PROFILES[profile]))
     aligned = draw(st.sampled_from((True, True, False)))
-    members = st.lists(_members(PROFILES[profile], kind, aligned), min_size=1, max_size=size)
+    members = st.lists(_members(PROFILES[profile], kind, aligned), min_size=least, max_size=size)
     return tuple(draw(members))
 
 
@@ -162,7 +162,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     few = st.integers(1, 16)
     seq_q, seq_kv = draw(size | size | few), draw(size)
     padded = draw(st.sampled_from(("none", "none", "both", "both", "q", "kv")))
-    page = st.sampled_from(_PAGE_SIZES)
+    page = st.sampled_from(PAGE_SIZES)
     layouts = st.sampled_from(ALIGNED_LAYOUTS if aligned else (*ALIGNED_LAYOUTS, "odd", "odd"))
     bound = st.integers(0, max(seq_q, seq_kv) + 1) | st.just(0) | st.integers(-20, 0)
     # Stats of bfloat16 are off by more than 1 among large logits, and gradients then meaningless.
@@ -217,6 +217,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         debug_softmax=draw(st.sampled_from((False, False, False, True))),
         logits=chosen_logits,
         offset=offset,
+        numbers=draw(st.sampled_from(("normal", "normal", "sparse"))),
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -282,106 +283,4 @@ def states(draw: st.DrawFn) -> States:
         into=draw(st.sampled_from(("new", "given", "first"))) if len(lead) < 2 else "new",
         empty=draw(st.sampled_from((0.0, 0.2, 1.0))),
         seed=draw(st.integers(0, 2**32 - 1)),
-    )
-
-
-@st.composite
-def flash_cases(
-    draw: st.DrawFn, profile: str = "cpu", packed: bool = False, **fixed: Any
-) -> FlashCase:
-    """Any call of FlashAttention's functions; ``fixed`` pins fields."""
-    sizes = PROFILES[profile]
-    batch = draw(st.integers(1, 3))
-    heads = draw(st.sampled_from(sizes.heads))
-    used, page = draw(st.booleans()), None
-    length = st.sampled_from((*sizes.edges, 0, 1)) | st.integers(0, sizes.longest)
-    if packed or used:
-        lens_q, lens_k = (draw(st.tuples(*[length] * batch)) for _ in range(2))
-    else:
-        lens_q, lens_k = ((draw(length),) * batch for _ in range(2))
-    if packed:
-        page = draw(st.sampled_from((None, None, None, *_PAGE_SIZES)))
-    head_size = draw(st.sampled_from((*HEAD_DIMS[::8], 64, 128)) | st.integers(1, 256))
-    layout = draw(st.sampled_from(("plain", "plain", "of more heads", "heads first", "odd")))
-    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
-    causal, alibi = draw(st.booleans()), draw(st.sampled_from((None, None, "H", "BH")))
-    case = FlashCase(
-        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
-        heads=heads,
-        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
-        head_size=head_size,
-        head_size_v=draw(st.just(head_size) | st.just(head_size) | st.integers(1, 256)),
-        lens_q=lens_q,
-        lens_k=lens_k,
-        packed=packed,
-        used=used,
-        page=page,
-        slack=draw(st.integers(0, 3)) if packed else 0,
-        more=draw(st.sampled_from((0, 0, 5))),
-        causal=causal,
-        left=draw(bound),
-        right=draw(bound),
-        softcap=draw(st.sampled_from((0.0, 0.0, 3.0, 30.0))),
-        alibi=alibi,
-        scale=draw(st.sampled_from((None, None, 0.5, -0.2, 0.0))),
-        sinks=draw(st.sampled_from((False, False, True))),
-        dropout=draw(st.sampled_from((0.0, 0.0, 0.1, 0.5))),
-        given=draw(st.booleans()),
-        zero_tensors=draw(st.booleans()),
-        # The portable backward, which alone takes wider heads, has no order of its sums.
-        deterministic=layout != "odd" and head_size <= 256 and draw(st.booleans()),
-        layout=layout,
-        logits=draw(st.sampled_from((1.0, 1.0, 0.01, 10.0))),
-        seed=draw(st.integers(0, 2**16)),
-    )
-    return replace(case, **fixed)
-
-
-@st.composite
-def cache_cases(draw: st.DrawFn, profile: str = "cpu") -> CacheCase:
-    """Any call of ``flash_attn_with_kvcache``."""
-    sizes = PROFILES[profile]
-    batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from(sizes.heads))
-    length = st.sampled_from((*sizes.edges, 0)) | st.integers(0, sizes.longest)
-    cached = draw(st.tuples(*[length] * batch))
-    head_size = draw(st.sampled_from((8, 24, 40, 64, 72, 128, 256)))
-    page = draw(st.sampled_from((None, None, 1, 2, 3, 12, 16, 24, 48, 64, 100, 256)))
-    seqlens_as = draw(st.sampled_from(("int32", "int32", "int32", "int64", "number", "none")))
-    new = None
-    if seqlens_as != "none":
-        new = draw(st.sampled_from((None, 1, 1, 2)) | st.integers(1, 20))
-    padded = page is None and draw(st.sampled_from((False, False, True)))
-    turned = st.sampled_from((0, head_size, head_size // 2 // 8 * 8, 2, 6))
-    bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
-    return CacheCase(
-        dtype=draw(st.sampled_from(tuple(sizes.dtypes))),
-        heads=heads,
-        heads_k=draw(st.sampled_from([h for h in range(1, heads + 1) if heads % h == 0])),
-        head_size=head_size,
-        head_size_v=draw(st.sampled_from((head_size, head_size, head_size, 16))),
-        seqlen=draw(st.sampled_from((1, 1, 2, 5)) | st.integers(1, 20)),
-        cached=cached,
-        seqlens_as=seqlens_as,
-        new=new,
-        room=draw(st.sampled_from((0, 48, 64)) | length),
-        page=page,
-        index=page is None and draw(st.booleans()),
-        leftpad=tuple(draw(st.integers(0, n)) for n in cached) if padded else None,
-        rotary=0 if new is None else draw(turned),
-        interleaved=draw(st.booleans()),
-        angles=draw(st.sampled_from(("float32", "same"))),
-        exact=draw(st.sampled_from((True, True, False))),
-        causal=draw(st.booleans()),
-        left=draw(bound),
-        right=draw(bound),
-        softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
-        alibi=draw(st.sampled_from((None, None, "H", "BH"))),
-        scale=draw(st.sampled_from((None, None, 0.2))),
-        sinks=draw(st.sampled_from((False, False, True))),
-        layout=draw(
-            st.sampled_from(("plain", "plain", "heads first", "packed", "interleaved", "odd"))
-        ),
-        given=draw(st.booleans()),
-        lse=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
     )

@@ -103,30 +103,20 @@ DLATTN_DEVICE void finish_rows(const Params& p, int batch, int head, int first_q
   }
 }
 
-// Rows that attend to nothing but a sink: zeros, and what statistics they have. By some threads
-// side by side; rows are 16-byte aligned.
+// The statistics of rows that attend to nothing but a sink. A warp's.
 template <class Problem>
-DLATTN_DEVICE void store_empty_rows(const Params& p, int batch, int head, int first, int rows,
-                                    int length_q, int thread, int threads) {
-  using T = typename Problem::Element;
-  constexpr int units = Problem::head_dim_v / 8;  // of 16 bytes
-  int o_rows = rows;
-  if constexpr (Problem::ragged)
-    o_rows = least(rows, p.o.stored_rows<true>(length_q, p.seq_q) - first);
-  for (int unit = thread; unit < o_rows * units; unit += threads) {
-    T* row = p.o.rows<T, Problem::ragged>(batch, head, first + unit / units);
-    reinterpret_cast<uint4*>(row)[unit % units] = uint4{0, 0, 0, 0};
-  }
+DLATTN_DEVICE void store_empty_stats(const Params& p, int batch, int head, Interval rows,
+                                     int length_q) {
   if constexpr (wants_row_stats<Problem>) {
     // A loader has no registers for more than one statistic of several rows at a time.
     constexpr int rows_at_a_time = wants_maxima<Problem> ? 1 : 4;
 #pragma unroll(rows_at_a_time)
-    for (int row = thread; row < rows; row += threads) {
+    for (int row = rows.first + threadIdx.x % 32; row < rows.last; row += 32) {
       RowStats stats;
       if constexpr (Problem::sink) {
-        if (first + row < length_q) stats = RowStats(p.sink(head));
+        if (row < length_q) stats = RowStats(p.sink(head));
       }
-      stats.store<Problem>(p, batch, head, first + row, first + row >= length_q);
+      stats.store<Problem>(p, batch, head, row, row >= length_q);
     }
   }
 }

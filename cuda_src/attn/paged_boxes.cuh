@@ -1,9 +1,8 @@
-// Tiles of keys or values that the copy engine gathers from pages, or scatters into them: a box of as
-// many rows at a time as pages and tile have in common, a power of two, at least 8.
+// Tiles of keys or values that the copy engine gathers from pages: a box of as many rows at a
+// time as pages and tile have in common, a power of two, at least 8.
 #pragma once
 
 #include "attn/seqlen.cuh"
-#include "ptx/opaque.cuh"
 #include "ptx/tma.cuh"
 
 namespace dlattn {
@@ -16,8 +15,7 @@ struct PagedBoxes {
   DLATTN_DEVICE PagedBoxes(const PageTableRef& page_table, int batch)
       : table(page_table), entries(table.entries(batch)) {}
 
-  // A page that the container does not have: loads give zeros, and stores write nothing. Not before the
-  // first one, where a store is an illegal instruction (seen on an H200).
+  // A page that the container does not have: loads give zeros.
   DLATTN_DEVICE int nowhere() const { return table.pages; }
 
   DLATTN_DEVICE int rows() const { return least(1 << table.log2_rows, tile_rows & -tile_rows); }
@@ -57,16 +55,6 @@ struct PagedBoxes {
       tile.load_rows(row, map, landed, table.slot(first + row), head, number(first + row, end));
     }
   }
-
-  // Rows of a tile from tile_row on, that belong at `first`; by one thread.
-  template <class Tile>
-  DLATTN_DEVICE void store(const Tile& tile, const TensorMap& map, int first, int head, int end,
-                           int tile_row) const {
-#pragma unroll 1
-    for (int row = 0; row < tile_rows; row += rows()) {
-      tile.store_rows(tile_row + row, map, table.slot(first + row), head, number(first + row, end));
-    }
-  }
 };
 
 // Whether the copy engine may be given a box of a tensor that begins with row `first` of an entry. One that
@@ -77,7 +65,7 @@ DLATTN_DEVICE bool may_move(const TensorRef& ref, int first, int length) {
   return !ref.is_ragged<Problem::ragged>() || first < length;
 }
 
-// Where the copy engine finds keys, values, or their gradients.
+// Where the copy engine finds keys or values.
 struct MappedKeys {
   const TensorMap& map;
   Mapped tensor;
@@ -85,8 +73,9 @@ struct MappedKeys {
   const PageTableRef& table;  // if they are paged
 };
 
-// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread.
-template <class Problem, bool paged, class Tile>
+// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread. Whether
+// nobody else reads it.
+template <class Problem, bool paged, bool once = false, class Tile>
 DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& landed, int first,
                                  int head, int batch, const Lengths& length, const Params& p) {
   if constexpr (paged) {
@@ -94,23 +83,11 @@ DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& lan
     boxes.load(tile, keys.map, landed, first, head, length.kv);
   } else {
     const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
-    tile.load(keys.map, landed, entry.row + first, head, entry.batch);
-  }
-}
-
-// Starts storing some rows of such a tile, from tile_row on, that belong at `first`; by one thread.
-template <class Problem, bool paged, int rows, class Tile>
-DLATTN_DEVICE void store_key_rows(const Tile& tile, int tile_row, const MappedKeys& keys, int first,
-                                  int head, int batch, const Params& p) {
-  if constexpr (paged) {
-    batch = opaque(batch);  // or what follows is read early, and held
-    const PagedBoxes<rows> boxes(keys.table, batch);
-    const int end = keys.table.whole_pages(p.seq_len_kv.at(batch, p.seq_kv));
-    boxes.store(tile, keys.map, first, head, end, tile_row);
-  } else {
-    if (!may_move<Problem>(keys.ref, first, p.seq_len_kv.at(batch, p.seq_kv))) return;
-    const MappedEntry entry = p.mapped_entry<Problem::ragged>(keys.tensor, batch);
-    tile.store_rows(tile_row, keys.map, entry.row + first, head, entry.batch);
+    if constexpr (once) {
+      tile.load_once(keys.map, landed, entry.row + first, head, entry.batch);
+    } else {
+      tile.load(keys.map, landed, entry.row + first, head, entry.batch);
+    }
   }
 }
 

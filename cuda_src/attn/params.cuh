@@ -46,7 +46,8 @@ struct Params {
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
                         // decode, items that blocks walk side by side
-  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V
+  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; of a
+                        // Hopper forward some of a group, if they are more than one
   int dq_places;        // for how many pairs there are sums of dQ
   int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item so many before
@@ -64,6 +65,11 @@ struct Params {
   BiasRef d_score_mod[8];  // the gradients of what it reads
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
+  float* key_sums;  // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
+  int whole_items;  // of a Hopper backward: from here on, items are in parts, and add to those sums
+  int item_parts;   // in how many parts of their queries
+  int lone_shares;  // shares of dQ from here on go with no item
+  int unused;
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

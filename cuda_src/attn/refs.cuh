@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/types.cuh"
+#include "ptx/memory.cuh"
 
 namespace dlattn {
 
@@ -50,6 +51,12 @@ struct LengthRef {
     const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
                                   : static_cast<const int*>(data)[b * stride];
     return int(length < 0 ? 0 : length > longest ? longest : length);
+  }
+  // Of an entry, if there is one.
+  DLATTN_DEVICE void prefetch(int b, int batch) const {
+    if (data != nullptr && b < batch) {
+      prefetch_l2(static_cast<const char*>(data) + b * stride * (is_int64 ? 8 : 4));
+    }
   }
 };
 
@@ -100,12 +107,20 @@ struct PageTableRef {
 
   // Of a sequence.
   DLATTN_DEVICE const int* entries(int b) const {
-    if (offsets == nullptr) return data + b * batch;
+    if (offsets == nullptr) return unpacked_entries(b);
     return data + load_offset(offsets, has_int64_offsets, b);
   }
+  DLATTN_DEVICE const int* unpacked_entries(int b) const { return data + b * batch; }
   // The number of the page that a row of a sequence is in.
   DLATTN_DEVICE int number(const int* entries, int row) const {
     return __ldg(entries + (row >> log2_rows) * page);
+  }
+  // The same, on its way.
+  DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
+    return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
+  }
+  DLATTN_DEVICE void prefetch_number(const int* entries, int row) const {
+    prefetch_l2(entries + (row >> log2_rows) * page);
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }
@@ -151,8 +166,8 @@ struct RaggedEntry {
 struct MappedEntry {
   int row, batch;
 };
-enum class Mapped { q, k, v, o, dO, dK, dV };
-inline constexpr int mapped_tensors = 7;
+enum class Mapped { q, k, v, o, dO };
+inline constexpr int mapped_tensors = 5;
 
 struct RaggedRef {
   LengthRef given_q, given_kv;  // what the user gave; null: offsets tell, else all are full
@@ -186,7 +201,8 @@ struct BlockMaskRef {
   }
 };
 
-// What blocks of a decode leave to each other (kernels/decode.cuh).
+// What blocks of a decode leave to each other (kernels/decode.cuh). Of a forward whose blocks ask for
+// tiles there is one mark: they are being counted.
 struct PartsRef {
   void* data;     // a part for each block
   uint64* marks;  // likewise: `mark` where the part is there

@@ -8,6 +8,7 @@ namespace dlattn {
 struct WorkItem {
   int tile, head, batch;
   int reversed = 0;  // 1: of warpgroups that share its rows, the first takes the last ones
+  int late = 0;      // 1: it is one of the last that are handed out
 };
 
 // Decodes a flat block index. (batch, head) pairs are taken heads_per_wave at a time, so that the
@@ -35,6 +36,14 @@ struct BatchWalk {
   int first_batch = 0;  // of the 32 entries looked at
   int first_item = 0;   // of the first of them
   int batch, rest;      // found: an entry, and the number of the item in it
+
+  // How many there are.
+  template <class Count>
+  static DLATTN_DEVICE int count(int batches, Count count) {
+    int own = 0;
+    for (int batch = threadIdx.x % 32; batch < batches; batch += 32) own += count(batch);
+    return __reduce_add_sync(0xffffffffu, own);
+  }
 
   // Finds an item, not before the last one asked for. False if there are not so many. The entries
   // looked at together come in their order, or those with the most items first.

@@ -51,25 +51,15 @@ struct Share {
         team(blockIdx.x / params.heads_per_wave),
         columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
         length(params) {
-    const bool alike = p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr;
-    total = alike ? p.batch * columns * Keys(length, p).tiles : total_of_different();
-    teams = least(gridDim.x / width, total);
-    begin = first_of(team);
-    left = team < teams ? first_of(team + 1) - begin : 0;
-    if (left == 0) return;
-    const int end = begin + left - 1;
-    if (alike) {
-      batch = end / (total / p.batch);
-      tile = end - batch * (total / p.batch);
-    } else {
-      BatchWalk walk;
-      walk.find(end, p.batch, [&](int b) { return tiles_of(b); });
-      batch = walk.batch;
-      tile = walk.rest;
-    }
-    enter();
-    column = tile / keys.tiles;
-    tile -= column * keys.tiles;
+    divide_alike();
+  }
+
+  // Until then, all sequences are full.
+  DLATTN_DEVICE void read_lengths() {
+    if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
+    if (p.batch > 1) return divide();
+    length = Lengths::at_once(p, 0);
+    divide_alike();
   }
 
   // Of the heads of K and V, or of queries that share them.
@@ -79,6 +69,7 @@ struct Share {
   // Of this item, the least tile in the share.
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
   DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
+  DLATTN_DEVICE bool enters_item() const { return completes(); }
   // The team that has the first tile of the item.
   DLATTN_DEVICE int first_team() const {
     const int first = begin + left - 1 - tile;
@@ -92,16 +83,42 @@ struct Share {
     if (--left == 0 || --tile >= 0) return;
     if (--column < 0) {
       column = columns - 1;
-      --batch;
-      enter();
+      length = Lengths::at_once(p, --batch);
+      keys = Keys(length, p);
     }
     tile = keys.tiles - 1;
   }
 
  private:
-  DLATTN_DEVICE void enter() {
-    length = Lengths(p, batch);
+  // Of batch entries that all have these lengths.
+  DLATTN_DEVICE void divide_alike() {
+    const int tiles = columns * Keys(length, p).tiles;
+    if (!take_share(p.batch * tiles)) return;
+    const int end = begin + left - 1;
+    batch = end / tiles;
+    enter(end - batch * tiles);
+  }
+  DLATTN_DEVICE void divide() {
+    if (!take_share(total_of_different())) return;
+    BatchWalk walk;
+    walk.find(begin + left - 1, p.batch, [&](int b) { return tiles_of(b); });
+    batch = walk.batch;
+    length = Lengths::at_once(p, batch);
+    enter(walk.rest);
+  }
+  // Of so many tiles of all columns. False if there is none.
+  DLATTN_DEVICE bool take_share(int tiles) {
+    total = tiles;
+    teams = least(gridDim.x / width, total);
+    begin = first_of(team);
+    left = team < teams ? first_of(team + 1) - begin : 0;
+    return left > 0;
+  }
+  // A tile of the batch entry.
+  DLATTN_DEVICE void enter(int tile_of_entry) {
     keys = Keys(length, p);
+    column = tile_of_entry / keys.tiles;
+    tile = tile_of_entry - column * keys.tiles;
   }
   DLATTN_DEVICE int first_of(int team) const {
     return team * (total / teams) + least(team, total % teams);
@@ -122,28 +139,44 @@ template <class Mask, int tile_k>
 struct ClusterShare {
   using Keys = ItemKeys<Mask, tile_k>;
   const Params& p;
-  const int rank, blocks;  // in the cluster
-  int batch, head_group;
+  const int rank, blocks, log2_blocks;  // in the cluster
+  const int batch, head_group;
   Lengths length;
   Keys keys;
   int tile, left;  // may be none
 
   DLATTN_DEVICE explicit ClusterShare(const Params& params)
-      : p(params), rank(cluster_rank()), blocks(cluster_blocks()), length(params) {
-    const int item = blockIdx.x / blocks, groups = p.heads_q / p.heads_per_block;
-    batch = item / groups;
-    head_group = item % groups;
-    length = Lengths(p, batch);
-    keys = Keys(length, p);
-    const int end = (rank + 1) * keys.tiles / blocks;
-    tile = end - 1;
-    left = end - rank * keys.tiles / blocks;
+      : p(params),
+        rank(cluster_rank()),
+        blocks(cluster_blocks()),
+        log2_blocks(__popc(cluster_blocks() - 1)),
+        batch((blockIdx.x >> log2_blocks) / params.heads_per_wave),
+        head_group((blockIdx.x >> log2_blocks) % params.heads_per_wave),
+        length(params) {
+    divide();
+  }
+
+  // Until then, all sequences are full.
+  DLATTN_DEVICE void read_lengths() {
+    if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
+    length = Lengths::at_once(p, batch);
+    divide();
   }
 
   DLATTN_DEVICE int group() const { return head_group; }
   DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
   DLATTN_DEVICE int last_of_item() const { return tile - left + 1; }
+  // Blocks have no more than the first item.
+  DLATTN_DEVICE bool enters_item() const { return false; }
   DLATTN_DEVICE void advance() { --left, --tile; }
+
+ private:
+  DLATTN_DEVICE void divide() {
+    keys = Keys(length, p);
+    const int end = (rank + 1) * keys.tiles >> log2_blocks;
+    tile = end - 1;
+    left = end - (rank * keys.tiles >> log2_blocks);
+  }
 };
 
 }  // namespace dlattn

@@ -317,7 +317,7 @@ struct BwdDBiasSm90 {
         for (int j = 0; j < 4; ++j) {
           words[j] = Convert<DBias>::pack(sum.at[0][n + j][i], sum.at[0][n + j][i + 1]);
         }
-        transpose_quad(words);
+        transpose_quad(words, lane);
         if (!exists) continue;
         *reinterpret_cast<uint4*>(g_row + 8 * (n + lane)) =
             uint4{words[0], words[1], words[2], words[3]};

@@ -259,25 +259,28 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     }
   }
 
-  // dK and dV are stored when the last head that shares them is done; of some blocks of keys.
+  // The last head that shares keys, or values, is done: the next ones may be loaded.
+  DLATTN_DEVICE void free_keys_and_values(int last) {
+    if (this->ends_group(last, p.heads_per_v)) Base::release_after_walk(shared.v_ring.empty[0]);
+    if (this->ends_group(last, p.heads_per_k)) Base::release_after_walk(shared.k_ring.empty[0]);
+  }
+  // Their gradients are stored then; of some blocks of keys.
   template <int n>
-  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int head) {
-    named_barrier_sync(Base::keys_read, 128 * 3);
+  DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int i, int last) {
+    if (!this->ends_group(last, p.heads_per_k)) return;
+    const int head = (this->first_head() + i) / p.heads_per_k;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_k>(
-          dK[i], shared.k[0], first + 64 * i, {m.dK, Mapped::dK, p.dK, p.k_pages},
-          head / p.heads_per_k, gradient_factor<Problem>(ScoreValues(p)));
+    for (int block = 0; block < n; ++block) {
+      this->template store<KeyGradients<Problem>>(dK[block], first + 64 * block, head);
     }
   }
   template <int n>
-  DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int head) {
-    named_barrier_sync(Base::values_read, 128 * 2);
+  DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int i, int last) {
+    if (!this->ends_group(last, p.heads_per_v)) return;
+    const int head = (this->first_head() + i) / p.heads_per_v;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      this->template store<Problem::paged_v>(
-          dV[i], shared.v[0], first + 64 * i, {m.dV, Mapped::dV, p.dV, p.v_pages},
-          head / p.heads_per_v, lowering * dropout_scale<Problem>(p));
+    for (int block = 0; block < n; ++block) {
+      this->template store<ValueGradients<Problem, Tiling>>(dV[block], first + 64 * block, head);
     }
   }
 
@@ -295,15 +298,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
           return at.advance(step_in_parts(dK[0], dV[0], held, at, values));
         return at.advance(step(dK[0], dV[0], held, at, values));
       });
-      const int head = this->first_head() + i, first = own_piece(0).key;
-      if (last % p.heads_per_v == 0) {
-        store_dv(dV, first, head);
-        release(shared.v_ring.empty[0]);
-      }
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, first, head);
-        release(shared.k_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dv(dV, own_piece(0).key, i, last);
+      store_dk(dK, own_piece(0).key, i, last);
     });
   }
 
@@ -314,14 +311,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_values(dV, at, values)); });
-      if (last % p.heads_per_k == 0) {
-        named_barrier_arrive(Base::keys_read, 128 * 3);
-        release(shared.k_ring.empty[0]);
-      }
-      if (last % p.heads_per_v == 0) {
-        store_dv(dV, 0, this->first_head() + i);
-        release(shared.v_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dv(dV, 0, i, last);
     });
   }
 
@@ -331,14 +322,8 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
-      if (last % p.heads_per_v == 0) {
-        named_barrier_arrive(Base::values_read, 128 * 2);
-        release(shared.v_ring.empty[0]);
-      }
-      if (last % p.heads_per_k == 0) {
-        store_dk(dK, 0, this->first_head() + i);
-        release(shared.k_ring.empty[0]);
-      }
+      free_keys_and_values(last);
+      store_dk(dK, 0, i, last);
     });
   }
 
@@ -400,6 +385,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       } else {
         kernel.work_on_keys(steps);
       }
+      if constexpr (Tiling::shares_last) kernel.store_share();
     });
     if constexpr (!relays) Shares(block..., 0).template store_rest<false>();
   }

@@ -19,9 +19,9 @@ namespace dlattn {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedBwdParams {
-  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q, 64 and 64 rows; of pages, fewer
+  // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q rows; of pages, fewer
   // (attn/paged_boxes.cuh).
-  TensorMap q, k, v, dO, dK, dV;
+  TensorMap q, k, v, dO;
   TensorMap bias;  // tile_q rows; if it is staged
   Params p;
 };
@@ -50,12 +50,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // them. dQ has whole pieces, and the copy engine moves whole slabs.
   static constexpr int steps_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int steps_v = round_up(Problem::head_dim_v, 16);
-  static constexpr int width(int dim) {
-    // Narrow, ptxas spills a register of the loaders that look at a block mask.
-    const int step = dim <= 32 && Problem::Mask::by_blocks ? 64 : 32;
-    return dim > 192 ? 256 : round_up(dim, step);
-  }
-  static constexpr int width_qk = width(Problem::head_dim_qk), width_v = width(Problem::head_dim_v);
+  static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
+  static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
 
   using QTile = SlabTile<T, tile_q, steps_qk>;
   using DOTile = SlabTile<T, tile_q, steps_v>;
@@ -78,6 +74,20 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
   struct Nothing {};
+
+  // What all roles are told of an item. In a ragged problem it lies in memory, where each would wait for
+  // it in every step: whatever a block looks for what others have added leaves nothing in L1.
+  struct TellNumber {
+    int number;
+  };
+  struct alignas(8) TellRagged {
+    int number, pair;
+    WorkItem item;
+    int length_q, length_kv;
+    RaggedEntry entry;
+    MappedEntry mapped[mapped_tensors];
+  };
+  using Told = Either<Problem::ragged, TellRagged, TellNumber>;
 
   // The other block's keys, in the slabs that have the columns of this block's dQ.
   using OtherKTile = SlabTile<T, block_k, own_columns>;
@@ -106,11 +116,18 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   };
 
   // An earlier item's share of dQ: some query tiles of its pair.
-  struct Share {
+  struct PlainShare {
     DQPiece* sums;
     int batch, first_head;
     int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
+  // And what memory says of its batch entry.
+  struct RaggedShare : PlainShare {
+    T* dQ;  // where the entry begins
+    int pair, query_tiles;
+    int length_q, length_kv;
+  };
+  using Share = Either<Problem::ragged, RaggedShare, PlainShare>;
 
   struct SharedMemory : Either<cluster == 1, Nothing, KeysOfOther> {
     KTile k[1];
@@ -118,14 +135,16 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     QTile q[stages];
     DOTile dO[do_stages];
     DSTile dS[ds_stages];
+    // Come with q. memcheck takes what a product reads of them twice for twice as much memory, so they
+    // are not the last.
+    alignas(128) float row_stats[stages][Shapes::stats_words];
     DQPiece dQ[dq_slots];
     Either<share_slots == 0, Nothing, DQPiece> share_pieces[most(share_slots, 1)];
     Either<Problem::Score::stages_bias, BiasTile, Nothing> bias[stages];  // comes with q
     Either<by_product, Weights, Nothing> weights[ds_stages];
-    alignas(128) float row_stats[stages][Shapes::stats_words];  // come with q
     Step steps[stages];  // what is in q
     Ring<2> item_ring;
-    int items[2];  // that all roles are told to do; none_left at the end
+    Told items[2];  // that all roles are told to do; none_left at the end
     Ring<1> k_ring, v_ring;
     Either<cluster == 1, Nothing, Ring<1>> other_k_ring;  // of one reader, the query worker
     Ring<stages> q_ring;
@@ -140,16 +159,14 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
     Share share, rest;                             // that goes with the item; that goes with none
+    Either<Problem::ragged, int, Nothing> item_count;
   };
 
   // Named barriers, by event.
   enum Barrier {
-    keys_read = 1,
-    values_read,
-    share_told,
+    share_told = 1,
     share_stored,
-    rows_staged,  // + key worker
-    ds_staged = rows_staged + 2,
+    ds_staged,
   };
 
   const MappedBwdParams& m;
@@ -167,29 +184,44 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr bool last_keys_first =
       Problem::deterministic && Problem::Mask::bounded_right && !relays;
 
-  // What the item of this number is.
+  // What the item of this number is; not of a ragged problem.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
-    if constexpr (Problem::ragged) {
-      const int4 row = p.ragged.items[1 + item];
-      return {uniform(row.x), uniform(row.y), uniform(row.z)};
-    }
     constexpr auto order = last_keys_first ? longest_first : first_first;
     return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
                  p.heads_q / p.heads_per_block, p);
   }
-  static DLATTN_DEVICE int item_count(const Params& p) {
-    if constexpr (Problem::ragged) return p.ragged.items[0].x;
+  static DLATTN_DEVICE int item_count(const Params& p, const SharedMemory& shared) {
+    if constexpr (Problem::ragged) return uniform(shared.item_count);
     return ceil_div(rows_of_gradients<Problem>(p), tile_k) * (p.heads_q / p.heads_per_block) *
            p.batch;
   }
 
+  // Blocks take items and, of those that are in parts, these: one after another.
+  static DLATTN_DEVICE int part_count(const Params& p, const SharedMemory& shared) {
+    const int items = item_count(p, shared);
+    if constexpr (!Tiling::adds_keys) return items;
+    return items + (items - p.whole_items) * (p.item_parts - 1);
+  }
+  static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return number;
+    return p.whole_items + (number - p.whole_items) / p.item_parts;
+  }
+  // Which of an item's queries a part has.
+  static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
+    if (!Tiling::adds_keys || number < p.whole_items) return all;
+    const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
+    return {all.first + count * part / p.item_parts,
+            all.first + count * (part + 1) / p.item_parts};
+  }
+
   // Of the item at work.
-  DLATTN_DEVICE int number() const { return shared.items[opaque(round) % 2]; }
+  DLATTN_DEVICE const Told& told() const { return shared.items[opaque(round) % 2]; }
+  DLATTN_DEVICE int number() const { return told().number; }
 
   static DLATTN_DEVICE void init(SharedMemory& shared) {
     if (threadIdx.x == 0) {
       shared.item_ring.init(cluster * warps - 1);
-      shared.k_ring.init(key_warps);
+      shared.k_ring.init(key_warps + 4);
       shared.v_ring.init(key_warps);
       shared.q_ring.init(key_warps * cluster);
       shared.do_ring.init(key_warps * cluster);
@@ -199,7 +231,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.sums_ring.init(1);
       if constexpr (relays) shared.parts_ring.init(4);
       mbarrier_init(shared.share_complete, 1);
-      mbarrier_init(shared.share_stored, 4);
+      mbarrier_init(shared.share_stored, Tiling::shares_last ? key_warps : 4);
       for (auto& landed : shared.share_landed) {
         for (uint64& of_warp : landed) mbarrier_init(of_warp, 1);
       }
@@ -228,6 +260,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     return n + block * (n < slab_columns ? dim_qk - slab_columns : own_columns - slab_columns);
   }
 
+  // release(), whose lane holds no register during the walk before it.
+  static DLATTN_DEVICE void release_after_walk(uint64& event) {
+    if (opaque(threadIdx.x) % 32 == 0) mbarrier_arrive(event);
+  }
+
   // A warp arrives on this barrier of one block, or of all.
   static DLATTN_DEVICE void release_in(int block, uint64& event) {
     if (threadIdx.x % 32 == 0) {
@@ -250,12 +287,29 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
+  // A lane each.
+  static DLATTN_DEVICE void describe(TellRagged& told, int item, const Params& p) {
+    const int lane = threadIdx.x % 32;
+    const int4 row = p.ragged.items[1 + item];
+    if (lane < mapped_tensors) told.mapped[lane] = p.ragged.mapped[lane * p.batch + row.z];
+    if (lane == mapped_tensors) told.entry = p.ragged.entries[row.z];
+    if (lane == mapped_tensors + 1) told.length_q = p.seq_len_q.at(row.z, p.seq_q);
+    if (lane == mapped_tensors + 2) told.length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
+    if (lane == mapped_tensors + 3) {
+      told.item = {row.x, row.y, row.z};
+      told.pair = row.w;
+    }
+  }
+
   // The first warp of the first block: tells everyone of an item.
-  static DLATTN_DEVICE void tell_item(SharedMemory& shared, int round, int item) {
+  static DLATTN_DEVICE void tell_item(SharedMemory& shared, int round, int item, const Params& p) {
     const auto place = place_of<2>(round);
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
     if constexpr (cluster == 1) {
-      if (threadIdx.x % 32 == 0) shared.items[place.stage] = item;
+      if (threadIdx.x % 32 == 0) shared.items[place.stage].number = item;
+      if constexpr (Problem::ragged) {
+        if (item != none_left) describe(shared.items[place.stage], item, p);
+      }
       __syncwarp();
       release(shared.item_ring.full[place.stage]);
     } else {
@@ -273,7 +327,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static DLATTN_DEVICE int told_item(SharedMemory& shared, int round) {
     const auto place = place_of<2>(round);
     mbarrier_wait(shared.item_ring.full[place.stage], place.parity);
-    return uniform(shared.items[place.stage]);
+    return uniform(shared.items[place.stage].number);
   }
   static DLATTN_DEVICE void end_item(SharedMemory& shared, int round) {
     __syncwarp();
@@ -300,11 +354,15 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if constexpr (cluster > 1) {
       if (takes) item = next_item(m.p);
     }
+    if constexpr (Problem::ragged) {
+      if (threadIdx.x % 32 == 0) shared.item_count = m.p.ragged.items[0].x;
+      __syncwarp();
+    }
 #pragma unroll 1
     for (int round = 0;; ++round) {
       if (takes) {
-        if (item >= item_count(m.p)) item = none_left;
-        tell_item(shared, round, item);
+        if (item >= part_count(m.p, shared)) item = none_left;
+        tell_item(shared, round, item, m.p);
       }
       if constexpr (cluster > 1) item = told_item(shared, round);
       if (item == none_left) return;

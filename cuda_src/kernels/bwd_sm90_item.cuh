@@ -25,11 +25,28 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   DLATTN_DEVICE BwdSm90Item(const MappedBwdParams& params, SharedMemory& shared_memory, int round)
       : Base(params, shared_memory, round),
-        work(Base::work_item(this->number(), p)),
-        length(p, work.batch),
+        work(own_item()),
+        length(own_lengths()),
         keys(uniform(keys_of_block(rank()))),
-        tiles(uniform(query_tiles(work.tile))),
+        tiles(uniform(Base::queries_of_part(query_tiles(work.tile), this->number(), p))),
         handed_on(Base::relays ? uniform(first_of_next()) : tiles.last) {}
+
+  DLATTN_DEVICE WorkItem own_item() const {
+    if constexpr (Problem::ragged) {
+      const WorkItem& item = this->told().item;
+      return {uniform(item.tile), uniform(item.head), uniform(item.batch)};
+    } else {
+      return Base::work_item(Base::item_of_part(this->number(), p), p);
+    }
+  }
+  DLATTN_DEVICE Lengths own_lengths() const {
+    if constexpr (Problem::ragged) {
+      const auto& told = this->told();
+      return Lengths::of(p, uniform(told.length_q), uniform(told.length_kv));
+    } else {
+      return {p, work.batch};
+    }
+  }
 
   DLATTN_DEVICE Interval keys_of_block(int block) const {
     const int first = work.tile * tile_k + block * block_k;
@@ -75,14 +92,38 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   }
 
   DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {
-    return p.template mapped_entry<Problem::ragged>(tensor, work.batch);
+    if constexpr (Problem::ragged) {
+      return this->told().mapped[int(tensor)];
+    } else {
+      return {0, work.batch};
+    }
+  }
+
+  // Base::row_tile and Base::sum_tile.
+  DLATTN_DEVICE int own_row_tile(int head, int tile) const {
+    if constexpr (Problem::ragged) {
+      const RaggedEntry& entry = this->told().entry;
+      return entry.first_tile * p.heads_q + head * entry.query_tiles + tile;
+    } else {
+      return Base::row_tile(p, work.batch, head, tile);
+    }
+  }
+  DLATTN_DEVICE int own_sum_tile(int head_of_pair, int tile) const {
+    if constexpr (Problem::ragged) {
+      const auto& told = this->told();
+      return Base::slot(p, told.pair, 0, head_of_pair * told.entry.query_tiles + tile);
+    } else {
+      return Base::sum_tile(p, work.batch, first_head() + head_of_pair, tile);
+    }
   }
 
   // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
   DLATTN_DEVICE int first_stored_key() const {
-    if constexpr (Problem::ragged)
-      return p.ragged.items[1 + this->number()].x * tile_k + rank() * block_k;
-    return keys.first;
+    if constexpr (Problem::ragged) {
+      return this->told().item.tile * tile_k + rank() * block_k;
+    } else {
+      return keys.first;
+    }
   }
 
   DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
@@ -116,11 +157,21 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
   DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
   DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+    if constexpr (Tiling::adds_keys) return round % 2;
     return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
   }
 
+  // Heads of the item that share a head of keys: where items have parts of groups, all.
+  DLATTN_DEVICE int heads_of_keys() const {
+    return Tiling::adds_keys ? p.heads_per_block : p.heads_per_k;
+  }
+  // Whether this many heads of the item are the end of a group.
+  static DLATTN_DEVICE bool ends_group(int heads, int heads_per_group) {
+    return Tiling::adds_keys || heads % heads_per_group == 0;
+  }
   // Heads that share their keys and their values.
   DLATTN_DEVICE int heads_per_walk() const {
+    if constexpr (Tiling::adds_keys) return p.heads_per_block;
     return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
   }
 };

@@ -73,9 +73,11 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     // Of an item without keys nothing is read.
     const bool moves = may_move<Problem>(mapped.ref, keys.first, keys.last);
     const uint32 bytes = moves ? Tile::bytes : 0;
+    // In a cluster, the other block reads some columns of the keys; other parts of an item read all.
+    constexpr bool once = Base::cluster == 1 && !Tiling::adds_keys;
     fill_rows(ring, place, tile, rows, landed, clearings, bytes, [&](int, uint64& full) {
       if (!moves) return;
-      load_key_tile<Problem, paged>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
+      load_key_tile<Problem, paged, once>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
     });
   }
 
@@ -177,7 +179,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                   if constexpr (Problem::Score::stages_bias) load_bias(stage, full, head, tile);
                   load_queries(shared.q[stage], m.q, Mapped::q, full, &full != &shared.landed[0],
                                tile, head);
-                  const int row_tile = Base::row_tile(p, work.batch, head, tile);
+                  const int row_tile = this->own_row_tile(head, tile);
                   bulk_load(shared_address(shared.row_stats[stage]), Base::row_stats(p, row_tile),
                             stats_bytes, full);
                 });

@@ -2,6 +2,7 @@
 // dK and dV to memory.
 #pragma once
 
+#include "kernels/bwd_key_sums.cuh"
 #include "kernels/bwd_sm90_queries.cuh"
 #include "ptx/opaque.cuh"
 
@@ -17,6 +18,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   using Base::dim_qk;
   using Base::dim_v;
   using Base::ds_stages;
+  using Base::p;
   using Base::shared;
   using Base::tile_q;
   using typename Base::T;
@@ -113,24 +115,17 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
-  // Of the 64 keys from `first` on, through the tile of keys or values, which nobody needs any more.
-  template <bool paged, int n_tiles, class Tile>
-  DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, Tile& tile, int first,
-                           const MappedKeys& mapped, int head, float factor) {
-    const int lane = opaque(threadIdx.x % 32);
-    const int row = first + Base::first_row_of_warp() + lane % 16;
-    gradient.for_each([&](float& value, int, int, int) { value *= factor; });
-#pragma unroll
-    for (int n = 0; n < n_tiles; n += 2) store_columns(tile, row, n, lane, gradient, n);
-    fence_proxy_async();
-    named_barrier_sync(Base::rows_staged + key_worker(), 128);
-    if (threadIdx.x % 128 == 0) {
-      store_key_rows<Problem, paged, 64>(tile, first, mapped, this->first_stored_key() + first,
-                                         head, this->work.batch, this->p);
-      tma_commit();
-      tma_wait_read<0>();
+  // Of the 64 keys from `first` on, from registers: the memory of keys and values is the next ones'.
+  template <class Of, int n_tiles>
+  DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, int first, int head) {
+    const int batch = opaque(this->work.batch), row = first + Base::first_row_of_warp();
+    if (Tiling::adds_keys && this->number() >= p.whole_items) {
+      using Sums = KeySums<Problem, Tiling>;
+      const int first_key = Base::rank() * block_k + row;
+      Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);
+    } else {
+      store_key_rows<Problem, Of>(gradient, this->first_stored_key() + row, batch, head, p);
     }
-    __syncwarp();
     gradient.clear();
   }
 };

@@ -126,22 +126,22 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
         }
       });
     });
-    named_barrier_arrive(Base::keys_read, 128 * 3);
+    Base::release_after_walk(shared.k_ring.empty[0]);
   }
 
   DLATTN_DEVICE void work_on_queries(Queries& at) {
     if constexpr (Base::relays) return work_in_relay(at);
     this->begin_share(at.share);
 #pragma unroll 1
-    for (int i = 0; i < p.heads_per_block; i += p.heads_per_k) {
-      // Even without tiles: or it would arrive at keys_read for these keys before the last ones' turn.
+    for (int i = 0; i < p.heads_per_block; i += this->heads_of_keys()) {
+      // Even without tiles: or these keys would be free before they are there.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
       if constexpr (Base::cluster > 1) {
         mbarrier_wait(shared.other_k_ring.full[0], this->keys_parity(i));
       }
-      int steps = uniform(p.heads_per_k * (tiles.last - tiles.first));
+      int steps = uniform(this->heads_of_keys() * (tiles.last - tiles.first));
       const auto step = [&] {
-        if constexpr (Base::share_slots > 0) {
+        if constexpr (Base::share_slots > 0 || Tiling::shares_last) {
           await_ds(at);
         } else {
           this->store_piece_beside(at.share, [&] { await_ds(at); });
@@ -153,11 +153,11 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
         if constexpr (Base::share_slots > 0) this->continue_share(at.share);
         return --steps > 0;
       };
-      this->take_steps(i, i + p.heads_per_k, steps > 0, step);
-      named_barrier_arrive(Base::keys_read, 128 * 3);
+      this->take_steps(i, i + this->heads_of_keys(), steps > 0, step);
+      Base::release_after_walk(shared.k_ring.empty[0]);
       if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
     }
-    this->finish_share(at.share);
+    if constexpr (!Tiling::shares_last) this->finish_share(at.share);
   }
 };
 

@@ -112,7 +112,8 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
       }
       return sum;
     };
-    this->store_piece({tile, first_head() + i, work.batch}, piece, whole, [](int) {});
+    const auto head = this->head_of_dq(work.batch, first_head() + i);
+    this->store_piece(head, tile, piece, whole, [](int) {});
     if (!taken_over) return;
     __syncwarp();
     release(shared.parts_ring.empty[place.stage]);

@@ -67,6 +67,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
   DLATTN_DEVICE void await_place(WorkItem item) const { await_place(pair(item)); }
+  DLATTN_DEVICE void await_own_place(WorkItem item) const {
+    if constexpr (Problem::ragged) {
+      await_place(this->told().pair);
+    } else {
+      await_place(item);
+    }
+  }
   DLATTN_DEVICE void await_place(int pair) const {
     const int stored = pair / p.dq_places * query_tiles_per_pair();
     if (stored == 0) return;
@@ -75,15 +82,20 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // ---- The counter ----
 
+  // Which item's share goes with a part, if not a negative number.
+  DLATTN_DEVICE int share_beside(int number) const {
+    const int share = number - p.dq_lag;
+    return Tiling::adds_keys && share >= p.lone_shares ? -1 : share;
+  }
+
   DLATTN_DEVICE void count_additions() {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
-      const int4 row = p.ragged.items[1 + this->number()];
-      const int parts = most(1, ceil_div(p.seq_len_kv.at(row.z, p.seq_kv), tile_k));
-      prepare_ragged_share(shared.share, row.w - p.dq_lag, row.x * Base::cluster + Base::rank(),
-                           parts * Base::cluster);
+      const auto& told = this->told();
+      const int parts = most(1, ceil_div(told.length_kv, tile_k));
+      prepare_ragged_share(shared.share, told.pair - p.dq_lag, told.item.tile, parts);
     } else {
-      prepare_share(shared.share, [&] { return this->number() - p.dq_lag; }, Base::rank());
+      prepare_share(shared.share, [&] { return share_beside(this->number()); }, Base::rank());
     }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
@@ -163,13 +175,27 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // the longest: the first share has those that do not exist.
   DLATTN_DEVICE int counted_tiles(const Share& share, int tiles) const {
     if (!Problem::ragged || share.tile != 0) return tiles;
-    return tiles + query_tiles_per_pair() - p.heads_per_block * Base::query_tiles(p, share.batch);
+    return tiles + query_tiles_per_pair() - p.heads_per_block * query_tiles_of(share);
+  }
+  DLATTN_DEVICE int query_tiles_of(const Share& share) const {
+    if constexpr (Problem::ragged) {
+      return share.query_tiles;
+    } else {
+      return ceil_div(p.seq_q, tile_q);
+    }
+  }
+  DLATTN_DEVICE int pair_of(const Share& share) const {
+    if constexpr (Problem::ragged) {
+      return share.pair;
+    } else {
+      return Base::pair(p, share.batch, share.first_head);
+    }
   }
   // A warp tells that a share has been stored.
   DLATTN_DEVICE void free_sums(const Share& share) const {
     const int tiles = share.pieces / dq_pieces;
-    const int pair = Base::pair(p, share.batch, share.first_head);
-    int* arrivals = p.dq_arrivals + Base::sum_tile(p, share.batch, share.first_head, share.tile);
+    const int pair = pair_of(share);
+    int* arrivals = p.dq_arrivals + Base::slot(p, pair, 0, share.tile);
     if (gives_orders()) {
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) arrivals[tile] = 0;
@@ -204,7 +230,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       if (pair >= 0) {
         const int groups = p.heads_q / p.heads_per_block;
         const int batch = p.ragged.order[pair / groups];
-        const int tiles = p.heads_per_block * Base::query_tiles(p, batch);
+        const int query_tiles = Base::query_tiles(p, batch);
+        described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
+        described.pair = pair;
+        described.query_tiles = query_tiles;
+        described.length_q = p.seq_len_q.at(batch, p.seq_q);
+        described.length_kv = p.seq_len_kv.at(batch, p.seq_kv);
+        const int tiles = p.heads_per_block * query_tiles;
         const int each = ceil_div(tiles, parts), first = part * each;
         described.batch = batch;
         described.first_head = pair % groups * p.heads_per_block;
@@ -218,11 +250,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
     if (uniform(described.pieces) == 0) return;
     await_place(pair);
-    const Lengths lengths(p, described.batch);
+    const Lengths lengths = Lengths::of(p, described.length_q, described.length_kv);
     const int* arrivals = p.dq_arrivals + Base::slot(p, pair, 0, described.tile);
 #pragma unroll 1
     for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
-      const int tile = (described.tile + i) % Base::query_tiles(p, described.batch);
+      const int tile = (described.tile + i) % described.query_tiles;
       const Interval all = visitors(tile, lengths);
       const int count = additions(described.batch, described.first_head, described.tile + i, all);
       while (load_acquire(arrivals + i) != count) __nanosleep(100);
@@ -235,34 +267,48 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return share.sums[piece].warp[warp];
   }
 
+  // Where the dQ of a head begins.
+  struct HeadOfDQ {
+    int rows;  // that are stored
+    T* g_dq;
+  };
+  DLATTN_DEVICE HeadOfDQ head_of(const Share& share, int head) const {
+    if constexpr (Problem::ragged) {
+      return {share.length_q, share.dQ + head * p.dQ.head};
+    } else {
+      return head_of_dq(share.batch, head);
+    }
+  }
+  DLATTN_DEVICE HeadOfDQ head_of_dq(int batch, int head) const {
+    return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
+  }
+
   // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
   template <class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (p.heads_per_block > 1) {
-      const int tiles_per_head = Base::query_tiles(p, share.batch);
+      const int tiles_per_head = query_tiles_of(share);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
-    store_piece({tile, head, share.batch}, piece_of_share % dq_pieces, load, [&](int n) {
+    store_piece(head_of(share, head), tile, piece_of_share % dq_pieces, load, [&](int n) {
       g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
     });
   }
 
   // A warp's rows of a piece of a query tile's dQ. used(n): load(n) has been called.
   template <class Load, class Used>
-  DLATTN_DEVICE void store_piece(WorkItem queries, int piece, Load load, Used used) const {
+  DLATTN_DEVICE void store_piece(HeadOfDQ head, int tile, int piece, Load load, Used used) const {
     constexpr int per_row = dim_qk / piece_columns;
-    const int tile = queries.tile, head = queries.head, batch = queries.batch;
-    const int lane = threadIdx.x % 32;
+    const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
     const int column = (is_whole ? 0 : piece % per_row * piece_columns) + lane % 4 * 8;
     const auto further = [=](int n) { return is_whole ? Base::column(8 * n, piece) : 8 * n; };
-    const int rows = Problem::ragged ? p.seq_len_q.at(batch, p.seq_q) : p.seq_q;
-    T* g_dq = p.dQ.template rows<T, Problem::ragged>(batch, head, query) + column;
+    T* g_dq = head.g_dq + query * p.dQ.row + column;
     const float factor = gradient_factor<Problem>(ScoreValues(p));
 #pragma unroll
     for (int first = 0; first < piece_columns / 8; first += 4) {
@@ -280,10 +326,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
           row[n] = half == 0 ? Convert<T>::pack(v.x * factor, v.y * factor)
                              : Convert<T>::pack(v.z * factor, v.w * factor);
         }
-        transpose_quad(row);
-        if (query + 8 * half < rows && column + further(first) < Problem::head_dim_qk) {
-          *reinterpret_cast<uint4*>(g_dq + 8 * half * p.dQ.row + further(first)) =
-              uint4{row[0], row[1], row[2], row[3]};
+        transpose_quad(row, lane);
+        if (query + 8 * half < head.rows && column + further(first) < Problem::head_dim_qk) {
+          store_streaming(g_dq + 8 * half * p.dQ.row + further(first),
+                          uint4{row[0], row[1], row[2], row[3]});
         }
       }
     }
@@ -382,6 +428,19 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // The key workers, where they store shares, when the steps of an item are too few for it.
+  DLATTN_DEVICE void store_share() {
+    mbarrier_wait(shared.share_complete, this->round % 2);
+    const int pieces = uniform(shared.share.pieces);
+#pragma unroll 1
+    for (int piece = Base::warpgroup_index() - 2; piece < pieces; piece += 2) {
+      const LoadedRows rows = load_rows(shared.share, piece);
+      store_rows(shared.share, piece, [&](int n) { return rows.at[n]; });
+    }
+    __syncwarp();
+    release(shared.share_stored);
+  }
+
   // A share that goes with no item.
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
@@ -392,9 +451,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = pair < pairs;
       if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
     } else {
-      const int items = Base::item_count(p);
-      const int number = items - least(items, p.dq_lag) + taken / Base::cluster;
-      exists = number < items;
+      const int number = p.lone_shares + taken / Base::cluster;
+      exists = number < Base::item_count(p, shared);
       if (exists) {
         prepare_share(shared.rest, [=] { return opaque(number); }, taken % Base::cluster);
       }
@@ -406,7 +464,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
-    const int worker = Base::warpgroup_index() - 1;
+    const int query_worker = Base::warpgroup_index() - 1;
     while (true) {
       if (tells && Base::warp_of_group() == 0) {
         int taken = 0;
@@ -416,8 +474,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       named_barrier_sync(Base::share_told, 128 * 3);
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
+      // Key workers compute theirs anew: ptxas has no register for it.
+      int piece = tells ? query_worker : Base::warpgroup_index() - 1;
 #pragma unroll 1
-      for (int piece = worker; piece < pieces; piece += 3) {
+      for (; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
         store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }

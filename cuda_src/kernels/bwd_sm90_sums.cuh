@@ -14,7 +14,6 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
   using Base::Base;
   using Base::dq_slots;
   using Base::end_of_item;
-  using Base::first_head;
   using Base::gives_orders;
   using Base::own_pieces;
   using Base::p;
@@ -51,10 +50,10 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
       release(shared.sums_ring.full[at.stage]);
     };
     int pieces = 0, last = end_of_item;
-    this->await_place(work);
+    this->await_own_place(work);
     fence_proxy_async_global();
     this->for_each_tile([&](int i, int tile) {
-      const int at = Base::sum_tile(p, work.batch, first_head() + i, tile);
+      const int at = this->own_sum_tile(i, tile);
       if constexpr (Problem::deterministic) {
         const int own_turn = turn(tile);
         if (uniform(load_acquire(p.dq_arrivals + at)) < own_turn) {
@@ -82,7 +81,7 @@ struct BwdSm90Sums : BwdSm90Loads<Problem, Tiling> {
         mbarrier_wait(shared.dq_ring.full[place.stage], place.parity);
         if (gives_orders()) {
           bulk_reduce_add(sum(at) + place_in_sum(piece), shared_address(&shared.dQ[place.stage]),
-                          sizeof(DQPiece));
+                          sizeof(DQPiece), L2::evict_last);
           tma_commit();
           tma_wait_read<dq_slots - 1>();
         }

@@ -28,10 +28,11 @@ struct BwdTiling {
   static constexpr bool stats_in_products = false, relays = false;
 };
 
-// Of the Hopper backward: dlattn/plans/bwd_sm90.py says what these are.
+// Of the Hopper backward: dlattn/plans/bwd_sm90_tiling.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
-          int query_registers_, bool stats_in_products_, bool keys_in_registers_, bool relays_>
+          int query_registers_, bool stats_in_products_, bool keys_in_registers_,
+          bool adds_keys_, bool shares_last_, bool relays_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;
@@ -45,6 +46,7 @@ struct Sm90BwdTiling {
   static constexpr int query_registers = query_registers_;
   static constexpr bool stats_in_products = stats_in_products_;
   static constexpr bool keys_in_registers = keys_in_registers_;
+  static constexpr bool adds_keys = adds_keys_, shares_last = shares_last_;
   static constexpr bool relays = relays_;
   static constexpr int warps = 8;  // of the kernel before
   // Probabilities are rounded to T before dP is multiplied by them. In fp16, small ones would lose what
@@ -52,6 +54,14 @@ struct Sm90BwdTiling {
   template <class T>
   static constexpr int raised = same_type<T, half> ? 12 : 0;
 };
+
+// How wide the Hopper backward computes dK or dV: as wgmma has it.
+template <class Problem>
+constexpr int result_width(int dim) {
+  // Narrow, ptxas spills a register of the loaders that look at a block mask.
+  const int step = dim <= 32 && Problem::Mask::by_blocks ? 64 : 32;
+  return dim > 192 ? 256 : round_up(dim, step);
+}
 
 // How a block's warps divide a (rows x columns) product, rows first.
 template <int rows, int columns, int warps, int warps_along_rows>

@@ -47,17 +47,18 @@ struct Decode : DecodeParts<Problem, Tiling> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool exists = row[i].query < work.length.q;
-      const T* g_row =
-          p.q.template rows<T, ragged>(work.batch, first_head(work) + row[i].head, row[i].query);
+      const T* g_own = opaque(
+          p.q.template rows<T, ragged>(work.batch, first_head(work) + row[i].head, row[i].query) +
+          2 * (lane % 4));
 #pragma unroll
       for (int k = 0; k < dim_qk / 16; ++k)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int column = 16 * k + 8 * half + 2 * (lane % 4);
-          const bool valid = exists && (dim_qk == Problem::head_dim_qk ||
-                                        16 * k + 8 * half < Problem::head_dim_qk);
+          const int column = 16 * k + 8 * half;
+          const bool valid =
+              exists && (dim_qk == Problem::head_dim_qk || column < Problem::head_dim_qk);
           queries.at[0][k][2 * half + i] =
-              valid ? __ldg(reinterpret_cast<const uint32*>(g_row + column)) : 0;
+              valid ? __ldg(reinterpret_cast<const uint32*>(g_own + column)) : 0;
         }
     }
   }
@@ -84,16 +85,19 @@ struct Decode : DecodeParts<Problem, Tiling> {
   DLATTN_DEVICE void attend(Interval full, const Queries& queries, const Row (&row)[2],
                             Softmax& softmax, Output& output) {
     constexpr bool at_once = step_k == tile_k;
+    constexpr bool beside = dim_qk <= 128;  // scores of wide heads leave no registers for orders
     const auto& s_keys = Base::await_keys();
 #pragma unroll 1
     for (int step = 0; step < tile_k; step += step_k) {
       const int first = first_key(work) + step;
-      const bool exists = first < work.keys.last;
       Scores scores;
-      if (exists) Products::scores(scores, queries, s_keys, step);
+      if (!beside && step == 0) Base::load_ahead();
+      Products::start_scores(scores, queries, s_keys, step);
+      if (beside && step == 0) Base::load_ahead();
+      Products::await(scores);
       if (at_once) Base::keys_read();
       const auto& s_values = Base::await_values(work);
-      if (!exists) break;
+      if (first >= work.keys.last) break;
       edit(scores, row, first);
       if (!full.contains({first, first + step_k})) mask(scores, row, first);
       float factor[2];
@@ -157,13 +161,15 @@ DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
   launch_dependents();
+  const typename Kernel::Tiles place(m.p);
+  const int warp = warp_index();
+  Kernel::open(m, shared, place, warp);
   // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
                      m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||
                      m.p.attn_scale_device != nullptr;
   if (reads) await_kernel_before();
-  Kernel kernel(m, shared);
-  if constexpr (Tiling::clusters) kernel.open_mailbox();
+  Kernel kernel(m, shared, place, warp);
   await_kernel_before();
   kernel.run();
 }

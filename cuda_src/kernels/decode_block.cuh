@@ -14,7 +14,7 @@ template <int warps_, int row_groups_, int stages_, bool warpgroups_, bool boxes
 struct DecodeTiling {
   static constexpr int warps = warps_;
   static constexpr int row_groups = row_groups_;   // of 16 rows, each of which a warp of a team has
-  static constexpr int stages = stages_;           // of a team's ring: tiles, or half ones if boxes
+  static constexpr int stages = stages_;           // of a team's ring: tiles of keys and values
   static constexpr bool warpgroups = warpgroups_;  // multiply together
   static constexpr bool boxes = boxes_;            // the copy engine brings keys and values
   static constexpr bool clusters = clusters_;      // each item by the blocks of a cluster
@@ -33,7 +33,7 @@ struct DecodeBlock {
   static constexpr int row_groups = Tiling::row_groups, teams = warps / row_groups;
   static constexpr int rows = 16 * row_groups;
   static constexpr int tile_k = 16 * row_groups;  // of a team
-  static_assert(warps % row_groups == 0 && stages >= 2);
+  static_assert(warps % row_groups == 0 && stages >= (Tiling::boxes ? 1 : 2));
   static_assert(!Tiling::warpgroups || row_groups % 4 == 0);
 
   template <template <class, int, int, int> class Kind>
@@ -71,13 +71,55 @@ struct DecodeBlock {
   const Params& p;
   const int team, row_group;  // of this warp
   Tiles loads;                // where copies are
+  int head_k, head_v;         // of the item there
 
-  DLATTN_DEVICE explicit DecodeBlock(const MappedDecodeParams& params)
+  DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& place, int warp)
       : m(params),
         p(params.p),
-        team(warp_index() / row_groups),
-        row_group(warp_index() % row_groups),
-        loads(params.p) {}
+        team(warp / row_groups),
+        row_group(warp % row_groups),
+        loads(place) {}
+
+  // What is read first, lengths and page numbers, as if sequences were full, is asked for while a kernel
+  // before may still write it: L2 has what is current. Where it is has then been found, too.
+  static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place, int warp) {
+    p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
+    p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
+    const int first = place.first_key() + 16 * warp;
+    if (!may_guess(p) || place.left == 0 || first >= place.keys.last) return;
+    if constexpr (Problem::paged_k) {
+      p.k_pages.prefetch_number(p.k_pages.unpacked_entries(place.batch), first);
+    }
+    if constexpr (Problem::paged_v) {
+      p.v_pages.prefetch_number(p.v_pages.unpacked_entries(place.batch), first);
+    }
+  }
+  // Tables have entries for full sequences, unless they are packed.
+  static DLATTN_DEVICE bool may_guess(const Params& p) {
+    return (Problem::paged_k || Problem::paged_v) &&
+           (!Problem::paged_k || p.k_pages.offsets == nullptr) &&
+           (!Problem::paged_v || p.v_pages.offsets == nullptr);
+  }
+
+  DLATTN_DEVICE void find_heads() {
+    head_k = shared_head(p.heads_per_k);
+    head_v = shared_head(p.heads_per_v);
+  }
+  // Mostly an item has all query heads that share one, and a division takes long.
+  DLATTN_DEVICE int shared_head(int sharing) const {
+    return sharing == p.heads_per_block ? loads.group() : first_head(loads) / sharing;
+  }
+  // Of an item that copies have just come to: long before they are read, when products wait for them.
+  DLATTN_DEVICE void prefetch_queries() const {
+    if (team + row_group > 0) return;
+    constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);
+    const int existing = loads.length.q * p.heads_per_block * lines;
+    for (int i = threadIdx.x; i < existing; i += 32) {
+      const int row = i / lines, head = first_head(loads) + row % p.heads_per_block;
+      const int query = row / p.heads_per_block;
+      prefetch_l2(p.q.template rows<T, ragged>(loads.batch, head, query) + i % lines * line);
+    }
+  }
 
   DLATTN_DEVICE int first_head(const Tiles& at) const { return at.group() * p.heads_per_block; }
   DLATTN_DEVICE int first_key(const Tiles& at) const { return at.first_key() + team * tile_k; }

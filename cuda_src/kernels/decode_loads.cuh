@@ -11,8 +11,9 @@ template <class Problem, class Tiling>
 struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base = DecodeBlock<Problem, Tiling>;
   using Base::await_team;
-  using Base::first_head;
   using Base::first_loaded;
+  using Base::head_k;
+  using Base::head_v;
   using Base::loads;
   using Base::p;
   using Base::ragged;
@@ -21,6 +22,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base::team;
   using Base::teams;
   using typename Base::KTile;
+  using typename Base::Mailbox;
   using typename Base::Part;
   using typename Base::Products;
   using typename Base::RowSums;
@@ -36,18 +38,26 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
     } keys;
     Part part;  // of a team, when it is done with an item
   };
-  struct SharedMemory {
+  struct BlockMemory {
     Stage stage[stages][teams];
     RowSums rows;
   };
+  struct ClusterMemory : BlockMemory {
+    Mailbox mailbox;
+  };
+  using SharedMemory = Either<Tiling::clusters, ClusterMemory, BlockMemory>;
+  static constexpr bool parts_apart = false;
 
   SharedMemory& shared;
-  int stage = 0;  // where products are
-  int page;       // of the row that this lane finds for the next copies
+  int stage = 0;     // where products are
+  const int* pages;  // of the batch entry that copies are at: of keys or of values, as look_up() says
+  int page;          // of the row that this lane finds for the next copies
 
-  DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory)
-      : Base(params), shared(shared_memory) {
-    look_up();
+  DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
+                            const Tiles& place, int warp)
+      : Base(params, place, warp), shared(shared_memory) {
+    loads.read_lengths();
+    if (loads.left > 0) enter_item();
   }
 
   DLATTN_DEVICE void start() {
@@ -55,13 +65,13 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
     for (int ahead = 0; ahead < stages - 1; ++ahead) load_next(ahead);
   }
   // The oldest tile has landed, and the team is done with the one before.
-  DLATTN_DEVICE const KTile& await_keys() {
+  DLATTN_DEVICE const KTile& await_keys() const {
     cp_async_wait<stages - 2>();
     Products::publish();
     await_team();
-    load_next(stage == 0 ? stages - 1 : stage - 1);
     return shared.stage[stage][team].keys.k;
   }
+  DLATTN_DEVICE void load_ahead() { load_next(stage == 0 ? stages - 1 : stage - 1); }
   DLATTN_DEVICE void keys_read() {}
   DLATTN_DEVICE const VTile& await_values(const Tiles&) { return shared.stage[stage][team].keys.v; }
   DLATTN_DEVICE void values_read() { stage = stage + 1 == stages ? 0 : stage + 1; }
@@ -76,25 +86,37 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load_next(int stage) {
     if (loads.left > 0) {
       auto& s_keys = shared.stage[stage][team].keys;
-      const int head = first_head(loads);
-      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages,
-                                                        head / p.heads_per_k, 0);
-      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages,
-                                                       head / p.heads_per_v, 16);
+      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages, head_k, 0);
+      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages, head_v, 16);
       loads.advance();
-      look_up();
+      if (loads.left > 0) {
+        if (loads.enters_item()) {
+          enter_item();
+          Base::prefetch_queries();
+        } else {
+          look_up();
+        }
+      }
     }
     cp_async_commit();
   }
 
   // Lanes find the pages of their rows, so early that copies need not wait: those of keys in the lower
   // half of the warp, those of values in the upper one.
-  DLATTN_DEVICE void look_up() {
-    if (!paged || loads.left == 0) return;
+  DLATTN_DEVICE const PageTableRef& own_table() const {
     const bool of_values = Problem::paged_v && (!Problem::paged_k || threadIdx.x % 32 >= 16);
-    const PageTableRef& table = of_values ? p.v_pages : p.k_pages;
-    const int key = first_loaded(loads) + threadIdx.x % 16;
-    page = key < loads.keys.last ? table.number(table.entries(loads.batch), key) : -1;
+    return of_values ? p.v_pages : p.k_pages;
+  }
+  DLATTN_DEVICE void look_up() {
+    if constexpr (paged) {
+      const int key = first_loaded(loads) + threadIdx.x % 16;
+      page = key < loads.keys.last ? own_table().number(pages, key) : -1;
+    }
+  }
+  DLATTN_DEVICE void enter_item() {
+    Base::find_heads();
+    if constexpr (paged) pages = own_table().entries(loads.batch);
+    look_up();
   }
 
   // 16 keys or values of this warp, by all lanes together.

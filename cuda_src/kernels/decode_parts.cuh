@@ -23,6 +23,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::await_team;
   using Base::dim_v;
   using Base::first_head;
+  using Base::most_blocks;
   using Base::p;
   using Base::ragged;
   using Base::row_group;
@@ -32,6 +33,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::team;
   using Base::teams;
   using T = typename Base::T;
+  using typename Base::Mailbox;
   using typename Base::Packet;
   using typename Base::Part;
   using typename Base::SharedMemory;
@@ -54,8 +56,17 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   const ScoreValues values;
   Tiles work;  // where products are
 
-  DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory)
-      : Base(params, shared_memory), values(params.p), work(Base::loads) {}
+  DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory,
+                            const Tiles& place, int warp)
+      : Base(params, shared_memory, place, warp), values(params.p), work(Base::loads) {}
+
+  // All that needs nothing that a kernel before may write.
+  static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
+                                 const Tiles& place, int warp) {
+    if constexpr (Tiling::boxes) Base::open_ring(m, shared.full[warp]);
+    if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
+    Base::prefetch_tables(m.p, place, warp);
+  }
 
   DLATTN_DEVICE Row row_of(int row) const {
     return {row / p.heads_per_block, row % p.heads_per_block};
@@ -64,7 +75,11 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   // Leaves this warp's rows where the team's last tile was.
   DLATTN_DEVICE void share(const Softmax& softmax, Output& output) {
     Part& s_part = Base::part(team);
-    await_team();
+    if constexpr (Base::parts_apart) {
+      __syncthreads();  // those of the item before have been read
+    } else {
+      await_team();
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 16 * row_group + Output::row(0, 2 * i);
@@ -73,6 +88,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
         shared.rows.reference[team][row] = softmax.reference[i];
         shared.rows.sum[team][row] = sum;
       }
+      if (row >= p.seq_q * p.heads_per_block) continue;
 #pragma unroll
       for (int n = 0; n < dim_v / 8; ++n) {
         *reinterpret_cast<float2*>(&s_part.o[row][Output::column(n, 0)]) =
@@ -125,10 +141,9 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   DLATTN_DEVICE Unit merge_teams(int row, int column) const {
     Unit unit;
     add_units<teams>(unit, teams, [&](Unit& part, int t) {
-      const float* s_o = &Base::part(t).o[row][column];
       part.reference = shared.rows.reference[t][row];
       part.sum = shared.rows.sum[t][row];
-      load_unit(part.o, s_o);
+      load_unit(part.o, &Base::part(t).o[row][column]);
     });
     return unit;
   }
@@ -219,25 +234,31 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
       }
     }
     if (!completes) say_part();
-    __syncthreads();
+    if (!Base::parts_apart) __syncthreads();
   }
 
   // ---- Blocks of a cluster, which have an item together ----
 
-  // Units of an item that each block of a cluster puts together, and those of this one.
-  DLATTN_DEVICE int units_of_item() const { return p.seq_q * p.heads_per_block * row_units; }
-  DLATTN_DEVICE int units_of_block() const { return ceil_div(units_of_item(), work.blocks); }
-  DLATTN_DEVICE int own_units() const {
-    const int each = units_of_block();
-    return most(0, least(each, units_of_item() - work.rank * each));
+  // Units of an item, and those that this block of a cluster puts together, of `each` or fewer.
+  static DLATTN_DEVICE int units_of_item(const Params& p) {
+    return p.seq_q * p.heads_per_block * row_units;
   }
+  struct OwnUnits {
+    int each, first, count;
+    DLATTN_DEVICE OwnUnits(const Params& p, int rank, int blocks)
+        : each(ceil_div(units_of_item(p), blocks)),
+          first(rank * each),
+          count(most(0, least(each, units_of_item(p) - first))) {}
+  };
 
   // Ready to be sent parts by the other blocks of the cluster.
-  DLATTN_DEVICE void open_mailbox() {
+  static DLATTN_DEVICE void open_mailbox(const Params& p, Mailbox& mailbox) {
     if (threadIdx.x == 0) {
-      mbarrier_init(shared.mailbox.full, 1);
+      const int blocks = cluster_blocks();
+      mbarrier_init(mailbox.full, 1);
       fence_mbarrier_init();
-      mbarrier_arrive_expect(shared.mailbox.full, work.blocks * own_units() * Packet::bytes);
+      mbarrier_arrive_expect(mailbox.full,
+                             blocks * OwnUnits(p, cluster_rank(), blocks).count * Packet::bytes);
     }
     __syncwarp();
     cluster_arrive_relaxed();
@@ -247,32 +268,28 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   // block has of each unit goes to the block that puts it together.
   DLATTN_DEVICE void conclude_together() {
     cluster_wait();
-    const int each = units_of_block();
-    for (int i = threadIdx.x; i < units_of_item(); i += threads) {
+    const OwnUnits own(p, work.rank, work.blocks);
+    for (int i = threadIdx.x; i < units_of_item(p); i += threads) {
       const Unit unit = merge_teams(i / row_units, i % row_units * Unit::columns);
-      const int owner = i / each;
-      const Packet& packet = shared.mailbox.packets[work.rank * each + i % each];
+      const int owner = i / own.each;
+      const Packet& packet = shared.mailbox.packets[own.first + i % own.each];
       const uint32 to = address_in_block(shared_address(&packet), owner);
       const uint32 full = address_in_block(shared_address(&shared.mailbox.full), owner);
       store_in_block(to, float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]}, full);
       store_in_block(to + 16, float4{unit.o[4], unit.o[5], unit.o[6], unit.o[7]}, full);
       store_in_block(to + 32, float2{unit.reference, unit.sum}, full);
     }
-    if (threadIdx.x >= own_units()) return;
+    if (threadIdx.x >= own.count) return;
     mbarrier_wait(shared.mailbox.full, 0);
-    for (int i = threadIdx.x; i < own_units(); i += threads) {
-      constexpr int at_a_time = 8;
+    for (int i = threadIdx.x; i < own.count; i += threads) {
       Unit unit;
-#pragma unroll 1
-      for (int other = 0; other < work.blocks; other += at_a_time) {
-        add_units<at_a_time>(unit, work.blocks - other, [&](Unit& part, int block) {
-          const Packet& packet = shared.mailbox.packets[(other + block) * each + i];
-          load_unit(part.o, packet.o);
-          part.reference = packet.reference;
-          part.sum = packet.sum;
-        });
-      }
-      const int at = work.rank * each + i;
+      add_units<most_blocks>(unit, work.blocks, [&](Unit& part, int block) {
+        const Packet& packet = shared.mailbox.packets[block * own.each + i];
+        load_unit(part.o, packet.o);
+        part.reference = packet.reference;
+        part.sum = packet.sum;
+      });
+      const int at = own.first + i;
       store(unit, at / row_units, at % row_units * Unit::columns);
     }
   }

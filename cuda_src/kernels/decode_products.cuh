@@ -39,14 +39,16 @@ struct WarpProductsOf {
   // Copies of this thread have landed: the products of others may read them after a barrier.
   static DLATTN_DEVICE void publish() {}
 
-  // Scores of the keys from first_key on.
+  // Scores of the keys from first_key on, once they have been awaited.
   template <int n_tiles, int k_steps>
-  static DLATTN_DEVICE void scores(Accumulator<1, n_tiles>& c,
-                                   const RegisterLeft<T, 1, k_steps>& queries, const KTile& s_keys,
-                                   int first_key) {
+  static DLATTN_DEVICE void start_scores(Accumulator<1, n_tiles>& c,
+                                         const RegisterLeft<T, 1, k_steps>& queries,
+                                         const KTile& s_keys, int first_key) {
     c.clear();
     gemm<T, k_steps>(c, queries, SharedRight<KTile, false>(s_keys, first_key));
   }
+  template <int n_tiles>
+  static DLATTN_DEVICE void await(Accumulator<1, n_tiles>&) {}
   // c += probabilities x values from first_key on.
   template <int n_tiles, int k_steps>
   static DLATTN_DEVICE void add(Accumulator<1, n_tiles>& c,
@@ -73,10 +75,13 @@ struct WarpgroupProducts {
   static DLATTN_DEVICE void publish() { fence_proxy_async(); }
 
   template <int n_tiles, int k_steps>
-  static DLATTN_DEVICE void scores(Accumulator<1, n_tiles>& c,
-                                   const RegisterLeft<T, 1, k_steps>& queries, const KTile& s_keys,
-                                   int first_key) {
+  static DLATTN_DEVICE void start_scores(Accumulator<1, n_tiles>& c,
+                                         const RegisterLeft<T, 1, k_steps>& queries,
+                                         const KTile& s_keys, int first_key) {
     start_product(c, queries, s_keys, first_key);
+  }
+  template <int n_tiles>
+  static DLATTN_DEVICE void await(Accumulator<1, n_tiles>& c) {
     wgmma_wait<0>();
     tie(c);
   }
@@ -85,8 +90,7 @@ struct WarpgroupProducts {
                                 const RegisterLeft<T, 1, k_steps>& probabilities,
                                 const VTile& s_values, int first_key) {
     start_accumulation(c, probabilities, s_values, first_key / 16);
-    wgmma_wait<0>();
-    tie(c);
+    await(c);
   }
 };
 

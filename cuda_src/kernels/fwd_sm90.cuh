@@ -39,10 +39,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::shared;
   using Base::stages;
   using Base::stages_bias;
-  using Base::store_nothing;
   using Base::tile_k;
   using Base::tile_q;
-  using Base::tiles_with_queries;
   using Base::warpgroup;
   using T = typename Base::T;
   using Score = typename Base::Score;
@@ -196,9 +194,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
                                    const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
-    state.visit = this->visit(state.k.stage, tile);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage][warpgroup], 0, shared.k[state.k.stage]);
+    state.visit = this->visit(state.k.stage, tile);
     Asked asked;
     if (state.visit.partial) asked = Asked(position(work, tile), values);
     return asked;
@@ -214,9 +212,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // Products become exponentials at once. A guess that was wrong leaves an infinite sum: that is how
-  // exponentials that are too large are found, and the scores are computed once more.
+  // exponentials that are too large are found, and the scores are computed once more. Of elements that are
+  // masked, they become zero.
+  template <bool masked>
   DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile, bool guess,
-                                  const ScoreValues& values, const Softmax& softmax) {
+                                  const Kept& kept, const ScoreValues& values,
+                                  const Softmax& softmax) {
     constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
     Sums sums{};
@@ -226,6 +227,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       for (int begin = 0; begin < tiles; begin += group) {
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
           s = exp2_approx(Score::exponent(form, s, at, values, -softmax.reference[i / 2]));
+          if (masked && !kept.keeps(i, at.right)) s = 0.f;
           sums.of[i / 2] += s;
         });
         form.follow(before);
@@ -245,19 +247,35 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
+  // Whether all of a warp's rows that keep something of a tile have met a key before.
+  static DLATTN_DEVICE bool has_references(const Kept& kept, const Softmax& softmax) {
+    bool lacks = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      lacks |= kept.row(2 * r) != 0 && softmax.reference[r] == Softmax::no_key;
+    }
+    return !__any_sync(0xffffffffu, lacks);
+  }
+
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const Kept& kept, const ScoreValues& values, Softmax& softmax) {
-    const bool all = !state.visit.partial && work.is_full(tile);
+    const bool full = work.is_full(tile), all = full && !state.visit.partial;
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
     }
     if constexpr (quick) {
       if (!first && all) {
-        sums = take_quickly(state.scores, work, tile, state.guess, values, softmax);
+        sums = take_quickly<false>(state.scores, work, tile, state.guess, {}, values, softmax);
         return false;
+      }
+      if constexpr (MasksElements<Problem>) {
+        if (!first && full && has_references(kept, softmax)) {
+          sums = take_quickly<true>(state.scores, work, tile, state.guess, kept, values, softmax);
+          return false;
+        }
       }
     }
     edit(state.scores, work, values, tile);
@@ -296,12 +314,13 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Some score was far above the maxima of the tiles before, which is rare after the first tiles.
   DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
-                                   const ScoreValues& values, Softmax& softmax) {
+                                   const Kept& kept, const ScoreValues& values, Softmax& softmax) {
     if constexpr (Score::guesses) {
       state.guess &= __all_sync(0xffffffffu, sums.of[0] != infinity());
     }
     repeat_scores(state.scores, state.q.stage, state.k.stage);
     edit(state.scores, work, values, tile);
+    if (MasksElements<Problem> && state.visit.partial) mask(state.scores, work, tile, kept);
     const bool grew = softmax.advance(state.scores, state.factor);
     sums = softmax.exponentiate(state.scores);
     return grew;
@@ -352,7 +371,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     end_output(state);
     if (!Tiling::exponentials_first && !retake) end_scores(state, work, tile);
     if (retake) {
-      grew = retake_scores(state, sums, work, tile, values, softmax);
+      grew = retake_scores(state, sums, work, tile, kept, values, softmax);
       end_scores(state, work, tile);
     }
     state.k.advance();
@@ -462,21 +481,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // The tiles without queries, evenly among blocks, when there is nothing else to do.
-  DLATTN_DEVICE void store_padding() {
-    if (!stores_padding<Problem>(p)) return;
-    BatchWalk walk;
-    const int tiles = ceil_div(p.seq_q, tile_q);
-    const auto count = [&](int batch) { return (tiles - tiles_with_queries(batch)) * p.heads_q; };
-    for (int i = blockIdx.x; walk.find(i, p.batch, count); i += gridDim.x) {
-      const int tile = tiles_with_queries(walk.batch) + walk.rest / p.heads_q;
-      store_nothing({tile, walk.rest % p.heads_q, walk.batch}, 0, threadIdx.x - 128,
-                    128 * consumers);
-    }
-  }
-
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
+    if (work.queries.empty()) return;
     const WorkItem at = work.item;
     const int first = work.queries.first + first_row(), length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
@@ -523,7 +530,6 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
   } else {
     take_registers<Kernel::consumer_registers>();
     kernel.attend();
-    if (params.p.items_taken != nullptr) kernel.store_padding();
   }
 }
 

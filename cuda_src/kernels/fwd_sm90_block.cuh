@@ -29,8 +29,8 @@ struct Sm90FwdTiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  // Boxes: 64, tile_k and tile_k rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
-  TensorMap q, k, v;
+  // Boxes: 64, tile_k, tile_k and zero_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  TensorMap q, k, v, o;
   TensorMap bias;  // 64 rows; if it is staged
   Params p;
 };
@@ -49,6 +49,8 @@ struct FwdSm90Block {
 
   using QTile = SlabTile<T, 64, dim_qk>;  // of a consumer
   using OSlab = SlabTile<T, 64, 64>;
+  static constexpr int zero_rows = 16;
+  using Zeros = SlabTile<T, zero_rows, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using BiasTile = SlabTile<Either<Score::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
@@ -63,6 +65,15 @@ struct FwdSm90Block {
   // by one, and a bias comes with each.
   static constexpr bool visits_all = Tiles::skips || stages_bias;
 
+  // A tile of fewer rows takes as long as one of all, because its last rows have as many keys. Under a
+  // causal mask the first tile has fewer, then, for which there are the fewest keys: this is by how many
+  // rows a sequence is short of whole tiles, in consumers' parts.
+  static DLATTN_DEVICE int rows_missing(int length_q) {
+    constexpr bool is_causal = Problem::Mask::bounded_right && !Tiles::skips;
+    if constexpr (!is_causal || tile_q <= tile_k) return 0;
+    return round_up(length_q, tile_q) - round_up(length_q, 64);
+  }
+
   // What a query tile means, for some of its rows or all.
   struct alignas(16) Work {
     WorkItem item;
@@ -74,7 +85,7 @@ struct FwdSm90Block {
     DLATTN_DEVICE Work(const Params& p, WorkItem work_item, const Lengths& lengths, Interval rows)
         : item(work_item),
           length(lengths),
-          queries{rows.first, least(rows.last, length.q)},
+          queries{most(rows.first, 0), least(rows.last, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)) {
       const Interval keys = Problem::Mask::keys(queries, length, p);
       const bool none = queries.empty() || keys.empty();
@@ -83,24 +94,37 @@ struct FwdSm90Block {
     }
     // For the block.
     DLATTN_DEVICE Work(const Params& p, WorkItem item)
-        : Work(p, item, Lengths(p, item.batch), {item.tile * tile_q, (item.tile + 1) * tile_q}) {
+        : Work(p, item, Lengths(p, item.batch)) {
       if constexpr (Tiles::skips) {
         last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
         first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
       }
     }
+    DLATTN_DEVICE int first_row() const { return item.tile * tile_q - rows_missing(length.q); }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     DLATTN_DEVICE bool is_full(int tile) const {
       return full.contains({tile * tile_k, (tile + 1) * tile_k});
     }
+
+   private:
+    DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths)
+        : Work(p, item, lengths, item.tile * tile_q - rows_missing(lengths.q)) {}
+    DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths, int first)
+        : Work(p, item, lengths, Interval{first, first + tile_q}) {}
+  };
+
+  // The 64 rows of a consumer.
+  struct OwnRows {
+    int head, first;
   };
 
   // For a consumer, whose rows may attend to fewer tiles of keys.
   struct alignas(16) OwnWork : Work {
     int unseen_before, unseen_after;  // tiles of keys that only others of the block attend to
 
-    DLATTN_DEVICE OwnWork(const Params& p, const Work& all, int first)
-        : Work(p, all.item, all.length, {first, first + 64}) {
+    DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
+        : Work(p, all.item, all.length, {rows.first, rows.first + 64}) {
+      this->item.head = rows.head;
       if constexpr (visits_all) {
         this->first_tile = all.first_tile;
         this->last_tile = all.last_tile;
@@ -127,6 +151,7 @@ struct FwdSm90Block {
     KTile k[stages];
     VTile v[stages];
     OSlab o[consumers];
+    Zeros zeros;  // what rows without keys, or beyond a length, are stored from
     Either<stages_bias, BiasTile, Nothing> bias[consumers];
     Told told[item_stages];
     Either<Tiles::skips, int, Nothing> visits[stages];  // of the key tile in a buffer: visit_from
@@ -134,7 +159,9 @@ struct FwdSm90Block {
     Ring<stages> k_ring, v_ring;
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
-    uint64 nearly_loaded;  // the keys of an item
+    uint64 nearly_loaded[item_stages];  // the keys of an item
+    int item_count;  // where blocks ask for items; the scheduler has no register for it
+    int counts;      // the counter of items asked for is known to be one
   };
 
   // Named barriers, by event; + warpgroup.
@@ -148,16 +175,21 @@ struct FwdSm90Block {
   DLATTN_DEVICE FwdSm90Block(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
-  // Of a consumer. They take turns at the last rows, which a causal mask leaves more keys than the
-  // first.
-  static DLATTN_DEVICE int first_query(WorkItem item, int warpgroup) {
-    const int part = item.reversed ? consumers - 1 - warpgroup : warpgroup;
-    return item.tile * tile_q + 64 * part;
+  // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
+  // few that they are one consumer's, each has those of another head, which shares the keys.
+  DLATTN_DEVICE OwnRows own_rows(const Work& work, int warpgroup) const {
+    if (p.heads_per_block > 1) return {work.item.head + warpgroup, 0};
+    const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
+    return {work.item.head, work.first_row() + 64 * part};
   }
   // Of this warp, among those of its consumer.
   static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }
 
   DLATTN_DEVICE void init() {
+    if (threadIdx.x < 128) {
+      shared.zeros.clear_rows(0, threadIdx.x, 128);
+      fence_proxy_async();
+    }
     if (threadIdx.x == 0) {
       tma_prefetch(m.q);
       tma_prefetch(m.k);
@@ -167,7 +199,7 @@ struct FwdSm90Block {
       shared.v_ring.init(4 * consumers);
       shared.item_ring.init(3 + 4 * consumers);
       for (Ring<1>& ring : shared.bias_ring) ring.init(4);
-      mbarrier_init(shared.nearly_loaded, 1);
+      for (uint64& loaded : shared.nearly_loaded) mbarrier_init(loaded, 1);
       fence_mbarrier_init();
     }
     __syncthreads();

@@ -12,7 +12,6 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::await_told;
   using Base::Base;
   using Base::consumers;
-  using Base::first_query;
   using Base::item_stages;
   using Base::m;
   using Base::p;
@@ -41,11 +40,17 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       offer_attending(place);
     }
     await_room(place);
-    hand_out(place, {p, {-1, 0, 0}, Lengths(p, 0), {0, 0}});
+    hand_out(place, {p, {-1, 0, 0}, Lengths(p, 0), Interval{0, 0}});
+    await_zeros();
   }
 
   DLATTN_DEVICE void await_room(const Place<item_stages>& place) {
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
+  }
+
+  static DLATTN_DEVICE Place<item_stages> place_before(const Place<item_stages>& place) {
+    if (place.stage == 0) return {item_stages - 1, place.parity ^ 1};
+    return {place.stage - 1, place.parity};
   }
 
   // Every other place of the ring, whose buffers are three.
@@ -58,7 +63,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     work.item.reversed = is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
-    if (lane < consumers) told.own[lane] = {p, work, first_query(work.item, lane)};
+    if (lane < consumers) told.own[lane] = {p, work, this->own_rows(work, lane)};
     if (lane == consumers) told.all = work;
     __syncwarp();
     release(shared.item_ring.full[place.stage]);
@@ -70,7 +75,11 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     await_room(place);  // before there is more to hold than the item
     const Work work(p, item);
     if (work.empty()) {
-      store_nothing(item, work.length.q, threadIdx.x % 32, 32);
+      const int last = least(round_up(work.queries.last, 64), p.seq_q);
+#pragma unroll 1
+      for (int i = 0; i < p.heads_per_block; ++i, ++item.head) {
+        store_nothing(item, {work.queries.first, last}, work.length.q);
+      }
       return false;
     }
     hand_out(place, work);
@@ -88,24 +97,68 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
-  // The same, and then waits until few of its keys are left to load. What a block has asked for is its
-  // own: at the end, blocks that ask early have much to do, and others nothing.
-  DLATTN_DEVICE void offer_and_wait(Place<item_stages>& place, WorkItem item) {
-    if (offer(place, item))
-      mbarrier_wait(shared.nearly_loaded, is_odd(place) ^ 1);  // of the one before
+  // The same of the item of this number; then, if it is one of the last, waits until few of its keys are
+  // left to load. What a block has asked for is its own: at the end, blocks that ask early would have much
+  // to do, and others nothing.
+  DLATTN_DEVICE void offer_asked(Place<item_stages>& place, WorkItem item, int number) {
+    item.late = number >= shared.item_count - items_left * int(gridDim.x);
+    const bool offered = offer(place, item);
+    if constexpr (!Problem::ragged) await_counter();
+    if (!offered) return;
+    const auto given = place_before(place);
+    if (shared.told[given.stage].all.item.late == 0) return;
+    mbarrier_wait(shared.nearly_loaded[given.stage], given.parity);
   }
-  DLATTN_DEVICE void tell_progress(const Work& work, int tile, bool& told) {
+  static constexpr int items_left = 4;  // of each block, at the end
+
+  DLATTN_DEVICE void begin_asking(int count) {
+    if (threadIdx.x % 32 == 0) {
+      shared.item_count = count;
+      shared.counts = false;
+    }
+    __syncwarp();
+  }
+  // Nobody clears the counter before the kernel: the first who finds no mark beside it does.
+  DLATTN_DEVICE void await_counter() {
+    if (threadIdx.x % 32 == 0 && !shared.counts) {
+      uint64* place = p.parts.marks;
+      const uint64 mark = p.parts.mark, clearing = ~mark, found = load_acquire(place);
+      if (found != mark) {
+        if (found != clearing && compare_swap(place, found, clearing) == found) {
+          *p.items_taken = 0;
+          store_release(place, mark);
+        }
+        while (load_acquire(place) != mark) __nanosleep(20);
+      }
+      shared.counts = true;
+    }
+    __syncwarp();
+  }
+  // After each item, its block asks once. The last of all takes the mark away.
+  DLATTN_DEVICE int ask() const {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) {
+      taken = fetch_add(p.items_taken, 1);
+      if (!Problem::ragged && taken == shared.item_count - 1) *p.parts.marks = 0;
+    }
+    return uniform(taken) + gridDim.x;  // as many had no need to ask
+  }
+
+  DLATTN_DEVICE void tell_progress(const Place<item_stages>& place, const Work& work, int tile,
+                                   bool& told) {
     if (told || tile > work.first_tile + 1) return;
-    release(shared.nearly_loaded);
+    release(shared.nearly_loaded[place.stage]);
     told = true;
   }
 
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
-    for (int taken = ask(); taken < count; taken = ask()) {
-      const int4 row = p.ragged.items[1 + taken];
-      offer_and_wait(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+    begin_asking(count);
+    for (int number = blockIdx.x; number < count; number = ask()) {
+      const int4 row = p.ragged.items[1 + number];
+      const int head = uniform(row.y) * p.heads_per_block;
+      offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
     }
   }
 
@@ -113,28 +166,55 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // it, those of long entries first, and the last tile of an entry.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
-    const auto count = [&](int batch) { return tiles_with_queries(batch) * p.heads_q; };
-    while (walk.find<true>(ask(), p.batch, count)) {
-      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / p.heads_q;
-      offer_and_wait(place, {tile, walk.rest % p.heads_q, walk.batch});
+    const int groups = p.heads_q / p.heads_per_block;
+    const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
+    begin_asking(BatchWalk::count(p.batch, items));
+    for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
+      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / groups;
+      offer_asked(place, {tile, walk.rest % groups * p.heads_per_block, walk.batch}, number);
     }
-  }
-
-  DLATTN_DEVICE int ask() const {
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = fetch_add(p.items_taken, 1);
-    return uniform(taken);
   }
 
   DLATTN_DEVICE int tiles_with_queries(int batch) const {
     return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
   }
 
-  // By some threads side by side.
-  DLATTN_DEVICE void store_nothing(WorkItem at, int length_q, int thread, int threads) {
-    const int first = at.tile * tile_q;
-    store_empty_rows<Problem>(p, at.batch, at.head, first, least(tile_q, p.seq_q - first), length_q,
-                              thread, threads);
+  // Looks at some of all tiles, of which each block has every n-th, and stores the rows that no consumer
+  // has.
+  DLATTN_DEVICE void store_padding(uint32& next, int tiles) {
+    if (p.items_taken == nullptr || !stores_padding<Problem>(p)) return;
+    const uint32 of_head = ceil_div(p.seq_q, tile_q), end = of_head * p.heads_q * p.batch;
+#pragma unroll 1
+    for (; tiles > 0 && next < end; --tiles, next += gridDim.x) {
+      const uint32 pair = next / of_head, batch = pair / uint32(p.heads_q);
+      const int tile = next % of_head, head = pair % uint32(p.heads_q);
+      const int length = p.seq_len_q.at(batch, p.seq_q);
+      const Interval rows{most(tile * tile_q, round_up(length, 64)),
+                          least((tile + 1) * tile_q, p.seq_q)};
+      if (!rows.empty()) store_nothing({tile, head, int(batch)}, rows, length);
+    }
+  }
+
+  // The copy engine stores zeros, without anyone's waiting.
+  DLATTN_DEVICE void store_nothing(WorkItem at, Interval rows, int length_q) {
+    const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);
+    const int last = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q);
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
+      for (int row = rows.first; row < least(rows.last, last); row += Base::zero_rows) {
+#pragma unroll
+        for (int column = 0; column < Problem::head_dim_v; column += 64) {
+          tma_store_4d(m.o, shared.zeros.address(), column, entry.row + row, at.head, entry.batch);
+        }
+      }
+      tma_commit();
+    }
+    __syncwarp();
+    store_empty_stats<Problem>(p, at.batch, at.head, rows, length_q);
+  }
+
+  static DLATTN_DEVICE void await_zeros() {
+    if (threadIdx.x % 32 == 0) tma_wait_read<0>();
   }
 
   // ---- Loaders: a warp each for q, k and v, of which one lane gives the orders ----
@@ -145,31 +225,35 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const Work work = uniform(await_told(place).all);
       release(shared.item_ring.empty[place.stage]);
       if (work.item.tile < 0) return;
-      visit(work);
+      visit(work, place);
     }
   }
 
-  // With each tile, a bias that is staged.
+  // With each tile, a bias that is staged. Who loads queries has time for rows without any.
   DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
     Place<1> bias_place;
-    for_each_work([&](const Work& work) {
+    uint32 padding = blockIdx.x;
+    for_each_work([&](const Work& work, const auto&) {
       const WorkItem at = work.item;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::q, at.batch);
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         Ring<q_stages>& ring = shared.q_ring[consumer];
-        const int first = first_query(at, consumer);
-        const bool exists = first < work.length.q;
+        const auto rows = this->own_rows(work, consumer);
+        const bool exists = 0 <= rows.first && rows.first < work.length.q;
         const uint32 bytes = exists ? QTile::bytes : 0;
         order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
           if (!exists) return;
-          shared.q[stage][consumer].load(m.q, full, entry.row + first, at.head, entry.batch);
+          shared.q[stage][consumer].load(m.q, full, entry.row + rows.first, rows.head, entry.batch);
         });
       }
       place.advance();
       if constexpr (stages_bias) load_bias(work, bias_place);
+      store_padding(padding, 2);
     });
+    store_padding(padding, 0x7fffffff);
+    await_zeros();
   }
 
   DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
@@ -180,8 +264,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
               BiasTile::bytes, [&](int, uint64& full) {
-                shared.bias[consumer].load(m.bias, full, first_query(at, consumer), head, batch,
-                                           tile * tile_k);
+                const int first = this->own_rows(work, consumer).first;
+                shared.bias[consumer].load(m.bias, full, first, head, batch, tile * tile_k);
               });
       }
       place.advance();
@@ -202,13 +286,13 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                Mapped tensor, int heads_per_key) {
     Place<stages> place;
-    for_each_work([&](const Work& work) {
+    for_each_work([&](const Work& work, const auto& item_place) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
       bool told = tensor != Mapped::k;
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         before = tile_before(work, tile);
-        tell_progress(work, tile, told);
+        tell_progress(item_place, work, tile, told);
         if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
         fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
           tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
@@ -222,7 +306,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                  Mapped tensor, const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
-    for_each_work([&](const Work& work) {
+    for_each_work([&](const Work& work, const auto& item_place) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
       bool told = tensor != Mapped::k;
@@ -231,7 +315,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
         const int number = next;
         before = tile_before(work, tile);
-        tell_progress(work, tile, told);
+        tell_progress(item_place, work, tile, told);
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }

@@ -148,8 +148,6 @@ struct Ragged {
     write_map(Mapped::v, p.v, cu_kv, batch, kv, p.seq_kv);
     write_map(Mapped::o, p.o, cu_q, batch, q, p.seq_q);
     write_map(Mapped::dO, p.dO, cu_q, batch, q, p.seq_q);
-    write_map(Mapped::dK, p.dK, cu_kv, batch, kv, p.seq_kv);
-    write_map(Mapped::dV, p.dV, cu_kv, batch, kv, p.seq_kv);
   }
 
   DLATTN_DEVICE void describe(int batch, int* s_sums) const {

@@ -58,6 +58,13 @@ DLATTN_DEVICE float2 load_in_place(uint32 shared) {
   return v;
 }
 
+// Stores what nobody reads soon. PTX ISA 9.7.9.12 (st), 9.7.9.1 (.cs).
+DLATTN_DEVICE void store_streaming(void* global, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Four-wide reductions need sm_90.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool wide_reductions = true;
@@ -98,6 +105,11 @@ DLATTN_DEVICE uint32 start_load(const uint32* global) {
   return value;
 }
 
+// 9.7.9.16 (prefetch): into L2, which has what is current.
+DLATTN_DEVICE void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // 9.7.9.8 (ld.relaxed), 9.7.13.4 (fence): what blocks of one launch tell each other.
 DLATTN_DEVICE float4 load_relaxed(const float4* global) {
   float4 v;
@@ -132,6 +144,16 @@ DLATTN_DEVICE void add_relaxed(int* global, int value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 DLATTN_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// 9.7.13.6 (atom): replaces a number in global memory if it is what is expected; returns what it was.
+DLATTN_DEVICE uint64 compare_swap(uint64* address, uint64 expected, uint64 value) {
+  uint64 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(address), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
 
 // 9.7.13.6 (atom): adds to a number in global memory and returns what it was.
 DLATTN_DEVICE int fetch_add(int* address, int value) {

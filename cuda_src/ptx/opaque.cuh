@@ -11,5 +11,11 @@ DLATTN_DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// An address: what is near it is loaded from constant distances.
+template <class T>
+DLATTN_DEVICE T* opaque(T* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
 
 }  // namespace dlattn

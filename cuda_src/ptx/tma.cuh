@@ -21,6 +21,20 @@ DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barr
       : "memory");
 }
 
+// What L2 does with what is accessed: 9.7.9.15 (createpolicy), for all of it.
+enum class L2 : uint64 { evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000 };
+
+// The same, with a policy.
+DLATTN_DEVICE void tma_load_4d(uint32 shared, const TensorMap& map, uint64& barrier, int c0, int c1,
+                               int c2, int c3, L2 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier)),
+      "l"(uint64(policy))
+      : "memory");
+}
+
 // The same, to this address of all blocks in the mask, whose barriers at this address count the bytes.
 DLATTN_DEVICE void tma_load_4d_everywhere(uint32 shared, const TensorMap& map, uint64& barrier,
                                           int c0, int c1, int c2, int c3, uint32 blocks) {
@@ -59,10 +73,11 @@ DLATTN_DEVICE void tma_store_4d(const TensorMap& map, uint32 shared, int c0, int
 }
 
 // 9.7.9.25.4.2 (cp.reduce.async.bulk): adds contiguous floats to global memory.
-DLATTN_DEVICE void bulk_reduce_add(void* global, uint32 shared, uint32 bytes) {
+DLATTN_DEVICE void bulk_reduce_add(void* global, uint32 shared, uint32 bytes, L2 policy) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared), "r"(bytes)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
+      "[%0], [%1], %2, %3;" ::"l"(global),
+      "r"(shared), "r"(bytes), "l"(uint64(policy))
       : "memory");
 }
 

@@ -6,10 +6,10 @@
 namespace dlattn {
 
 // Lane c of a quad receives word c of each of its lanes, in their order: a 4 x 4 transposition.
-DLATTN_DEVICE void transpose_quad(uint32 (&words)[4]) {
+DLATTN_DEVICE void transpose_quad(uint32 (&words)[4], int lane = threadIdx.x) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
-    const bool upper = (threadIdx.x & step) != 0;
+    const bool upper = (lane & step) != 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if ((i & step) != 0) continue;

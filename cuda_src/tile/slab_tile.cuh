@@ -45,6 +45,15 @@ struct SlabTile {
     load_rows(0, map, barrier, row, head, batch, first_column);
   }
 
+  // The same of what nobody reads again.
+  DLATTN_DEVICE void load_once(const TensorMap& map, uint64& barrier, int row, int head, int batch) {
+#pragma unroll
+    for (int slab = 0; slab < slabs; ++slab) {
+      tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * 64, row, head, batch,
+                  L2::evict_first);
+    }
+  }
+
   // The same, to tile_row and below, of as many rows as the map's boxes have.
   DLATTN_DEVICE void load_rows(int tile_row, const TensorMap& map, uint64& barrier, int row,
                                int head, int batch, int first_column = 0) {

@@ -208,6 +208,11 @@ class Params(ctypes.Structure):
         *((role, BiasRef) for role in SCORE_GRADIENT_ROLES),
         ("dbias_parts", ctypes.c_uint64),
         ("dbias_arrivals", ctypes.c_uint64),
+        ("key_sums", ctypes.c_uint64),
+        ("whole_items", ctypes.c_int32),
+        ("item_parts", ctypes.c_int32),
+        ("lone_shares", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("dq_additions", ctypes.c_uint64),
     ]
 
@@ -244,14 +249,14 @@ def _mapped_fields(
 class MappedFwdParams(MappedParams):
     """Of the Hopper forward."""
 
-    required = ("q", "k", "v")
+    required = ("q", "k", "v", "o")
     _fields_ = _mapped_fields(required)
 
 
 class MappedBwdParams(MappedParams):
     """Of the Hopper backward."""
 
-    required = ("q", "k", "v", "dO", "dK", "dV")
+    required = ("q", "k", "v", "dO")
     _fields_ = _mapped_fields(required)
 
 

@@ -152,6 +152,7 @@ class BackwardPlan(CudaPlan):
         """What is in the workspace: bytes, in order, by the field that has the address."""
         tiles = self.geometry.batch * self.geometry.heads_q * self._query_tiles
         arrays = {
+            "key_sums": self._key_sums,
             "dbias_arrivals": self._gradient_scratch.arrivals,
             "dbias_parts": self._gradient_scratch.parts,
             "dq_accum": 4 * self._sums * self.tiling.tile_q * self._dq_columns,
@@ -180,9 +181,14 @@ class BackwardPlan(CudaPlan):
     def _gradient_scratch(self) -> GradientScratch:
         return gradient_scratch(self.problem, self.geometry, self.target)
 
+    @property
+    def _key_sums(self) -> int:
+        """Bytes of the fp32 sums of dK and dV that several items add to."""
+        return 0
+
     @cached_property
     def cleared_bytes(self) -> int:
-        return self._gradient_scratch.arrivals
+        return self._key_sums + self._gradient_scratch.arrivals
 
     @property
     def _counts_additions(self) -> bool:

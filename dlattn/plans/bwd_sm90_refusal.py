@@ -5,16 +5,19 @@ from __future__ import annotations
 from dlattn.dtypes import data_type
 from dlattn.problem import GivenMask, Problem
 
+#: fp16 probabilities, 2^12 times as large (``raised`` in ``bwd_tile.cuh``), times this stay finite.
+MOST_SLOPE = 8
+
 
 def register_refusal(problem: Problem) -> str | None:
     """What no tiling has registers for, or numbers, or ``None``."""
     widest = problem.head_dim_qk + problem.head_dim_v > 384
     crowded = problem.keeps_scores and problem.adds_to_scores
     reads_to_drop = isinstance(problem.dropout, GivenMask)
-    if problem.dtype is data_type.HALF and problem.bends_scores:
+    if problem.dtype is data_type.HALF and problem.steepest > MOST_SLOPE:
         return (
-            "a score_mod's derivative may be larger than weights in fp16 can be, which are rounded "
-            "here; bf16 has room for it."
+            f"nothing tells that a score_mod's derivative is at most {MOST_SLOPE}; of others, "
+            "weights may be too large for fp16, to which they are rounded here. bf16 has room."
         )
     if problem.dropout and problem.bends_scores:
         return (

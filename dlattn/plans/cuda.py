@@ -73,8 +73,7 @@ def pairs_per_wave(problem: Problem, geometry: Geometry, wave_bytes: int = WAVE_
     """(batch, head) pairs of a forward whose keys and values stay in L2 together; at least 1."""
     kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
     shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
-    pairs = geometry.batch * geometry.heads_q
-    return min(pairs, max(1, wave_bytes * shared_by // kv_bytes))
+    return min(geometry.batch * geometry.heads_q, max(1, wave_bytes * shared_by // kv_bytes))
 
 
 def tile_bytes(rows: int, columns: int) -> int:
@@ -264,7 +263,8 @@ class CudaPlan(Plan):
             with self._turns:
                 for slot, at, more in placed:
                     slot.value = addresses[at] + more
-                self.place_workspace(workspace)
+                if workspace:
+                    self.place_workspace(workspace)
                 for operation in operations:
                     operation(stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import gcd
 
@@ -32,7 +33,7 @@ class DecodeTiling:
     Attributes:
         warps: warps per block, each of which loads 16 keys and values of a tile.
         row_groups: warps that share keys, for 16 rows each.
-        stages: tiles of keys and values in shared memory; if boxes, of keys or of values.
+        stages: tiles of keys and values in shared memory.
         warpgroups: four warps multiply together, with Hopper's instructions.
         boxes: the copy engine brings keys and values.
         cluster: blocks of a cluster, which have an item together; 0 where all share all items.
@@ -77,13 +78,15 @@ class DecodeTiling:
             alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
             keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
             stage = round_up(max(keys, part), alignment)
-            return round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
-        ring = self.stages * slab_bytes(self.rows, max(dim_qk, dim_v))
-        team = round_up(max(ring, part) if self.cluster else ring + part, 1024)
-        shared = round_up(teams * (team + 8 * self.stages + 8 * self.rows), 1024)
+            shared = round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
+        else:
+            alignment = 1024
+            ring = self.stages * (slab_bytes(self.rows, dim_qk) + slab_bytes(self.rows, dim_v))
+            team = round_up(max(ring, part) if self.cluster else ring + part, alignment)
+            shared = round_up(teams * (team + 16 * self.stages + 8 * self.rows), alignment)
         if self.cluster:
             shared += 48 * (self.rows * (problem.head_dim_v // 8) + MOST_BLOCKS) + 16
-        return round_up(shared, 1024)
+        return round_up(shared, alignment)
 
     def part_bytes(self, problem: Problem) -> int:
         """Bytes of what a block leaves to another one (``Left`` in the kernel)."""
@@ -124,7 +127,7 @@ _BOX_WARPS = 8
 #: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
 #: no multiprocessor has room for two, which would share what one can read.
 _LONG_KEYS = 4096
-_LONG, _SHORT, _ALONE = 64 * 1024, 96 * 1024, 128 * 1024
+_LONG, _SHORT, _ALONE = 64 * 1024, 128 * 1024, 128 * 1024
 
 #: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
 #: at once: pairs all, more leave some out that have too few neighbours.
@@ -166,10 +169,27 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
+#: Of an item, at most: a cluster's mailbox has no room for more.
+_MOST_CLUSTER_ROWS = 64
+
+
+def cluster_tiling(
+    problem: Problem, target: Target, rows: int, cluster: int
+) -> DecodeTiling | None:
+    """For so many rows, more than 16, in clusters: if they can be, and there is room."""
+    if problem.ragged or target.capability != (9, 0) or rows > _MOST_CLUSTER_ROWS:
+        return None
+    best = next((tiling for tiling in tilings(problem, target) if tiling.rows >= rows), None)
+    if best is None:
+        return None
+    each = (replace(best, cluster=cluster, stages=n) for n in range(best.stages, 1, -1))
+    return next((t for t in each if t.shared_memory(problem) <= target.shared_memory), None)
+
+
 def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
     """For at most 16 rows: the copy engine fills so many bytes, for a cluster or for shares."""
-    dim = max(round_up(problem.head_dim_qk, 16), round_up(problem.head_dim_v, 16))
-    stages = max(2, ring // (_BOX_WARPS * slab_bytes(16, dim)))
+    stage = slab_bytes(16, problem.head_dim_qk) + slab_bytes(16, problem.head_dim_v)
+    stages = max(1, ring // (_BOX_WARPS * stage))
     return DecodeTiling(_BOX_WARPS, 1, stages, boxes=True, cluster=cluster)
 
 
@@ -190,7 +210,11 @@ class Decode(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or self.choices(problem, geometry, target)[0]
         self._params.heads_per_block = heads_per_item(geometry)
-        self._params.heads_per_wave = items_side_by_side(geometry, target.multiprocessors)
+        self._params.heads_per_wave = (
+            geometry.heads_q // heads_per_item(geometry)
+            if self.tiling.cluster
+            else items_side_by_side(geometry, target.multiprocessors)
+        )
         self._params.parts.mark = secrets.randbits(64) | 1
 
     def box_rows(self) -> Mapping[str, int]:
@@ -243,11 +267,14 @@ class Decode(MappedPlan):
     ) -> Sequence[DecodeTiling]:
         rows = geometry.seq_q * heads_per_item(geometry)
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
+        cluster = cluster_of(geometry, target)
+        if rows > 16 and cluster:
+            clustered = cluster_tiling(problem, target, rows, cluster)
+            return [clustered, *portable] if clustered else portable
         if rows > 16 or not cls._has_boxes(problem, geometry, target):
             return portable
         ring = _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT
         boxes = [box_tiling(problem, ring)]
-        cluster = cluster_of(geometry, target)
         if cluster:
             boxes.insert(0, box_tiling(problem, _ALONE, cluster))
         return [*boxes, *portable]
@@ -301,6 +328,10 @@ class Decode(MappedPlan):
 
     def companions(self) -> list[KernelSource]:
         found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
+        for rows in (32, 64):
+            clustered = cluster_tiling(self.problem, self.target, rows, MOST_BLOCKS)
+            if clustered:
+                found[clustered.cpp] = clustered
         if self._has_boxes(self.problem, self.geometry, self.target):
             rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
             boxes = [box_tiling(self.problem, *ring) for ring in rings]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from dlattn.plans.argument import MappedFwdParams
@@ -30,6 +32,9 @@ from dlattn.runtime.target import Target
 
 #: What one wave of blocks may re-read from L2, of 50 MB.
 WAVE_BYTES = 32 * 2**20
+
+#: Rows of zeros that one copy stores (``zero_rows`` in the kernel).
+ZERO_ROWS = 16
 
 #: Widths of the output product; the next one at or above head_dim_v is computed.
 VALUE_COLUMNS = (64, 96, 128, 192, 256)
@@ -80,15 +85,16 @@ class Sm90FwdTiling:
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
-        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q, 64)
+        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q + ZERO_ROWS, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (64 * (1 + self.consumers) + 2 * 8)
         rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
-        barriers = 8 + 2 * 8 * rings
+        barriers = 8 * 3 + 2 * 8 * rings
+        asking = 2 * 4
         visits = 4 * self.stages if problem.has_blocks else self.stages
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
-        return round_up(tiles + items + visits + barriers, 1024)
+        return round_up(tiles + items + visits + barriers + asking, 1024)
 
 
 def value_columns(problem: Problem) -> int:
@@ -154,14 +160,36 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     return (Sm90FwdTiling(2, 64),)
 
 
+def rows_missing(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> int:
+    """By how many rows the first tile of full sequences is smaller than others, in parts of a
+    consumer's (``rows_missing`` in the kernel)."""
+    if geometry.band_right is None or problem.has_blocks or tiling.tile_q <= tiling.tile_k:
+        return 0
+    return round_up(geometry.seq_q, tiling.tile_q) - round_up(geometry.seq_q, 64)
+
+
+def heads_per_tile(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
+) -> int:
+    """Query heads that share a tile: queries so few that one consumer has those of a head leave the
+    others to heads with the same keys, if multiprocessors have enough to do all the same."""
+    groups = gcd(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
+    packs = geometry.seq_q <= 64 and groups % tiling.consumers == 0
+    packs &= geometry.batch * geometry.heads_q >= tiling.consumers * multiprocessors
+    packs &= not (problem.has_blocks or tiling.stages_bias)
+    return tiling.consumers if packs else 1
+
+
 def choose_tiling(problem: Problem, geometry: Geometry, multiprocessors: int) -> Sm90FwdTiling:
     """The tiling that takes the least time, if tiles are shared out evenly."""
 
     def cost(tiling: Sm90FwdTiling) -> float:
-        tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k).sum()
+        missing = rows_missing(problem, geometry, tiling)
+        tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing).sum()
         slower = 1.0 if tiling is first else SLOWER
-        at_a_time = min(query_tiles(geometry, tiling.tile_q), multiprocessors)
-        return float(tiles) * tiling.tile_q * tiling.tile_k * slower / at_a_time
+        heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
+        at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
+        return float(tiles) / heads * tiling.tile_q * tiling.tile_k * slower / at_a_time
 
     first, *others = tilings(problem)
     return min((first, *others), key=cost) if others else first
@@ -183,6 +211,11 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or choose_tiling(self.problem, geometry, target.multiprocessors)
         self._schedule: Any = None
+        self._heads_per_tile = heads_per_tile(
+            self.problem, geometry, self.tiling, target.multiprocessors
+        )
+        self._params.heads_per_block = self._heads_per_tile
+        self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         if "debug_softmax" not in geometry.tensors:
@@ -211,18 +244,20 @@ class FwdSm90(MappedPlan):
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
-        rows = {"q": 64, **keys}
+        rows = {"q": 64, **keys, "o": ZERO_ROWS}
         return rows | {"bias": 64} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
         geometry, tiling = self.geometry, self.tiling
+        missing = rows_missing(self.problem, geometry, tiling)
         return table(
-            tile_costs(geometry, tiling.tile_q, tiling.tile_k),
+            tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing),
             geometry.heads_q,
             geometry.batch,
-            pairs_per_wave(self.problem, geometry, WAVE_BYTES),
+            max(1, pairs_per_wave(self.problem, geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
+            self._heads_per_tile,
         )
 
     @cached_property
@@ -242,18 +277,17 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for
-
-    @cached_property
-    def cleared_bytes(self) -> int:
-        return 0 if self.problem.ragged else self.scratch_bytes
+        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for, and its mark
 
     def scratch_places(self) -> list[Place]:
-        return places_of([(self._params, "items_taken", 256)] if self._asks_for_tiles else [])
+        if not self._asks_for_tiles:
+            return []
+        return places_of([(self._params.parts, "marks", 8), (self._params, "items_taken", 248)])
 
     @property
     def _blocks(self) -> int:
-        return min(query_tiles(self.geometry, self.tiling.tile_q), self.target.multiprocessors)
+        tiles = query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
+        return min(tiles, self.target.multiprocessors)
 
     def build(self) -> None:
         if self._operations is not None:

@@ -17,7 +17,7 @@ RAGGED_THREADS = 256
 
 #: Bytes of ``RaggedEntry``, an item, a length, an offset, and ``MappedEntry`` times
 #: ``mapped_tensors``.
-_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED = 16, 16, 4, 8, 8 * 7
+_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED = 16, 16, 4, 8, 8 * 5
 
 #: More tiles than any workspace has room for.
 _UNBOUNDED = 2**31 - 1

@@ -21,11 +21,16 @@ FIXED_COST = 0.7
 EMPTY_COST = 0.2
 
 
-def tile_costs(geometry: Geometry, tile_q: int, tile_k: int) -> Array:
-    """The cost of each query tile of one head, in key tiles, if every sequence is full."""
+def tile_costs(geometry: Geometry, tile_q: int, tile_k: int, missing: int = 0) -> Array:
+    """The cost of each query tile of one head, in key tiles, if every sequence is full.
+
+    Args:
+        missing: rows that the first tile has not (``rows_missing`` in the Hopper forward).
+    """
     seq_q, seq_kv = geometry.seq_q, geometry.seq_kv
-    first = np.arange(0, seq_q, tile_q)
+    first = np.arange(-missing, seq_q, tile_q)
     last = np.minimum(first + tile_q, seq_q) - 1
+    first = np.maximum(first, 0)
     shift = seq_kv - seq_q if geometry.bottom_right else 0
     low, high = np.zeros_like(first), np.full_like(first, seq_kv)
     if geometry.band_left is not None:
@@ -69,19 +74,26 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
     return owner, order
 
 
-def table(costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int) -> Array:
+def table(
+    costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int, heads_per_tile: int = 1
+) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
+
+    Args:
+        heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
 
     Returns:
         int32, in rows of four: of each block, its first tile as (tile, head, batch, the row of its
         second); (0, 0, 0, the number of rows); the other tiles of each block as (tile, head, batch,
         0), in order.
     """
+    heads //= heads_per_tile
     owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
     by_block = order[np.argsort(owner[order], kind="stable")]
     pair, tile = by_block // len(costs), by_block % len(costs)
-    rows = np.stack([tile, pair % heads, pair // heads, np.zeros_like(tile)], axis=1)
+    head = pair % heads * heads_per_tile
+    rows = np.stack([tile, head, pair // heads, np.zeros_like(tile)], axis=1)
     counts = np.bincount(owner, minlength=blocks)
     firsts = np.cumsum(counts) - counts
     header = np.zeros((blocks + 1, 4), np.int64)

@@ -207,6 +207,12 @@ class Problem:
             isinstance(edit, ScoreProgram) and not edit.constant_derivative for edit in self.edits
         )
 
+    @property
+    def steepest(self) -> float:
+        """What a user's function multiplies a gradient by at most; infinite if nothing tells."""
+        programs = (edit for edit in self.edits if isinstance(edit, ScoreProgram))
+        return max((edit.steepest for edit in programs), default=1.0)
+
 
 @dataclass(frozen=True)
 class TensorSpec:

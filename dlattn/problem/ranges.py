@@ -6,7 +6,7 @@ A range holds every value that an element can have, rounding included; it may ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,12 @@ class Truth(NamedTuple):
 
 Known = Range | Truth
 
+#: Of functions of any number. Kernels do not know of these.
+_BOUNDS = {
+    **dict.fromkeys(("tanh", "erf", "sin", "cos"), (-1.0, 1.0)),
+    "sigmoid": (0.0, 1.0),
+}
+
 #: Whole numbers are known below this: sums of two fit 64 bits.
 _MOST_WHOLE = 2**62
 
@@ -54,13 +60,21 @@ def known_lines(lines: Sequence[Line], is_known: Callable[[Line], bool]) -> set[
     return known
 
 
-def ranges(lines: Sequence[Line], result: int, leaf: Callable[[Line], Known], floats: Any) -> Known:
+def ranges(
+    lines: Sequence[Line],
+    result: int,
+    leaf: Callable[[Line], Known],
+    floats: Any,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+) -> Known:
     """What a line may be.
 
     Args:
         leaf: line -> what it may be, of those without operands, constants aside.
         floats: type of floats.
+        bounds: operation -> between what its results are, whatever they are of.
     """
+    bounds = bounds or {}
     known: dict[int, Known] = {}
     for number in needed(lines, result):
         line = lines[number]
@@ -72,12 +86,23 @@ def ranges(lines: Sequence[Line], result: int, leaf: Callable[[Line], Known], fl
                 made = leaf(line)
             elif line.operation == "cast":
                 made = _cast(operands[0], line.kind, floats)
+            elif line.operation in bounds:
+                low, high = map(np.asarray, bounds[line.operation])
+                made = number_range(low, high, line.kind, floats)
             elif line.operation in RANGES:
                 made = _fit(RANGES[line.operation](*operands), line.kind)
             else:
                 made = unknown(line.kind, floats)
         known[number] = made
     return known[result]
+
+
+def largest_magnitude(lines: Sequence[Line], result: int) -> float:
+    """What a float's magnitude is at most, whatever the score and all that is read; infinite if
+    nothing bounds it."""
+    made = ranges(lines, result, lambda line: unknown(line.kind, np.float32), np.float32, _BOUNDS)
+    assert isinstance(made, Range)
+    return np.inf if made.any else float(max(abs(made.low), abs(made.high)))
 
 
 def unknown(kind: Kind, floats: Any) -> Known:

@@ -90,6 +90,14 @@ class ScoreProgram(Edit):
         return self.lines[self.slope].holds(1.0)
 
     @property
+    def steepest(self) -> float:
+        """What the derivative's magnitude is at most, as far as the lines alone tell."""
+        from dlattn.problem.ranges import largest_magnitude
+
+        assert self.slope is not None
+        return largest_magnitude(self.lines, self.slope)
+
+    @property
     def gathers(self) -> bool:
         """Whether it reads elements of queries or keys, of which there are many."""
         results = (self.result,) if self.slope is None else (self.result, self.slope)

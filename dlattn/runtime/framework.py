@@ -14,8 +14,11 @@ from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, element_strides
 
 Dims = tuple[int, ...]
 
-#: Of some objects: their addresses, or ``None``.
+#: Of some objects: their addresses, or ``None``; see :func:`dlattn.runtime.tensors.lookalikes`.
 Look = Callable[..., list[int] | None]
+
+#: What addresses are multiples of that a :data:`Look` gives.
+LOOK_ALIGNMENT = 16
 
 #: ``TensorView(...)`` without its Python-level constructor: 0.1 us less per tensor.
 new_view: Callable[[type[TensorView], tuple[Any, ...]], TensorView] = tuple.__new__

@@ -100,7 +100,15 @@ class _Torch(Framework):
     ) -> Callable[[], Any]:
         # A tensor's own method takes half the time of torch.empty_strided, which parses a device.
         alike = self.empty(like, (0,), (1,), dtype)
-        return partial(alike.new_empty_strided, shape, stride)
+        own = partial(alike.new_empty_strided, shape, stride)
+        quick = _quick_empty(like.device.type)
+        if quick is None:
+            return own
+        quickly = partial(quick, shape, stride, alike.dtype)
+        if like.is_cpu or self._torch.cuda.device_count() == 1:
+            return quickly
+        current, index = self._torch._C._cuda_getDevice, like.get_device()
+        return lambda: quickly() if current() == index else own()
 
     def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
         # Of a tensor that is made once, an allocator's own one would be work for nothing.
@@ -313,6 +321,22 @@ BY_NAME: dict[str, type[Framework]] = {
 
 
 # Details ------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _quick_empty(device: str) -> Callable[[Dims, Dims, Any], Any] | None:
+    """What code of ``torch.compile`` allocates by on the current device, if this torch has it: half
+    the time of a tensor's own method, as it asks no dispatcher."""
+    if device not in ("cpu", "cuda"):
+        return None
+    torch: Any = sys.modules["torch"]
+    try:
+        make: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+        made = make((2, 3), (1, 2), torch.bfloat16)
+        found = tuple(made.shape), made.stride(), made.dtype, made.device.type
+    except Exception:
+        return None
+    return make if found == ((2, 3), (1, 2), torch.bfloat16, device) else None
 
 
 @lru_cache(maxsize=4096)

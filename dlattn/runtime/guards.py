@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
-from operator import or_
+from functools import lru_cache
 from typing import Any
 
-from dlattn.runtime.framework import Look
+from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
 
 
 def lookalikes(tensors: Sequence[Any]) -> Look | None:
@@ -34,13 +33,17 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         RuntimeError,
     ):  # one is no tensor of torch's, or has no strides
         return None
-    read: Callable[[Any], int] = sys.modules["torch"].Tensor.data_ptr
 
     def look(*given: Any) -> list[int] | None:
         if not check(*given):
             return None
-        addresses = [*map(read, given)]
-        return None if reduce(or_, addresses) & 15 or 0 in addresses else addresses
+        addresses = []
+        for x in given:
+            address: int = x.data_ptr()
+            if address % LOOK_ALIGNMENT or not address:
+                return None
+            addresses.append(address)
+        return addresses
 
     return None if look(*tensors) is None else look
 
@@ -62,6 +65,8 @@ def _trusted_guards() -> Any:
         check = _check(guards, (like, like))
         others = like.double(), like.T[:, :], like[:, :2], like[None], torch.empty(4, 4).T, None
         fit = check(like, torch.empty(4, 4)) and not any(check(like, other) for other in others)
+        with torch.autocast("cpu", torch.bfloat16):
+            fit = fit and not check(like, torch.empty(4, 4))
     except Exception:
         return None
     return guards if fit else None

@@ -39,12 +39,11 @@ class Known:
     Attributes:
         call: gives the output, and the log-sum-exp if that is wanted; ``None`` if the quick way is
             none for them.
-        dtype, device: of the tensors, as autocasting knows them.
+        device: the kind of it, as autocasting knows it.
     """
 
     call: Call | None
     options: Options
-    dtype: torch.dtype
     device: str
 
 
@@ -59,16 +58,14 @@ def attend_plainly(
     try:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         asked = said, learns or return_lse
-        # Which looks at types and transforms, too.
-        found = _FORWARDS.latest(tensors, asked)
-        if found is None:
-            if not all(type(x) in PLAIN for x in tensors) or _is_changed(q):
-                return None
-            found = _FORWARDS.find(tensors, asked)
+        # Which looks at types and transforms, too, and at whether autocasting is on.
+        found = _FORWARDS.latest(tensors, asked) or _find(q, k, v, asked)
     except (AttributeError, TypeError, InvalidVariantPackError):
         return None
+    if found is None:
+        return None
     known, addresses = found
-    if known.call is None or _is_cast(known.device, known.dtype):
+    if known.call is None:
         return None
     if not learns:
         results = known.call(tensors, addresses)
@@ -78,17 +75,22 @@ def attend_plainly(
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
-def _is_cast(device: str, dtype: torch.dtype) -> bool:
-    """Whether autocasting wants another type."""
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
-
-
-def _is_changed(q: Tensor) -> bool:
-    """Whether attention of such tensors is, at present, that of others."""
+def _find(
+    q: Tensor, k: Tensor, v: Tensor, asked: tuple[Words, bool]
+) -> tuple[Known, list[int]] | None:
+    """What is known, and the addresses; ``None`` if attention of such tensors is, at present, that
+    of others."""
+    found = _CAST.latest((q, k, v), asked)
+    if found is not None and torch.get_autocast_dtype(found[0].device) is q.dtype:
+        return found
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
     device = q.device.type
-    return torch._C._are_functorch_transforms_active() or (
-        device != "meta" and _is_cast(device, q.dtype)
-    )
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _FORWARDS.find((q, k, v), asked)
+    return _CAST.find((q, k, v), asked) if torch.get_autocast_dtype(device) is q.dtype else None
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
@@ -96,7 +98,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Kn
     device, call = q.device.type, None
     if device in ("cuda", "cpu") and _is_plain(q, k, v, said):
         call = forward_pass.prepare(q, k, v, words(options, with_lse))
-    return Known(call, options, q.dtype, device)
+    return Known(call, options, device)
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
@@ -113,7 +115,8 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
     return len(batches) == 1 and bool(enable_gqa or len(heads) == 1)
 
 
-_FORWARDS = CallCache(_prepare)
+#: Of calls without autocasting, and under it: quick tests see whether it is on, but not the type.
+_FORWARDS, _CAST = CallCache(_prepare), CallCache(_prepare)
 
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]

@@ -13,7 +13,8 @@ import pytest
 
 from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import BwdSm90, register_refusal
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90_refusal import MOST_SLOPE, register_refusal
 from dlattn.plans.cuda import CudaPlan, debug_kernels
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
@@ -155,6 +156,7 @@ _READ_GRADIENTS: tuple[tuple[tuple[int, int], str, dict[str, Any]], ...] = (
     ((128, 128), "bent", {"dropout": Philox()}),
     ((128, 128), "table", {}),
     ((192, 128), "capped", {}),
+    ((192, 128), "bent", {}),
     ((256, 256), "bent", {"dropout": Philox()}),
     ((64, 64), "slopes", {}),
     ((128, 128), "slopes", {"dropout": Philox()}),
@@ -180,14 +182,14 @@ def read_gradients(
     crowded = "dropout" in more
     bias = EDITS["rows"] if crowded and name != "slopes" else ()
     family = BwdSm90 if arch == "sm_90a" and not more else BwdSm80
-    # Hopper's leaves functions that bend scores to the portable one in fp16.
-    dtype = data_type.BFLOAT16 if family is BwdSm90 else data_type.HALF
     problem = Problem(
-        Direction.BACKWARD, dtype, *dims,
+        Direction.BACKWARD, data_type.HALF, *dims,
         (Scale(), *((SoftCap(),) * crowded), *made, *bias),
         MASKS["causal"], data_type.FLOAT,
         score_gradients=gradients, **more,
     )  # fmt: skip
+    if family is BwdSm90 and problem.steepest > MOST_SLOPE:
+        problem = replace(problem, dtype=data_type.BFLOAT16)
     kernels = plan_for(family, problem, arch).kernels()
     found = [k.source for k in kernels if k.source.name == "dlattn_bwd_dbias"]
     assert len(found) == len(gradients) > 0

@@ -39,7 +39,7 @@ CASE = Case(
     batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=96, seq_kv=96, right=0, head_dim_qk=64,
     head_dim_v=64, scale=0.125,
 )  # fmt: skip
-#: Of each kind of node and argument: tables, cleared workspace, decode, ragged, pages, slopes,
+#: Of each kind of node and argument: tables, counters, decode, ragged, pages, slopes,
 #: dropout with numbers in host memory and a dump, sums in a fixed order.
 CASES = {
     "plain": CASE,

@@ -41,6 +41,25 @@ CASES = {
         **_WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
         right=0, bottom_right=True, page_k=16, page_v=16,
     ),
+    "32 rows in clusters, pages": Case(
+        **_WIDE, batch=2, heads_q=16, heads_k=4, heads_v=4, seq_q=7, seq_kv=900, len_q=(7, 5),
+        len_kv=(900, 333), right=0, bottom_right=True, page_k=64, page_v=16,
+    ),
+    "64 rows in clusters": Case(
+        **_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_q=8, seq_kv=1000, right=0, bottom_right=True,
+        sink=0.0,
+    ),
+    "64 rows in clusters with few keys": Case(
+        **_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_q=7, seq_kv=1000, len_q=(7,), len_kv=(130,),
+        right=0, bottom_right=True,
+    ),
+    "pages, shorter than they may be": Case(
+        **_WIDE, heads_q=8, seq_kv=9000, len_q=(1,), len_kv=(5555,), page_k=64, page_v=16,
+    ),
+    "pages, of different lengths": Case(
+        **_WIDE, batch=5, heads_q=16, heads_k=8, heads_v=8, seq_kv=6000, len_q=(1,) * 5,
+        len_kv=(5999, 1, 6000, 0, 3000), page_k=16, page_v=64,
+    ),
     "128 rows, a window": Case(
         **_WIDE, batch=3, heads_q=8, seq_q=16, seq_kv=900, left=100, right=0, bottom_right=True
     ),

@@ -1,6 +1,6 @@
 """Random calls of FlashAttention's functions on a GPU, against the oracle and PyTorch's own.
 
-``pytest tests/gpu/test_flash.py --examples 500`` draws more of them.
+``pytest tests/gpu/test_flash.py --examples 500 --parts 8 -n 16`` draws more of them, side by side.
 """
 
 from __future__ import annotations
@@ -11,31 +11,39 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 
 from dlattn.calls.cache import forget_calls
 from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
-from tests import oracle
+from tests import oracle, tally
 from tests.callers import Caller, gpu_callers
 from tests.flash import FlashCall, FlashCase
 from tests.flash_check import check, given_arrays
-from tests.strategies import flash_cases
+from tests.flash_strategies import flash_families
 
 pytestmark = pytest.mark.gpu
 
 
+def check_all(family: tuple[FlashCase, ...]) -> None:
+    """Each case from one of the frameworks."""
+    for case in tally.in_time(family):
+        check(case, gpu_callers()[case.seed % len(gpu_callers())])
+
+
+@pytest.mark.usefixtures("part")
 @settings(settings.get_profile("gpu"))
-@given(flash_cases("gpu"))
-def test_one_length(case: FlashCase) -> None:
+@given(flash_families())
+def test_one_length(family: tuple[FlashCase, ...]) -> None:
     """mha_fwd and mha_bwd are right, and write nothing but their results."""
-    check(case, gpu_callers()[case.seed % len(gpu_callers())])
+    check_all(family)
 
 
+@pytest.mark.usefixtures("part")
 @settings(settings.get_profile("gpu"))
-@given(flash_cases("gpu", packed=True))
-def test_packed(case: FlashCase) -> None:
+@given(flash_families(packed=True))
+def test_packed(family: tuple[FlashCase, ...]) -> None:
     """mha_varlen_fwd and mha_varlen_bwd are right, and write nothing but their results."""
-    check(case, gpu_callers()[case.seed % len(gpu_callers())])
+    check_all(family)
 
 
 def _comparable(case: FlashCase) -> FlashCase:
@@ -44,8 +52,7 @@ def _comparable(case: FlashCase) -> FlashCase:
     return replace(case, head_size=size, head_size_v=size)
 
 
-_COMPARED = flash_cases(
-    "gpu",
+_COMPARED = flash_families(
     packed=True,
     page=None,
     used=False,
@@ -58,18 +65,25 @@ _COMPARED = flash_cases(
     layout="plain",
     slack=0,
     scale=None,
-).map(_comparable)
+).map(lambda family: tuple(map(_comparable, family)))
 
 
+@pytest.mark.usefixtures("part")
 @settings(settings.get_profile("gpu"))
 @given(_COMPARED)
-def test_pytorchs_own(case: FlashCase) -> None:
+def test_pytorchs_own(family: tuple[FlashCase, ...]) -> None:
     """Results are as near to the exact ones as those of PyTorch's FlashAttention-2, twice the error
     forward and three times backward; where it has infinities, so have they, with the same sign."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("PyTorch has no CUDA")
-    assume(sum(case.lens_q) and sum(case.lens_k))
+    for case in tally.in_time(family):
+        if sum(case.lens_q) and sum(case.lens_k):
+            tally.count("calls")
+            _compare(case, torch)
+
+
+def _compare(case: FlashCase, torch: Any) -> None:
     caller = Caller("torch", "cuda")
     call = FlashCall(case, caller)
     options = call.options

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 
 from dlattn.flash import flash_attn_with_kvcache
 from tests.callers import gpu_callers
+from tests.flash_strategies import cache_cases
 from tests.kvcache import SMALL, CacheCase, check_cache
-from tests.strategies import cache_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -1,24 +1,40 @@
 """Random calls through the graph API on a GPU, forward and backward, against the oracle.
 
-``pytest tests/gpu/test_random.py --examples 500`` draws more of them. Cases do not shrink, because
-each step could compile kernels; a failure prints the line that ``--repro`` takes.
+``pytest tests/gpu/test_random.py --examples 480 --parts 16 -n 16`` draws more of them, side by
+side; ``--seconds 60`` ends each part. Cases do not shrink, because each step could compile kernels;
+a failure prints the line that ``--repro`` takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 
+from tests import tally
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
+from tests.serial import run_by_engine
 from tests.strategies import families
 
 pytestmark = pytest.mark.gpu
 
 
+#: The best kernels for a case, or those of one family where it has some.
+RUNS = {
+    "best": run_graph,
+    "sm90": partial(run_by_engine, "sm90"),
+    "sm80": partial(run_by_engine, "sm80"),
+}
+
+
+@pytest.mark.usefixtures("part")
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @settings(settings.get_profile("gpu"))
-@given(families("gpu", size=6))
-def test_graph(family: tuple[Case, ...]) -> None:
+@given(family=families("gpu", size=12, least=4))
+def test_graph(run: Callable[..., None], family: tuple[Case, ...]) -> None:
     """Graphs on the GPU are right for every case, and write nothing but their outputs."""
-    for case in family:
-        check(case, gpu_library(), run_graph)
+    for case in tally.in_time(family):
+        check(case, gpu_library(), run)

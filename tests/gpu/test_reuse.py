@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import dlattn
 from dlattn.runtime import jit
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
@@ -64,6 +65,43 @@ def test_other_pages_compile_nothing() -> None:
     ):
         check(other, gpu_library(), run_graph)
     assert jit.statistics.compiles == before
+
+
+def test_a_workspace_serves_again() -> None:
+    """Each call with a workspace that held anything before, with many tiles and with none, has the
+    same bits, and zeros beyond the lengths: nobody clears where blocks count tiles."""
+    cupy = pytest.importorskip("cupy")
+    size = (5, 300, 8, 64)  # BSHD
+    random = cupy.random.default_rng(0)
+    q, k, v = (random.standard_normal(size).astype(cupy.float16) for _ in range(3))
+    q, k, v = (tensor.transpose(0, 2, 1, 3) for tensor in (q, k, v))
+    lengths = cupy.array([300, 0, 17, 129, 64], cupy.int32).reshape(5, 1, 1, 1)
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.HALF,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    inputs = [graph.tensor_like(tensor) for tensor in (q, k, v, lengths)]
+    output, _ = graph.sdpa(
+        *inputs[:3], attn_scale=0.09, is_inference=True, use_causal_mask=True,
+        use_padding_mask=True, seq_len_q=inputs[3], seq_len_kv=inputs[3],
+    )  # fmt: skip
+    output.set_output(True).set_dim(q.shape).set_stride([stride // 2 for stride in q.strides])
+    graph.build([dlattn.heur_mode.A])
+    workspace = cupy.full(max(1, graph.get_workspace_size()), 0xFF, cupy.uint8)
+    results = []
+    for call in range(30):
+        given = cupy.zeros_like(lengths) if call % 7 == 3 else lengths
+        results.append(cupy.full_like(q, cupy.nan))
+        pack = dict(zip((*inputs, output), (q, k, v, given, results[-1]), strict=True))
+        graph.execute(pack, workspace)
+        if call % 4 == 1:
+            workspace[:] = random.integers(0, 256, workspace.size, cupy.uint8)
+        if call % 7 == 3:
+            assert not results.pop().any()
+    assert all((result == results[0]).all() for result in results)
+    for entry, length in zip(results[0], lengths.ravel().tolist(), strict=True):
+        assert not entry[:, length:].any()
 
 
 def test_threads() -> None:

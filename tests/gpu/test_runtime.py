@@ -182,8 +182,9 @@ def test_torch() -> None:
         seen = tensors.view(tensor)
         expected = (tensor.data_ptr(), (3, 2, 4), (4, 12, 1), dtype, ("cuda", 0), True)
         assert seen == expected
-        made = tensors.allocate(tensor, (3, 2, 4), (4, 12, 1), dtype)
-        assert tensors.view(made)[1:] == expected[1:]
+        again = tensors.allocator(tensor, (3, 2, 4), (4, 12, 1), dtype)
+        for made in (tensors.allocate(tensor, (3, 2, 4), (4, 12, 1), dtype), again()):
+            assert tensors.view(made)[1:] == expected[1:]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         assert streams.current_stream([tensor], 0) == side.cuda_stream

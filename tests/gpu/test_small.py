@@ -43,6 +43,14 @@ CASES = {
         heads_q=2, heads_k=1, heads_v=1, seq_q=129, seq_kv=192, head_dim_qk=64, head_dim_v=64,
         scale=0.125, offset=-120.0,
     ),
+    "long items, in parts of their queries": Case(
+        batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1500, seq_kv=200, head_dim_qk=128,
+        head_dim_v=128, scale=0.09, len_q=(1500, 700), len_kv=(200, 131), tails="nan",
+    ),
+    "groups of heads in several items": Case(
+        batch=2, heads_q=12, heads_k=2, heads_v=2, seq_q=300, seq_kv=330, right=0,
+        bottom_right=True, head_dim_qk=128, head_dim_v=64, scale=0.09,
+    ),
     "one query, log-sum-exp far below zero": Case(
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=128,
         head_dim_v=128, scale=0.09, offset=-120.0,
@@ -295,6 +303,21 @@ CASES = {
         batch=9, heads_q=6, heads_k=3, heads_v=3, seq_q=400, seq_kv=400, right=0, bounded=True,
         len_q=(1, 3, 64, 65, 0, 400, 2, 127, 128), len_kv=(1, 3, 64, 65, 0, 400, 2, 127, 128),
         head_dim_qk=256, head_dim_v=256, scale=0.06,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
+    "few queries: a consumer for each head; lengths": Case(
+        batch=9, heads_q=64, heads_k=8, heads_v=16, seq_q=50, seq_kv=150, right=0,
+        bottom_right=True, len_q=(50, 0, 1, 33, 50, 17, 49, 50, 2),
+        len_kv=(150, 20, 0, 129, 64, 1, 65, 150, 3), head_dim_qk=64, head_dim_v=64, scale=0.125,
+    ),
+    "few queries: a consumer for each head; a sink": Case(
+        dtype="float16", batch=9, heads_q=32, heads_k=16, heads_v=8, seq_q=64, seq_kv=300,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, sink=0.5,
+    ),
+    "few queries: a consumer for each head; ragged": Case(
+        batch=9, heads_q=32, heads_k=4, heads_v=4, seq_q=40, seq_kv=200, right=3,
+        len_q=(40, 0, 1, 33, 40, 17, 39, 40, 2), len_kv=(150, 20, 0, 129, 64, 1, 65, 200, 3),
+        head_dim_qk=128, head_dim_v=96, scale=0.09,
         ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     ),
     "unequal head dims": Case(

@@ -176,6 +176,17 @@ def test_any_strides() -> None:
     )
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_autocasting_is_seen_between_calls_that_look_alike(learns: bool) -> None:
+    """Calls are cast as PyTorch casts its own, whatever the ones before were."""
+    x = [random(2, 4, 200, 64).detach().requires_grad_(learns) for _ in range(3)]
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.float16) * 2:
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            found, own = (f(*x, is_causal=True) for f in (scaled_dot_product_attention, sdpa))
+        assert found.dtype is own.dtype is (dtype or torch.bfloat16)
+        torch.testing.assert_close(found, own, rtol=2e-2, atol=2e-2)
+
+
 def test_biases_and_sinks_have_gradients() -> None:
     """Under autocasting those of fp32 are near those in fp64 on the CPU."""
     q, k, v = (random(2, 200, 4, 64) for _ in range(3))

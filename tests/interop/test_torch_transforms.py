@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
 from tests.models import Block  # noqa: E402
-from tests.torch_checks import assert_same, by_definition, loss, random  # noqa: E402
+from tests.torch_checks import assert_same, by_definition, loss, random, sdpa  # noqa: E402
 
 
 def test_meta_and_fake_tensors() -> None:
@@ -30,6 +31,25 @@ def test_meta_and_fake_tensors() -> None:
     assert shapes("meta") == wanted
     with FakeTensorMode():
         assert shapes("cpu") == wanted
+
+
+TYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_autocasting_is_seen_between_calls_that_look_alike(learns: bool) -> None:
+    """Calls are cast as PyTorch casts its own, whatever the ones before were."""
+    single = torch.randn(3, 2, 4, 5, 8).unbind()
+    some = [[x.to(dtype).requires_grad_(learns) for x in single] for dtype in TYPES]
+    for _ in range(2):
+        for types in ((), TYPES[1:2], TYPES[1:], TYPES[2:]):
+            with ExitStack() as scopes:
+                for dtype in types:
+                    scopes.enter_context(torch.autocast("cpu", dtype))
+                for x in some:
+                    found = scaled_dot_product_attention(*x)
+                    assert found.dtype is sdpa(*x).dtype
+                    assert found.requires_grad is learns
 
 
 def test_one_dropout_under_checkpointing_and_compilation() -> None:

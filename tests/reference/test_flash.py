@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from tests.callers import Caller
 from tests.flash import FlashCase
 from tests.flash_check import check
-from tests.strategies import flash_cases
+from tests.flash_strategies import flash_cases
 
 
 @settings(max_examples=500)

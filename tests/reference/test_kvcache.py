@@ -17,8 +17,8 @@ from dlattn.errors import (
 from dlattn.flash import flash_attn_with_kvcache
 from dlattn.flash.kvcache import _calls
 from tests.callers import Caller
+from tests.flash_strategies import cache_cases
 from tests.kvcache import CacheCase, check_cache
-from tests.strategies import cache_cases
 
 
 @settings(max_examples=300)

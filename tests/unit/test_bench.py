@@ -279,7 +279,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "known: dlattn" in capsys.readouterr().err
 
 
-def test_ceiling_compiles(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_ceiling_compiles(dtype: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel compiles for Hopper, with its accumulators in registers, if NVRTC is there."""
     from dlattn.errors import CompileError
     from dlattn.runtime import jit, nvrtc
@@ -289,7 +290,7 @@ def test_ceiling_compiles(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
         nvrtc.load(tmp_path)
     except CompileError as missing:
         pytest.skip(str(missing))
-    kernel = jit.compile_kernel(ceiling.source(), "sm_90a")
+    kernel = jit.compile_kernel(ceiling.source(dtype), "sm_90a")
     assert (kernel.stack, kernel.spill_stores, kernel.warnings) == (0, 0, ())
     assert kernel.registers > 64
 

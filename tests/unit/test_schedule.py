@@ -5,12 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.schedule import EMPTY_COST, FIXED_COST, balance, table, tile_costs
-from dlattn.problem import Geometry, TensorSpec
+from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.target import KNOWN
 
 
 @given(
@@ -19,20 +22,29 @@ from dlattn.problem import Geometry, TensorSpec
     batch=st.integers(1, 6),
     pairs_per_wave=st.integers(1, 60),
     blocks=st.integers(1, 200),
+    heads_per_tile=st.integers(1, 4),
 )
 def test_every_tile_once_and_nearly_even(
-    costs: list[float], heads: int, batch: int, pairs_per_wave: int, blocks: int
+    costs: list[float],
+    heads: int,
+    batch: int,
+    pairs_per_wave: int,
+    blocks: int,
+    heads_per_tile: int,
 ) -> None:
     """Each tile has one block, each block a tile, and none has much more than the mean."""
     blocks = min(blocks, len(costs) * heads * batch)
-    rows = table(np.array(costs), heads, batch, pairs_per_wave, blocks).reshape(-1, 4)
+    all_heads = heads * heads_per_tile
+    rows = table(np.array(costs), all_heads, batch, pairs_per_wave, blocks, heads_per_tile)
+    rows = rows.reshape(-1, 4)
     seconds = rows[: blocks + 1, 3]
     assert (seconds[0], seconds[-1]) == (blocks + 1, len(rows)) and (np.diff(seconds) >= 0).all()
     taken = [
         [rows[block], *rows[first:last]]
         for block, (first, last) in enumerate(zip(seconds, seconds[1:], strict=False))
     ]
-    everything = product(range(len(costs)), range(heads), range(batch))
+    first_heads = range(0, all_heads, heads_per_tile)
+    everything = product(range(len(costs)), first_heads, range(batch))
     assert sorted(tuple(row[:3]) for own in taken for row in own) == sorted(everything)
     loads = [sum(costs[row[0]] for row in own) for own in taken]
     assert max(loads) <= np.mean(loads) + 2 * max(costs)
@@ -58,9 +70,10 @@ def test_a_block_finishes_a_wave_before_the_next(pairs: int, pairs_per_wave: int
     left=st.none() | st.integers(1, 1000),
     right=st.none() | st.integers(0, 1000),
     bottom_right=st.booleans(),
+    missing=st.sampled_from((0, 64)),
 )
 def test_costs_count_the_key_tiles(
-    seq_q: int, seq_kv: int, left: int | None, right: int | None, bottom_right: bool
+    seq_q: int, seq_kv: int, left: int | None, right: int | None, bottom_right: bool, missing: int
 ) -> None:
     """A tile costs its key tiles from the first to the last that a query of it attends to."""
 
@@ -77,8 +90,37 @@ def test_costs_count_the_key_tiles(
         keep &= column + left > diagonal
     if right is not None:
         keep &= column <= diagonal + right
-    costs = tile_costs(geometry, 128, 64)
+    costs = tile_costs(geometry, 128, 64, missing)
     for tile, cost in enumerate(costs):
-        attended = np.flatnonzero(keep[tile * 128 : (tile + 1) * 128].any(0)) // 64
+        first = tile * 128 - missing
+        attended = np.flatnonzero(keep[max(first, 0) : first + 128].any(0)) // 64
         want = attended[-1] - attended[0] + 1 if len(attended) else 0
         assert cost == (want + FIXED_COST if want else EMPTY_COST)
+
+
+@pytest.mark.parametrize(
+    "batch, heads_q, heads_k, seq_q, together",
+    [
+        (9, 32, 4, 64, 2),
+        (9, 32, 4, 17, 2),
+        (9, 32, 4, 65, 1),
+        (9, 32, 32, 64, 1),
+        (8, 32, 4, 64, 1),
+    ],
+)
+def test_heads_that_share_keys_share_tiles(
+    batch: int, heads_q: int, heads_k: int, seq_q: int, together: int
+) -> None:
+    """If the queries of a head are one consumer's, and there are tiles enough for all blocks."""
+
+    def spec(role: str, heads: int, rows: int) -> TensorSpec:
+        size = (batch, heads, rows, 128)
+        return TensorSpec(role, size, (heads * rows * 128, rows * 128, 128, 1), data_type.HALF)
+
+    tensors = {role: spec(role, heads_k, 300) for role in "kv"}
+    tensors |= {role: spec(role, heads_q, seq_q) for role in "qo"}
+    problem = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
+    plan = FwdSm90(problem, Geometry(tensors, 0.1), KNOWN["sm_90a"])
+    rows = plan.schedule().reshape(-1, 4)[:, 1]
+    assert (rows % together == 0).all() and rows.max() == heads_q - together
+    assert len(rows) == batch * heads_q // together + 1

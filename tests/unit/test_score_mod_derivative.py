@@ -15,6 +15,7 @@ from dlattn.dtypes import data_type
 from dlattn.problem import POINTWISE, Read
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind, needed
+from dlattn.problem.ranges import largest_magnitude
 from dlattn.problem.score_program import (
     evaluate,
     masked_by_infinity,
@@ -120,6 +121,37 @@ def test_derivative(tree: Tree, seed: int) -> None:
     got, slopes = (computed(builder, x, score) for x in (result, slope))
     np.testing.assert_allclose(got[away], want[away], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(slopes[away], difference[away], rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=600, deadline=None)
+@given(TREES, st.integers(0, 2**16))
+def test_steepest(tree: Tree, seed: int) -> None:
+    """No derivative is larger than what lines tell of it."""
+    builder = Builder()
+    result = line(builder, tree)
+    steepest = largest_magnitude(builder.lines, slope_of(builder, result))
+    score = 100 * np.random.default_rng(seed).normal(size=64)
+    slopes = computed(builder, slope_of(builder, result), score)
+    assert not (abs(slopes) > steepest * (1 + 1e-6)).any()
+
+
+@pytest.mark.parametrize(
+    "tree, steepest",
+    [
+        ("s", 1.0),
+        (("mul", ("tanh", ("mul", "s", 0.25)), 4.0), 2.0),
+        (("max", ("mul", "s", 2.0), ("neg", "s")), 2.0),
+        (("mul", "s", ("sigmoid", "row")), 1.0),
+        (("mul", "s", "s"), math.inf),
+        (("mul", "s", "t"), math.inf),
+        (("exp", "s"), math.inf),
+    ],
+)
+def test_what_tells_of_the_steepest(tree: Tree, steepest: float) -> None:
+    """Constants and functions that are bounded do; numbers that are read do not."""
+    builder = Builder()
+    result = line(builder, tree)
+    assert largest_magnitude(builder.lines, slope_of(builder, result)) == steepest
 
 
 @settings(max_examples=600, deadline=None)

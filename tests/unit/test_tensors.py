@@ -20,7 +20,14 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.runtime import tensors
-from dlattn.runtime.tensors import TensorView, allocate, allocate_bytes, to_caller, view
+from dlattn.runtime.tensors import (
+    TensorView,
+    allocate,
+    allocate_bytes,
+    allocator,
+    to_caller,
+    view,
+)
 from tests.unit.producers import Capsules, Producer
 
 STORABLE = [
@@ -303,15 +310,18 @@ def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def test_allocate(
     name: str, geometry: tuple[tuple[int, ...], tuple[int, ...]], dtype: data_type
 ) -> None:
-    """The result has the asked shape, strides and type, and all of it is memory we own."""
+    """The result has the asked shape, strides and type, and all of it is memory we own, made once
+    or again and again."""
     framework = pytest.importorskip(name)
     shape, stride = geometry
-    tensor = allocate(framework.zeros(1), shape, stride, dtype)
-    seen = view(tensor)
-    assert (seen.shape, seen.dtype, seen.writable) == (shape, dtype, True)
-    if 0 not in shape:
-        assert seen.stride == stride
-    tensor[...] = 1
+    like = framework.zeros(1)
+    again = allocator(like, shape, stride, dtype)
+    for tensor in (allocate(like, shape, stride, dtype), again(), again()):
+        seen = view(tensor)
+        assert (seen.shape, seen.dtype, seen.writable) == (shape, dtype, True)
+        if 0 not in shape:
+            assert seen.stride == stride
+        tensor[...] = 1
 
 
 def test_allocate_for_jax(jax: Any) -> None:

@@ -1,0 +1,114 @@
+// dK and dV on their way from registers to memory: as rows, or, where several items have heads of one
+// group, by way of fp32 sums.
+#pragma once
+
+#include "attn/pages.cuh"
+#include "attn/seqlen.cuh"
+#include "kernels/bwd_tile.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/opaque.cuh"
+#include "tile/quad.cuh"
+
+namespace dlattn {
+
+template <class Problem>
+struct KeyGradients {
+  static constexpr bool paged = Problem::paged_k, of_keys = true;
+  static constexpr int head_dim = Problem::head_dim_qk;
+  static DLATTN_DEVICE const TensorRef& ref(const Params& p) { return p.dK; }
+  static DLATTN_DEVICE const PageTableRef& pages(const Params& p) { return p.k_pages; }
+  static DLATTN_DEVICE float factor(const Params& p) {
+    return gradient_factor<Problem>(ScoreValues(p));
+  }
+};
+
+template <class Problem, class Tiling>
+struct ValueGradients {
+  static constexpr bool paged = Problem::paged_v, of_keys = false;
+  static constexpr int head_dim = Problem::head_dim_v;
+  static DLATTN_DEVICE const TensorRef& ref(const Params& p) { return p.dV; }
+  static DLATTN_DEVICE const PageTableRef& pages(const Params& p) { return p.v_pages; }
+  // Brings probabilities back to their size, too.
+  static DLATTN_DEVICE float factor(const Params& p) {
+    constexpr int raised = 1 << Tiling::template raised<typename Problem::Element>;
+    return dropout_scale<Problem>(p) / raised;
+  }
+};
+
+// Stores a warp's 16 rows, whose keys begin with `first`, 16 bytes a lane at a time.
+template <class Problem, class Of, int n_tiles>
+DLATTN_DEVICE void store_key_rows(const Accumulator<1, n_tiles>& gradient, int first, int batch,
+                                  int head, const Params& p) {
+  using T = typename Problem::Element;
+  const int lane = opaque(threadIdx.x % 32), key = first + lane / 4, column = lane % 4 * 8;
+  const TensorRef& ref = Of::ref(p);
+  const int length = p.seq_len_kv.at(batch, p.seq_kv);
+  const int end = stored_keys<Problem, Of::paged>(p, ref, Of::pages(p), length);
+  const auto g_rows =
+      key_rows<Problem, Of::paged>(ref, Of::pages(p), batch, head, key, column);
+  const float factor = Of::factor(p);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    T* g_row = key + 8 * half < end ? g_rows.at(8 * half, 0) : nullptr;
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 4) {
+      uint32 row[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto& value = gradient.at[0][n + i];
+        row[i] = Convert<T>::pack(value[2 * half] * factor, value[2 * half + 1] * factor);
+      }
+      transpose_quad(row, lane);
+      if (g_row != nullptr && column + 8 * n < Of::head_dim) {
+        store_streaming(g_row + 8 * n, uint4{row[0], row[1], row[2], row[3]});
+      }
+    }
+  }
+}
+
+// The sums of a key tile: of dK, then of dV, 16 rows after 16 rows, as accumulators are.
+template <class Problem, class Tiling>
+struct KeySums {
+  static constexpr int tile_k = Tiling::tile_k;
+  static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
+  static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
+  float* const g_first;
+
+  DLATTN_DEVICE KeySums(const Params& p, int batch, int head, int tile)
+      : KeySums(p, (batch * (p.heads_q / p.heads_per_k) + head) * ceil_div(p.seq_kv, tile_k) +
+                       tile - p.whole_items) {}
+  DLATTN_DEVICE KeySums(const Params& p, int number)
+      : g_first(p.key_sums + int64(number) * (tile_k * (width_qk + width_v))) {}
+
+  // This lane's part of the first eight columns of the 16 rows from `first` on; 128 later, of the next.
+  template <class Of>
+  DLATTN_DEVICE float* of_lane(int first) const {
+    const int before = Of::of_keys ? first * width_qk : tile_k * width_qk + first * width_v;
+    return g_first + before + opaque(threadIdx.x) % 32 * 4;
+  }
+
+  template <class Of, int n_tiles>
+  DLATTN_DEVICE void add(const Accumulator<1, n_tiles>& gradient, int first) const {
+    float* g_sums = of_lane<Of>(first);
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n) reduce_add_x4(g_sums + 128 * n, 1, gradient.at[0][n]);
+  }
+
+  // A warp stores what 16 rows of the tile have come to.
+  template <class Of>
+  DLATTN_DEVICE void store(int first, int key, int batch, int head, const Params& p) const {
+    Accumulator<1, (Of::of_keys ? width_qk : width_v) / 8> gradient;
+    const float* g_sums = of_lane<Of>(first);
+    for (auto& d : gradient.at[0]) {
+      const float4 sum = *reinterpret_cast<const float4*>(g_sums);
+      d[0] = sum.x;
+      d[1] = sum.y;
+      d[2] = sum.z;
+      d[3] = sum.w;
+      g_sums += 128;
+    }
+    store_key_rows<Problem, Of>(gradient, key, batch, head, p);
+  }
+};
+
+}  // namespace dlattn

@@ -1,0 +1,36 @@
+"""How many (batch, head) pairs the Hopper backward takes at a time."""
+
+from __future__ import annotations
+
+import heapq
+from math import ceil
+
+
+def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
+    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
+    its long items would be fewer than blocks."""
+    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
+    even = [n for n in near if pairs % n == 0]
+    few = min(pairs, max(1, round(wanted)), most or pairs)
+    return min(even, key=lambda n: abs(n - wanted), default=few)
+
+
+def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
+    """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
+    width = even_wave(pairs, wanted)
+    if pairs * tiles > 4 * blocks:
+        return width
+    # There are so few items that it matters where each ends.
+    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
+    ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
+    return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
+
+
+def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
+    """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
+    ends = [0] * blocks
+    for first in range(0, pairs, pairs_per_wave):
+        for tile in range(tiles):
+            for _ in range(min(pairs_per_wave, pairs - first)):
+                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
+    return max(ends)

@@ -1,0 +1,66 @@
+"""Items of the Hopper backward in parts: which, how many, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlattn.plans.bwd_sm90 import BwdSm90
+from tests.unit.test_backward_plans import HOPPER, geometry, problem
+
+
+@given(
+    batch=st.integers(1, 20),
+    groups=st.integers(1, 20),
+    heads_per_group=st.sampled_from([1, 2, 3, 4, 8]),
+    seq_q=st.integers(1, 20_000),
+    seq_kv=st.integers(1, 20_000),
+    head_dim=st.sampled_from([64, 128, 256]),
+    causal=st.booleans(),
+)
+def test_shares_go_with_parts_that_come_after_what_they_wait_for(
+    batch: int, groups: int, heads_per_group: int, seq_q: int, seq_kv: int, head_dim: int,
+    causal: bool,
+) -> None:  # fmt: skip
+    """A part stores a share only of items all of whose pair's parts have been taken before."""
+    heads = groups * heads_per_group
+    tensors = geometry(batch, groups, heads, seq_q, seq_kv, head_dim, causal=causal)
+    plan = BwdSm90(problem(head_dim), tensors, HOPPER)
+    params, wave_items = plan._params, plan._wave_items
+    items = batch * heads // params.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
+    whole, parts = params.whole_items, params.item_parts
+
+    def last_part(item: int) -> int:
+        return item if item < whole else whole + (item - whole + 1) * parts - 1
+
+    taken = last_part(items - 1) + 1
+    assert 0 <= params.lone_shares <= max(0, taken - params.dq_lag)
+    for share in {0, params.lone_shares // 2, params.lone_shares - 1} & set(
+        range(params.lone_shares)
+    ):
+        end_of_wave = min(items, (share // wave_items + 1) * wave_items)
+        assert last_part(end_of_wave - 1) < share + params.dq_lag
+    # Every pair that waits for a place does so for shares that go with parts taken before its own.
+    for pair in {params.dq_places, batch * heads // params.heads_per_block - 1}:
+        before = pair - params.dq_places
+        if not 0 <= before < pair < batch * heads // params.heads_per_block:
+            continue
+        width = params.heads_per_wave
+        end = (before // width + 1) * width * plan._key_tiles
+        assert end <= params.lone_shares
+        assert end - 1 + params.dq_lag < pair // width * width * plan._key_tiles
+
+
+def test_who_is_divided() -> None:
+    """Groups under a causal mask; the last items of a full mask, if they are few for the blocks."""
+
+    def params(batch: int, groups: int, heads: int, seq: int, *, causal: bool) -> tuple[int, ...]:
+        plan = BwdSm90(problem(), geometry(batch, groups, heads, seq, seq, causal=causal), HOPPER)
+        its = plan._params
+        return its.heads_per_block, its.whole_items, its.item_parts
+
+    assert params(1, 8, 64, 4096, causal=True) == (2, 0, 1)
+    assert params(1, 8, 64, 4096, causal=False) == (8, 256, 1)
+    assert params(4, 16, 16, 4096, causal=False) == (1, 15 * 132, 3)
+    assert params(4, 16, 16, 4096, causal=True) == (1, 64 * 32, 1)
+    assert params(32, 16, 16, 512, causal=False) == (1, 2048, 1)
