@@ -12,19 +12,26 @@ from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.bwd_division import Division, divided_end, divided_group
 from dlattn.plans.bwd_relay import relays
 from dlattn.plans.bwd_sm90_refusal import register_refusal
-from dlattn.plans.bwd_sm90_tiling import RowTiling, Sm90BwdTiling, choose_tiling, result_width
+from dlattn.plans.bwd_sm90_tiling import (
+    RowTiling,
+    Sm90BwdTiling,
+    choose_tiling,
+    result_width,
+    with_few_steps,
+)
 from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch
 from dlattn.plans.mapped import MappedPlan, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
-from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
 #: Sums of dQ that wider waves of a fixed order may add to at a time: L2 has room for more, but
 #: others are in it, too.
 MOST_WAVE_SUM_BYTES = 16 << 20
+#: Sums that full waves may add to whose pairs have at most so many key tiles.
+FEW_TILES, MOST_SHORT_SUM_BYTES = 4, 6 << 20
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
 
@@ -35,7 +42,6 @@ class BwdSm90(MappedPlan, BackwardPlan):
     name = "bwd_sm90"
     argument_type = MappedBwdParams
     stores_dq = True
-    l2_promotion = tensormap.L2_PROMOTION_128B
     tiling: Sm90BwdTiling
 
     def __init__(
@@ -46,7 +52,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiling: Sm90BwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or self._relaying(choose_tiling(self.problem))
+        self.tiling = tiling or self._choose_tiling()
         self._division: Division | None = None
         if not self.tiling.relays and (tiling is None or tiling.adds_keys):
             self._division = self._divide()
@@ -77,10 +83,12 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return first
         return min(first, whole // self._wave_items * self._wave_items)
 
-    def _relaying(self, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+    def _choose_tiling(self) -> Sm90BwdTiling:
+        tiling = choose_tiling(self.problem)
         fits = tiling.share_slots > 0 and tiling.cluster == 1
         if not (fits and relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k)):
-            return tiling
+            steps = super()._heads_per_block * -(-self.geometry.seq_q // tiling.tile_q)
+            return with_few_steps(tiling, self.problem, steps)
         # The next item needs a piece a step at the most, and an earlier one's come two at a time.
         if tiling.tile_q > 64:
             tiling = replace(tiling, dq_slots=1, share_slots=2)
@@ -143,9 +151,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
         wanted = blocks / tiles
-        # In a fixed order, more items wait for each other.
-        if self.problem.deterministic and 2 * wanted * self._pair_sum_bytes <= MOST_WAVE_SUM_BYTES:
-            wanted *= 2
+        sums = wanted * self._pair_sum_bytes
+        if self.problem.deterministic:
+            # More items wait for each other.
+            wanted *= 2 if 2 * sums <= MOST_WAVE_SUM_BYTES else 1
+        elif tiles <= FEW_TILES and sums > MOST_SHORT_SUM_BYTES:
+            # So few hardly wait, but those of several waves have their sums at work.
+            wanted /= 4
         return pairs_of_causal_waves(self._pairs, tiles, blocks, wanted)
 
     @property

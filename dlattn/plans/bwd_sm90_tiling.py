@@ -148,6 +148,21 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     return replace(tiling, ds_stages=3, share_slots=1)
 
 
+#: Steps of an item beside which the query worker has no time to store an earlier one's dQ; twice as
+#: many where that goes through its registers.
+FEW_STEPS = 8
+
+
+def with_few_steps(tiling: Sm90BwdTiling, problem: Problem, steps: int) -> Sm90BwdTiling:
+    """The tiling of items that have at most so many steps."""
+    few = FEW_STEPS if tiling.share_slots else 2 * FEW_STEPS
+    apart = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
+    plain = problem.edits == (Scale(positive=True),) and not (problem.dropout or apart)
+    if steps > few or not plain or problem.deterministic:
+        return tiling
+    return replace(tiling, shares_last=True, share_slots=0)
+
+
 def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     """By what fits registers: dK and dV of 64 keys take half of both head dimensions a thread; and
     shared memory, where both have whole slabs of 64 columns."""
