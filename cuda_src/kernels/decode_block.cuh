@@ -107,6 +107,12 @@ struct DecodeBlock {
     head_k = shared_head(p.heads_per_k);
     head_v = shared_head(p.heads_per_v);
   }
+  DLATTN_DEVICE int at_head_k() const {
+    return has_registers ? head_k : shared_head(p.heads_per_k);
+  }
+  DLATTN_DEVICE int at_head_v() const {
+    return has_registers ? head_v : shared_head(p.heads_per_v);
+  }
   // Mostly an item has all query heads that share one, and a division takes long.
   DLATTN_DEVICE int shared_head(int sharing) const {
     return sharing == p.heads_per_block ? loads.group() : first_head(loads) / sharing;
