@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 #: Name -> one number for each time that it was counted, or what was measured.
 Counts = dict[str, list[float]]
@@ -17,6 +17,11 @@ _counts: defaultdict[str, list[float]] = defaultdict(list)
 _deadline = math.inf
 
 _Case = TypeVar("_Case")
+
+
+def is_random(family: Sequence[Any]) -> bool:
+    """Whether cases are not the simplest ones, with which Hypothesis would begin each part."""
+    return any(case.seed for case in family)
 
 
 def begin(seconds: float) -> None:

@@ -131,7 +131,9 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   // Whether head i and a query tile are a step. If not, every role passes it over; in a fixed order, the
   // writer counts it.
   DLATTN_DEVICE bool is_step(int i, int tile) const {
-    return Tiles::visits(p, work.batch, first_head() + i, tile, work.tile);
+    // In a fixed order, the writer has no registers for what follows from the batch alone.
+    const int batch = Problem::deterministic ? opaque(work.batch) : work.batch;
+    return Tiles::visits(p, batch, first_head() + i, tile, work.tile);
   }
   // Takes the steps of heads i to last. take() says whether more of them follow, which without a block
   // mask is all that one needs to know; `more`, whether there are any.

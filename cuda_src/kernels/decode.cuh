@@ -24,6 +24,7 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using Base::dim_qk;
   using Base::first_head;
   using Base::first_key;
+  using Base::has_registers;
   using Base::p;
   using Base::ragged;
   using Base::row_group;
@@ -47,9 +48,10 @@ struct Decode : DecodeParts<Problem, Tiling> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool exists = row[i].query < work.length.q;
-      const T* g_own = opaque(
+      const T* g_own =
           p.q.template rows<T, ragged>(work.batch, first_head(work) + row[i].head, row[i].query) +
-          2 * (lane % 4));
+          2 * (lane % 4);
+      if constexpr (has_registers) g_own = opaque(g_own);  // not an address for each column
 #pragma unroll
       for (int k = 0; k < dim_qk / 16; ++k)
 #pragma unroll
@@ -85,15 +87,14 @@ struct Decode : DecodeParts<Problem, Tiling> {
   DLATTN_DEVICE void attend(Interval full, const Queries& queries, const Row (&row)[2],
                             Softmax& softmax, Output& output) {
     constexpr bool at_once = step_k == tile_k;
-    constexpr bool beside = dim_qk <= 128;  // scores of wide heads leave no registers for orders
     const auto& s_keys = Base::await_keys();
 #pragma unroll 1
     for (int step = 0; step < tile_k; step += step_k) {
       const int first = first_key(work) + step;
+      if (!has_registers && step == 0) Base::load_ahead();
       Scores scores;
-      if (!beside && step == 0) Base::load_ahead();
       Products::start_scores(scores, queries, s_keys, step);
-      if (beside && step == 0) Base::load_ahead();
+      if (has_registers && step == 0) Base::load_ahead();
       Products::await(scores);
       if (at_once) Base::keys_read();
       const auto& s_values = Base::await_values(work);

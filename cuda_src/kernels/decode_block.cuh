@@ -42,6 +42,8 @@ struct DecodeBlock {
       Either<Tiling::warpgroups, ProductsOf<WarpgroupProducts>,
              Either<Tiling::boxes, ProductsOf<BoxedWarpProducts>, ProductsOf<WarpProducts>>>;
   static constexpr int dim_qk = Products::dim_qk, dim_v = Products::dim_v;
+  // For more than products and what they must have: rows of wide heads leave few.
+  static constexpr bool has_registers = dim_qk <= 128;
   using KTile = typename Products::KTile;
   using VTile = typename Products::VTile;
   using Tiles = Either<Tiling::clusters, ClusterShare<typename Problem::Mask, teams * tile_k>,
@@ -105,13 +107,19 @@ struct DecodeBlock {
     head_k = shared_head(p.heads_per_k);
     head_v = shared_head(p.heads_per_v);
   }
+  DLATTN_DEVICE int at_head_k() const {
+    return has_registers ? head_k : shared_head(p.heads_per_k);
+  }
+  DLATTN_DEVICE int at_head_v() const {
+    return has_registers ? head_v : shared_head(p.heads_per_v);
+  }
   // Mostly an item has all query heads that share one, and a division takes long.
   DLATTN_DEVICE int shared_head(int sharing) const {
     return sharing == p.heads_per_block ? loads.group() : first_head(loads) / sharing;
   }
   // Of an item that copies have just come to: long before they are read, when products wait for them.
   DLATTN_DEVICE void prefetch_queries() const {
-    if (team + row_group > 0) return;
+    if (!has_registers || team + row_group > 0) return;
     constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);
     const int existing = loads.length.q * p.heads_per_block * lines;
     for (int i = threadIdx.x; i < existing; i += 32) {

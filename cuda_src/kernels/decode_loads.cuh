@@ -12,8 +12,6 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base = DecodeBlock<Problem, Tiling>;
   using Base::await_team;
   using Base::first_loaded;
-  using Base::head_k;
-  using Base::head_v;
   using Base::loads;
   using Base::p;
   using Base::ragged;
@@ -86,8 +84,10 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load_next(int stage) {
     if (loads.left > 0) {
       auto& s_keys = shared.stage[stage][team].keys;
-      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages, head_k, 0);
-      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages, head_v, 16);
+      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages,
+                                                        Base::at_head_k(), 0);
+      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages,
+                                                       Base::at_head_v(), 16);
       loads.advance();
       if (loads.left > 0) {
         if (loads.enters_item()) {

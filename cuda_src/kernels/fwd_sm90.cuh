@@ -212,9 +212,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // Products become exponentials at once. A guess that was wrong leaves an infinite sum: that is how
-  // exponentials that are too large are found, and the scores are computed once more.
+  // exponentials that are too large are found, and the scores are computed once more. Of elements that are
+  // masked, they become zero.
+  template <bool masked>
   DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile, bool guess,
-                                  const ScoreValues& values, const Softmax& softmax) {
+                                  const Kept& kept, const ScoreValues& values,
+                                  const Softmax& softmax) {
     constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
     Sums sums{};
@@ -224,6 +227,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       for (int begin = 0; begin < tiles; begin += group) {
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
           s = exp2_approx(Score::exponent(form, s, at, values, -softmax.reference[i / 2]));
+          if (masked && !kept.keeps(i, at.right)) s = 0.f;
           sums.of[i / 2] += s;
         });
         form.follow(before);
@@ -243,19 +247,35 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
+  // Whether all of a warp's rows that keep something of a tile have met a key before.
+  static DLATTN_DEVICE bool has_references(const Kept& kept, const Softmax& softmax) {
+    bool lacks = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      lacks |= kept.row(2 * r) != 0 && softmax.reference[r] == Softmax::no_key;
+    }
+    return !__any_sync(0xffffffffu, lacks);
+  }
+
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const Kept& kept, const ScoreValues& values, Softmax& softmax) {
-    const bool all = !state.visit.partial && work.is_full(tile);
+    const bool full = work.is_full(tile), all = full && !state.visit.partial;
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
     }
     if constexpr (quick) {
       if (!first && all) {
-        sums = take_quickly(state.scores, work, tile, state.guess, values, softmax);
+        sums = take_quickly<false>(state.scores, work, tile, state.guess, {}, values, softmax);
         return false;
+      }
+      if constexpr (MasksElements<Problem>) {
+        if (!first && full && has_references(kept, softmax)) {
+          sums = take_quickly<true>(state.scores, work, tile, state.guess, kept, values, softmax);
+          return false;
+        }
       }
     }
     edit(state.scores, work, values, tile);
@@ -294,12 +314,13 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Some score was far above the maxima of the tiles before, which is rare after the first tiles.
   DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
-                                   const ScoreValues& values, Softmax& softmax) {
+                                   const Kept& kept, const ScoreValues& values, Softmax& softmax) {
     if constexpr (Score::guesses) {
       state.guess &= __all_sync(0xffffffffu, sums.of[0] != infinity());
     }
     repeat_scores(state.scores, state.q.stage, state.k.stage);
     edit(state.scores, work, values, tile);
+    if (MasksElements<Problem> && state.visit.partial) mask(state.scores, work, tile, kept);
     const bool grew = softmax.advance(state.scores, state.factor);
     sums = softmax.exponentiate(state.scores);
     return grew;
@@ -350,7 +371,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     end_output(state);
     if (!Tiling::exponentials_first && !retake) end_scores(state, work, tile);
     if (retake) {
-      grew = retake_scores(state, sums, work, tile, values, softmax);
+      grew = retake_scores(state, sums, work, tile, kept, values, softmax);
       end_scores(state, work, tile);
     }
     state.k.advance();
@@ -461,33 +482,41 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
+  // Addresses are made once, for all slabs: what stands between two query tiles has to be fetched.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     if (work.queries.empty()) return;
     const WorkItem at = work.item;
-    const int first = work.queries.first + first_row(), length_q = work.length.q;
+    const int warp_row = first_row(), first = work.queries.first + warp_row;
+    const int length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
     const int row = lane / 8, unit = lane % 8;
     const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
     T* o = p.o.template rows<T, Problem::ragged>(at.batch, at.head, first + row) + 8 * unit;
+    T* o_rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o_rows[i] = opaque(o + 4 * i * p.o.row);
     const OSlab& staged = shared.o[warpgroup];
+    const uint32 written = opaque(staged.unit_address(warp_row + lane % 16, lane / 16));
+    const uint32 read = opaque(staged.unit_address(warp_row + row, unit));
 #pragma unroll
     for (int slab = 0; slab < VTile::slabs; ++slab) {
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
-        store_columns(staged, first_row() + lane % 16, n, lane, output, 8 * slab + n);
+        store_columns<T>(OSlab::other_unit(written, n), output, 8 * slab + n);
       }
       __syncwarp();
       uint4 columns[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        columns[i] = load_shared_16(staged.unit_address(first_row() + row + 4 * i, unit));
+        const uint32 swizzled = 4 * i % 8;  // what the swizzle changes, four rows further
+        columns[i] = load_shared_16(OSlab::other_unit(read, swizzled) + 4 * i * 128);
       }
       if (64 * slab + 8 * unit >= Problem::head_dim_v) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (row + 4 * i < rows) store_16(o + 4 * i * p.o.row + 64 * slab, columns[i]);
+        if (row + 4 * i < rows) store_16(o_rows[i] + 64 * slab, columns[i]);
       }
     }
   }

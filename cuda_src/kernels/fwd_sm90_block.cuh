@@ -175,15 +175,18 @@ struct FwdSm90Block {
   DLATTN_DEVICE FwdSm90Block(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
+  // Heads whose keys are visited alike.
+  DLATTN_DEVICE int heads_per_tile() const { return visits_all ? 1 : p.heads_per_block; }
+
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
   // few that they are one consumer's, each has those of another head, which shares the keys.
   DLATTN_DEVICE OwnRows own_rows(const Work& work, int warpgroup) const {
-    if (p.heads_per_block > 1) return {work.item.head + warpgroup, 0};
+    if (heads_per_tile() > 1) return {work.item.head + warpgroup, 0};
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
     return {work.item.head, work.first_row() + 64 * part};
   }
   // Of this warp, among those of its consumer.
-  static DLATTN_DEVICE int first_row() { return 16 * (warp_index() % 4); }
+  static DLATTN_DEVICE int first_row() { return 16 * (uint32(warp_index()) % 4); }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x < 128) {

@@ -28,6 +28,11 @@ struct SlabTile {
     return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
   }
 
+  // From a unit's address, that of the unit of its row and slab whose number differs in these bits.
+  static DLATTN_DEVICE uint32 other_unit(uint32 address, uint32 bits) {
+    return address ^ (bits << 4);
+  }
+
   // Addresses of such units, at distances from one of them.
   struct UnitAddress {
     const SlabTile& tile;

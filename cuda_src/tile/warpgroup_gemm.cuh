@@ -78,15 +78,21 @@ DLATTN_DEVICE void start_accumulation(Accumulator<1, n_tiles>& c,
   wgmma_commit();
 }
 
+// Rounds a warp's 16 rows of the accumulator tiles n and n + 1. Lane i has the address of 8 columns:
+// of row i % 16, in tile n + i / 16.
+template <class T, int n_tiles>
+DLATTN_DEVICE void store_columns(uint32 address, Accumulator<1, n_tiles>& c, int n) {
+  const RegisterLeft<T, 1, 1> packed(reinterpret_cast<Accumulator<1, 2>&>(c.at[0][n]));
+  const auto& r = packed.at[0][0];
+  stmatrix_x4(address, r[0], r[1], r[2], r[3]);
+}
+
 // Rounds a warp's 16 rows of the accumulator tiles n and n + 1 into rows of the tile, of 16-bit
 // elements, from unit on. `row` is the tile's row of this lane: the warp's first plus lane % 16.
 template <class Tile, int n_tiles>
 DLATTN_DEVICE void store_columns(const Tile& tile, int row, int unit, int lane,
                                  Accumulator<1, n_tiles>& c, int n) {
-  const RegisterLeft<typename Tile::Element, 1, 1> packed(
-      reinterpret_cast<Accumulator<1, 2>&>(c.at[0][n]));
-  const auto& r = packed.at[0][0];
-  stmatrix_x4(tile.unit_address(row, unit + lane / 16), r[0], r[1], r[2], r[3]);
+  store_columns<typename Tile::Element>(tile.unit_address(row, unit + lane / 16), c, n);
 }
 
 }  // namespace dlattn

@@ -1,6 +1,7 @@
 """Running a built plan: from a variant pack to addresses, each checked against the graph.
 
-This is the hot path; ``slots.py`` has what each tensor costs.
+This is the hot path; ``slots.py`` has what each tensor costs. Tensors of torch that look like those
+of the last calls cost one question for all.
 """
 
 from __future__ import annotations

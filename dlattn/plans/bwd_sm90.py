@@ -27,9 +27,10 @@ from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
 from dlattn.runtime.target import Target
 
-#: Sums of dQ that are added to at a time, in a fixed order: L2 has room for more, but not for much.
-MOST_WAVE_SUM_BYTES = 20 << 20
-#: The same of pairs of at most so many key tiles.
+#: Sums of dQ that wider waves of a fixed order may add to at a time: L2 has room for more, but
+#: others are in it, too.
+MOST_WAVE_SUM_BYTES = 16 << 20
+#: Sums that full waves may add to whose pairs have at most so many key tiles; else so many pairs.
 FEW_TILES, MOST_SHORT_SUM_BYTES, MOST_SHORT_PAIRS = 4, 6 << 20, 8
 #: Pairs of a wave of a ragged problem.
 MOST_PAIRS = 8
@@ -191,10 +192,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if self.tiling.relays:
             return 0
         if not self.problem.ragged:
-            fixed = self.problem.deterministic and self.geometry.band_right is not None
+            if not self.problem.deterministic or self.geometry.band_right is None:
+                return super()._dq_lag
             # The longest items end a wave, and many short ones of the next pass by meanwhile.
-            later = max(0, 2 * self._items_at_once - self._wave_items) if fixed else 0
-            return super()._dq_lag + later
+            return 2 * max(self._wave_items, self._items_at_once) + self._items_at_once
         return self._params.heads_per_wave + self._pairs_at_once
 
     @property

@@ -99,16 +99,27 @@ def heads_per_item(geometry: Geometry) -> int:
     return gcd(heads // geometry.heads_k, heads // geometry.heads_v)
 
 
+#: Warps of a block to which the copy engine brings keys and values.
+_BOX_WARPS = 8
+
+#: Tiles of each block, where a few blocks more are worth fewer neighbours.
+_MANY_TILES = 128
+
+
 def items_side_by_side(geometry: Geometry, blocks: int) -> int:
     """Items of one batch entry that blocks walk side by side, of so many blocks in all.
 
-    As many as leave hardly any block out: side by side, blocks read rows that are neighbours.
+    As many as leave hardly any block out: side by side, blocks read rows that are neighbours. Where
+    each has many tiles, half as many if that leaves fewer out.
     """
     groups = geometry.heads_q // heads_per_item(geometry)
     widths = [w for w in range(1, min(groups, blocks) + 1) if groups % w == 0]
     used = {width: blocks // width * width for width in widths}
     enough = [width for width in widths if used[width] > 0.95 * blocks]
-    return max(enough, default=max(widths, key=lambda width: used[width]))
+    widest = max(enough, default=max(widths, key=lambda width: used[width]))
+    tiles = geometry.batch * groups * -(-geometry.seq_kv // (16 * _BOX_WARPS))
+    has_many = tiles >= _MANY_TILES * used[widest]
+    return widest // 2 if has_many and used.get(widest // 2, 0) > used[widest] else widest
 
 
 #: More of them fill tiles of their own.
@@ -119,9 +130,6 @@ MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
 
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
-
-#: Warps of a block to which the copy engine brings keys and values.
-_BOX_WARPS = 8
 
 #: Bytes of a block's rings, for items of so many keys, for shorter ones, and in a cluster. Little
 #: on its way is best for memory, more for ends of items; blocks of clusters must be so large that
@@ -134,21 +142,23 @@ _LONG, _SHORT, _ALONE = 64 * 1024, 128 * 1024, 128 * 1024
 MOST_BLOCKS = 8
 _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 
-#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out.
-_MOST_KEYS, _MOST_UNEVEN_KEYS = 4096, 1024
+#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out; and
+#: tiles of each, of 16 rows, where clusters leave multiprocessors out.
+_MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 
 
 def cluster_of(geometry: Geometry, target: Target) -> int:
     """Blocks of a cluster, if it is best that one has each item; else 0.
 
     It is where all clusters run at once, and either have hardly any block less than there could be
-    or one tile for each of theirs.
+    or few tiles for each of theirs.
     """
     items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
     tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    if items * blocks < 0.9 * room and blocks < tiles:
+    few = _FEW_TILES if geometry.seq_q * heads_per_item(geometry) <= 16 else 0
+    if items * blocks < 0.9 * room and tiles > few * blocks:
         return 0
     differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
     most_keys = _MOST_UNEVEN_KEYS if differ else _MOST_KEYS
@@ -169,15 +179,16 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-#: Of an item, at most: a cluster's mailbox has no room for more.
-_MOST_CLUSTER_ROWS = 64
+#: Rows of an item that clusters take, beside 16 or fewer: a mailbox has no room for more, others
+#: have not been measured.
+_CLUSTER_ROWS = range(33, 65)
 
 
 def cluster_tiling(
     problem: Problem, target: Target, rows: int, cluster: int
 ) -> DecodeTiling | None:
-    """For so many rows, more than 16, in clusters: if they can be, and there is room."""
-    if problem.ragged or target.capability != (9, 0) or rows > _MOST_CLUSTER_ROWS:
+    """For so many rows, more than 16, in clusters, if these take them."""
+    if problem.ragged or target.capability != (9, 0) or rows not in _CLUSTER_ROWS:
         return None
     best = next((tiling for tiling in tilings(problem, target) if tiling.rows >= rows), None)
     if best is None:
@@ -328,10 +339,9 @@ class Decode(MappedPlan):
 
     def companions(self) -> list[KernelSource]:
         found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
-        for rows in (32, 64):
-            clustered = cluster_tiling(self.problem, self.target, rows, MOST_BLOCKS)
-            if clustered:
-                found[clustered.cpp] = clustered
+        clustered = cluster_tiling(self.problem, self.target, _CLUSTER_ROWS[-1], MOST_BLOCKS)
+        if clustered:
+            found[clustered.cpp] = clustered
         if self._has_boxes(self.problem, self.geometry, self.target):
             rings = ((_LONG, 0), (_SHORT, 0), (_ALONE, MOST_BLOCKS))
             boxes = [box_tiling(self.problem, *ring) for ring in rings]

@@ -39,10 +39,12 @@ class Known:
     Attributes:
         call: gives the output, and the log-sum-exp if that is wanted; ``None`` if the quick way is
             none for them.
+        device: the kind of it, as autocasting knows it.
     """
 
     call: Call | None
     options: Options
+    device: str
 
 
 def attend_plainly(
@@ -57,7 +59,7 @@ def attend_plainly(
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         asked = said, learns or return_lse
         # Which looks at types and transforms, too, and at whether autocasting is on.
-        found = _FORWARDS.latest(tensors, asked) or _find(tensors, asked)
+        found = _FORWARDS.latest(tensors, asked) or _find(q, k, v, asked)
     except (AttributeError, TypeError, InvalidVariantPackError):
         return None
     if found is None:
@@ -74,17 +76,21 @@ def attend_plainly(
 
 
 def _find(
-    tensors: tuple[Tensor, Tensor, Tensor], asked: tuple[Words, bool]
+    q: Tensor, k: Tensor, v: Tensor, asked: tuple[Words, bool]
 ) -> tuple[Known, list[int]] | None:
     """What is known, and the addresses; ``None`` if attention of such tensors is, at present, that
     of others."""
-    if not all(type(x) in PLAIN for x in tensors) or torch._C._are_functorch_transforms_active():
+    found = _CAST.latest((q, k, v), asked)
+    if found is not None and torch.get_autocast_dtype(found[0].device) is q.dtype:
+        return found
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    q = tensors[0]
+    if torch._C._are_functorch_transforms_active():
+        return None
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return _FORWARDS.find(tensors, asked)
-    return _CAST.find(tensors, asked) if torch.get_autocast_dtype(device) is q.dtype else None
+        return _FORWARDS.find((q, k, v), asked)
+    return _CAST.find((q, k, v), asked) if torch.get_autocast_dtype(device) is q.dtype else None
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
@@ -92,7 +98,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Kn
     device, call = q.device.type, None
     if device in ("cuda", "cpu") and _is_plain(q, k, v, said):
         call = forward_pass.prepare(q, k, v, words(options, with_lse))
-    return Known(call, options)
+    return Known(call, options, device)
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:

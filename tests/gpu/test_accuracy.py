@@ -62,16 +62,17 @@ def test_gradients_are_as_exact_as_plain_ones() -> None:
     found: list[float] = []
 
     @settings(settings.get_profile("gpu"))
-    @given(families("gpu", size=12, least=4))
+    @given(families("gpu", size=12, least=4).filter(tally.is_random))
     def measure(family: tuple[Case, ...]) -> None:
         for case in tally.in_time(family):
             if not case.stats:
                 continue
             for role, ratio, of_reach in ratios(case):
-                tally.measure(f"{role} of plain", ratio)
                 tally.measure(f"{role} of plain or noise", of_reach)
                 assert of_reach <= MOST, f"{role}: {of_reach:.2f} times a plain error; {case!r}"
-                found.append(ratio)
+                if 0 < ratio < math.inf:  # neither is exact, and the plain one a number
+                    tally.measure(f"{role} of plain", ratio)
+                    found.append(ratio)
 
     measure()
     assert statistics.median(found) <= MEDIAN

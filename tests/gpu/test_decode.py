@@ -41,17 +41,14 @@ CASES = {
         **_WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
         right=0, bottom_right=True, page_k=16, page_v=16,
     ),
-    "32 rows in clusters, pages": Case(
-        **_WIDE, batch=2, heads_q=16, heads_k=4, heads_v=4, seq_q=7, seq_kv=900, len_q=(7, 5),
-        len_kv=(900, 333), right=0, bottom_right=True, page_k=64, page_v=16,
+    "28 rows, pages of two sizes": Case(
+        **_WIDE, batch=8, heads_q=32, heads_k=8, heads_v=8, seq_q=7, seq_kv=700,
+        len_q=(7, 5, 7, 0, 1, 7, 7, 2), len_kv=(700, 333, 128, 9, 0, 699, 129, 257), right=0,
+        bottom_right=True, page_k=64, page_v=16,
     ),
-    "64 rows in clusters": Case(
-        **_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_q=8, seq_kv=1000, right=0, bottom_right=True,
-        sink=0.0,
-    ),
-    "64 rows in clusters with few keys": Case(
-        **_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_q=7, seq_kv=1000, len_q=(7,), len_kv=(130,),
-        right=0, bottom_right=True,
+    "64 rows in pairs": Case(
+        **_WIDE, batch=8, heads_q=64, heads_k=8, heads_v=8, seq_q=8, seq_kv=500, right=0,
+        bottom_right=True, sink=0.0,
     ),
     "pages, shorter than they may be": Case(
         **_WIDE, heads_q=8, seq_kv=9000, len_q=(1,), len_kv=(5555,), page_k=64, page_v=16,

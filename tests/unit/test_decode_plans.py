@@ -131,7 +131,9 @@ CLUSTERS = {
     (1, 64, 8, 1024): 8,
     (1, 64, 8, 512): 4,
     (8, 64, 8, 8192): 2,
-    (1, 32, 32, 1024): 0,  # pairs would leave half of the chip to wait
+    (1, 32, 32, 1024): 2,  # half of the chip waits, for less than others' parts would take
+    (1, 32, 32, 2048): 0,
+    (1, 64, 8, 4096): 8,
     (64, 64, 8, 8192): 0,
     (1, 8, 8, 100): 0,  # one tile
 }
