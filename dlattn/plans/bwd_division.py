@@ -18,7 +18,7 @@ FIXED_STEPS = 5
 #: In how many parts an item is at the most, and of how many blocks the last items must be for it.
 MOST_PARTS, LEAST_LAST = 5, 1 / 4
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
-LEAST_GAIN, LEAST_STEPS = 0.008, 12
+LEAST_GAIN, LEAST_STEPS = 0.008, 8
 
 
 @dataclass(frozen=True)
