@@ -27,14 +27,9 @@ concept MasksElements = requires { typename Problem::ElementMask; };
 struct KeptElements {
   uint32 of_row[2] = {~0u, ~0u};  // a bit each
   DLATTN_DEVICE uint32 row(int i) const { return of_row[i / 2]; }
-  // The element whose row is that of i, so many columns right of the lane's first.
-  DLATTN_DEVICE bool keeps(int i, int column) const {
-    return (row(i) >> (column / 8 * 2 + column % 2) & 1) != 0;
-  }
 };
 struct AllElements {
   DLATTN_DEVICE uint32 row(int) const { return ~0u; }
-  DLATTN_DEVICE bool keeps(int, int) const { return true; }
 };
 template <class Problem>
 using Kept = Either<MasksElements<Problem>, KeptElements, AllElements>;

@@ -212,12 +212,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
 
   // Products become exponentials at once. A guess that was wrong leaves an infinite sum: that is how
-  // exponentials that are too large are found, and the scores are computed once more. Of elements that are
-  // masked, they become zero.
-  template <bool masked>
+  // exponentials that are too large are found, and the scores are computed once more.
   DLATTN_DEVICE Sums take_quickly(Scores& scores, const Work& work, int tile, bool guess,
-                                  const Kept& kept, const ScoreValues& values,
-                                  const Softmax& softmax) {
+                                  const ScoreValues& values, const Softmax& softmax) {
     constexpr int group = 2, tiles = tile_k / 8;
     const Position first = position(work, tile);
     Sums sums{};
@@ -227,7 +224,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       for (int begin = 0; begin < tiles; begin += group) {
         for_each_element(scores, begin, first, [&](float& s, const auto& at, int i) {
           s = exp2_approx(Score::exponent(form, s, at, values, -softmax.reference[i / 2]));
-          if (masked && !kept.keeps(i, at.right)) s = 0.f;
           sums.of[i / 2] += s;
         });
         form.follow(before);
@@ -247,35 +243,19 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return sums;
   }
 
-  // Whether all of a warp's rows that keep something of a tile have met a key before.
-  static DLATTN_DEVICE bool has_references(const Kept& kept, const Softmax& softmax) {
-    bool lacks = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      lacks |= kept.row(2 * r) != 0 && softmax.reference[r] == Softmax::no_key;
-    }
-    return !__any_sync(0xffffffffu, lacks);
-  }
-
   // Scores that have arrived become exponentials, and enter the maxima if they are the first, have
   // gaps, or maxima must be exact. True if the output must be rescaled.
   DLATTN_DEVICE bool take_scores(State& state, Sums& sums, const Work& work, int tile, bool first,
                                  const Kept& kept, const ScoreValues& values, Softmax& softmax) {
-    const bool full = work.is_full(tile), all = full && !state.visit.partial;
+    const bool all = !state.visit.partial && work.is_full(tile);
     tie(state.scores);
     if constexpr (stages_bias) {
       mbarrier_wait(shared.bias_ring[warpgroup].full[0], state.bias.parity);
     }
     if constexpr (quick) {
       if (!first && all) {
-        sums = take_quickly<false>(state.scores, work, tile, state.guess, {}, values, softmax);
+        sums = take_quickly(state.scores, work, tile, state.guess, values, softmax);
         return false;
-      }
-      if constexpr (MasksElements<Problem>) {
-        if (!first && full && has_references(kept, softmax)) {
-          sums = take_quickly<true>(state.scores, work, tile, state.guess, kept, values, softmax);
-          return false;
-        }
       }
     }
     edit(state.scores, work, values, tile);
@@ -314,13 +294,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Some score was far above the maxima of the tiles before, which is rare after the first tiles.
   DLATTN_DEVICE bool retake_scores(State& state, Sums& sums, const Work& work, int tile,
-                                   const Kept& kept, const ScoreValues& values, Softmax& softmax) {
+                                   const ScoreValues& values, Softmax& softmax) {
     if constexpr (Score::guesses) {
       state.guess &= __all_sync(0xffffffffu, sums.of[0] != infinity());
     }
     repeat_scores(state.scores, state.q.stage, state.k.stage);
     edit(state.scores, work, values, tile);
-    if (MasksElements<Problem> && state.visit.partial) mask(state.scores, work, tile, kept);
     const bool grew = softmax.advance(state.scores, state.factor);
     sums = softmax.exponentiate(state.scores);
     return grew;
@@ -371,7 +350,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     end_output(state);
     if (!Tiling::exponentials_first && !retake) end_scores(state, work, tile);
     if (retake) {
-      grew = retake_scores(state, sums, work, tile, kept, values, softmax);
+      grew = retake_scores(state, sums, work, tile, values, softmax);
       end_scores(state, work, tile);
     }
     state.k.advance();
