@@ -194,9 +194,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
                                    const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
+    state.visit = this->visit(state.k.stage, tile);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage][warpgroup], 0, shared.k[state.k.stage]);
-    state.visit = this->visit(state.k.stage, tile);
     Asked asked;
     if (state.visit.partial) asked = Asked(position(work, tile), values);
     return asked;
