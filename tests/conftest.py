@@ -58,11 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # Importing frameworks and compiling kernels makes first examples slow.
     slow = [HealthCheck.too_slow]
     settings.register_profile("cpu", deadline=None, suppress_health_check=slow)
+    examples = config.getoption("--examples")
     settings.register_profile(
-        "gpu",
-        settings.get_profile("cpu"),
-        max_examples=-(-config.getoption("--examples") // config.getoption("--parts")),
-        phases=[Phase.generate],
+        "gpu", settings.get_profile("cpu"), max_examples=examples, phases=[Phase.generate]
+    )
+    # Of tests that are divided.
+    settings.register_profile(
+        "gpu part",
+        settings.get_profile("gpu"),
+        max_examples=-(-examples // config.getoption("--parts")),
     )
     settings.load_profile("cpu")
 

@@ -73,7 +73,7 @@ struct MappedKeys {
   const PageTableRef& table;  // if they are paged
 };
 
-// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread. Whether
+// Starts loading a tile of keys or values, paged or not, that begins with this row; by one thread. `once`:
 // nobody else reads it.
 template <class Problem, bool paged, bool once = false, class Tile>
 DLATTN_DEVICE void load_key_tile(Tile& tile, const MappedKeys& keys, uint64& landed, int first,

@@ -35,7 +35,7 @@ struct Params {
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
   float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
-  int* dq_arrivals;   // the same without tile: how many key tiles have been added
+  int* dq_arrivals;   // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
@@ -66,7 +66,7 @@ struct Params {
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
   float* key_sums;  // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
-  int whole_items;  // of a Hopper backward: from here on, items are in parts, and add to those sums
+  int whole_items;  // of a Hopper backward: from here on, items have parts of groups or of queries, and add to those sums
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
   int unused;

@@ -1,5 +1,5 @@
-// dK and dV on their way from registers to memory: as rows, or, where several items have heads of one
-// group, by way of fp32 sums.
+// dK and dV on their way from registers to memory: as rows, or, where several items have parts of a group
+// or of its queries, by way of fp32 sums.
 #pragma once
 
 #include "attn/pages.cuh"

@@ -8,7 +8,8 @@
 // dimensions leave no registers for both, one product, of 64 keys. Only dS passes through shared memory
 // to a third warpgroup, the query worker (bwd_sm90_queries.cuh), which computes
 //   dQ = dS K
-// summed over key tiles in global memory (bwd_sm90_shares.cuh).
+// summed over key tiles in global memory (bwd_sm90_shares.cuh), or handed from item to item in narrow
+// windows (bwd_sm90_relay.cuh).
 #pragma once
 
 #include "kernels/bwd_sm90_scores.cuh"
@@ -29,14 +30,9 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::ds_stages;
   using Base::few_registers;
   using Base::key_worker;
-  using Base::keys;
-  using Base::length;
-  using Base::lowering;
-  using Base::m;
   using Base::offer_ds;
   using Base::own_piece;
   using Base::p;
-  using Base::part_q;
   using Base::parts;
   using Base::receive;
   using Base::relays;
@@ -50,14 +46,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Base::tile_q;
   using Base::tiles;
   using Base::weighted;
-  using Base::work;
   using typename Base::HeldKeys;
   using typename Base::Nothing;
   using typename Base::Piece;
   using typename Base::Rounded;
   using typename Base::RowStats;
   using typename Base::Scores;
-  using typename Base::Step;
   using typename Base::Weights;
 
   static constexpr int blocks = Base::block_k / 64;  // of keys

@@ -109,7 +109,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     }
   }
 
-  // The same for those that are steps; and begin(i) after the first tile of a head, whose memory is free before that of keys.
+  // The same for those that are steps; and begin(i) after the first tile of a head, whose memory is free
+  // before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
     if constexpr (Base::relays) {

@@ -18,7 +18,6 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   using Base::handed_on;
   using Base::own_pieces;
   using Base::p;
-  using Base::piece_columns;
   using Base::share_slots;
   using Base::shared;
   using Base::sum;

@@ -1,7 +1,7 @@
 // The sums of dQ over key tiles, in global memory: they exist for a few pairs of batch entry and group of
 // heads at a time, so that they stay in L2. Blocks add to them, and count. A complete sum is stored as dQ,
 // and zeros are left, with an item some time later: its query worker does it beside its own work, a piece
-// a step. All workers store what goes with no item, when none is left.
+// a step, or, where steps are few, its key workers do after theirs. All workers store what goes with no item, when none is left.
 #pragma once
 
 #include "attn/walk.cuh"

@@ -163,7 +163,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
         mbarrier_arrive_expect(full, Tile::slabs * 16 * 128);
         // A page that the container does not have is beyond its bounds: zeros.
         s_tile.load_rows(0, map, full, paged ? table.slot(first) : first, head,
-                         paged ? least(page, uint32(table.pages)) : loads.batch);
+                         !paged            ? loads.batch
+                         : table.has(page) ? int(page)
+                                           : table.pages);
       }
     }
     __syncwarp();

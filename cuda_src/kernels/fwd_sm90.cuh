@@ -33,14 +33,12 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::dim_v;
   using Base::first_row;
   using Base::item_stages;
-  using Base::m;
   using Base::p;
   using Base::q_stages;
   using Base::shared;
   using Base::stages;
   using Base::stages_bias;
   using Base::tile_k;
-  using Base::tile_q;
   using Base::warpgroup;
   using T = typename Base::T;
   using Score = typename Base::Score;

@@ -161,7 +161,7 @@ struct FwdSm90Block {
     Ring<1> bias_ring[consumers];
     uint64 nearly_loaded[item_stages];  // the keys of an item
     int item_count;  // where blocks ask for items; the scheduler has no register for it
-    int counts;      // the counter of items asked for is known to be one
+    int counts;      // this block has seen the mark beside the counter of items; not of a ragged problem
   };
 
   // Named barriers, by event; + warpgroup.

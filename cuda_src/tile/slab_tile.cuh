@@ -79,16 +79,6 @@ struct SlabTile {
     }
   }
 
-  // Starts storing rows from tile_row on, as many as the map's boxes have.
-  DLATTN_DEVICE void store_rows(int tile_row, const TensorMap& map, int row, int head,
-                                int batch) const {
-#pragma unroll
-    for (int slab = 0; slab < slabs; ++slab) {
-      tma_store_4d(map, address() + slab * slab_bytes + tile_row * 128, slab * 64, row, head,
-                   batch);
-    }
-  }
-
   // Zeros in the rows from `first` on, by some threads side by side.
   DLATTN_DEVICE void clear_rows(int first, int thread, int threads) {
     constexpr int units = slabs * 8;

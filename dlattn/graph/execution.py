@@ -32,6 +32,10 @@ from dlattn.runtime.tensors import ORDERED_TYPES, lookalikes, order_before, view
 WORKSPACE_ALIGNMENT = 16
 
 
+#: Quick tests that may be made before one of them has fitted a call.
+MOST_LESSONS = 8
+
+
 class Addresses(NamedTuple):
     """What execution reads of a pack.
 
@@ -83,6 +87,7 @@ class Execution:
             LOOK_ALIGNMENT % slot.alignment == 0 for slot in slots
         )
         self._look: Look | None = None
+        self._lessons_left = MOST_LESSONS
         self._current_stream: Callable[[], int] = lambda: 0
 
     def addresses(self, pack: Mapping[Any, Any]) -> Addresses:
@@ -133,9 +138,10 @@ class Execution:
         if known is not None:
             stream = self._current_stream() if stream is None else stream
             self._run(known, self.workspace_address(workspace), stream)
+            self._lessons_left = MOST_LESSONS
             return
         pointers, inputs, unordered, alike = self.addresses(pack)
-        if alike and self._may_look:
+        if alike and self._may_look and self._lessons_left:
             self._learn([pack.get(key) for key in self._keys])
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
@@ -147,9 +153,11 @@ class Execution:
     def _learn(self, values: Sequence[Any]) -> None:
         """Makes a quick test of tensors that were found to be the graph's: the second time, as it
         takes as long as some calls."""
+        self._lessons_left -= 1
         look = lookalikes(values)
-        self._may_look = look is not None
-        if look is not None and not self._on_cpu:
+        if look is None:
+            return
+        if not self._on_cpu:
             self._current_stream = current_stream_of(values[0], self._index)
         self._look = look
 

@@ -59,6 +59,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
             self.tiling = replace(self.tiling, adds_keys=self._division is not None)
         self.set_waves()
         items, division = self._pairs * self._key_tiles, self._division
+        # KeySums numbers tiles pair by pair.
+        assert division is None or not division.whole_items or self._params.heads_per_wave == 1
         self._params.whole_items = items if division is None else division.whole_items
         self._params.item_parts = 1 if division is None else division.parts
         self._params.lone_shares = self._lone_shares

@@ -60,6 +60,7 @@ class MappedPlan(CudaPlan):
 
     #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
+    #: What a copy brings into L2 at a time; of the decode, less.
     l2_promotion: ClassVar[int] = tensormap.L2_PROMOTION_256B
 
     @cached_property
@@ -75,7 +76,7 @@ class MappedPlan(CudaPlan):
         """Rows that one copy moves, by role; it moves 64 columns."""
 
     def paged_rows(self, role: str, rows: int) -> int:
-        """Rows of a box of k or v, or of a gradient, where a tile has so many."""
+        """Rows of a box of k or v, where a tile has so many."""
         page = self.geometry.page_size(role)
         return rows if page is None else gcd(page, rows)
 

@@ -64,15 +64,18 @@ class _Torch(Framework):
         dtype, device = like.dtype, like.device
 
         def match(obj: Any) -> int:
-            if (
-                type(obj) is kind
-                and obj.dtype is dtype
-                and obj.shape == shape
-                and obj.stride() == stride
-                and obj.device == device
-            ):
-                address: int = obj.data_ptr()
-                return address
+            try:
+                if (
+                    type(obj) is kind
+                    and obj.dtype is dtype
+                    and obj.shape == shape
+                    and obj.stride() == stride
+                    and obj.device == device
+                ):
+                    address: int = obj.data_ptr()
+                    return address
+            except RuntimeError:  # it has no strides, or no memory: a view says what is wrong
+                pass
             return 0
 
         return match
@@ -100,6 +103,7 @@ class _Torch(Framework):
     ) -> Callable[[], Any]:
         # A tensor's own method takes half the time of torch.empty_strided, which parses a device.
         alike = self.empty(like, (0,), (1,), dtype)
+        shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
         own = partial(alike.new_empty_strided, shape, stride)
         quick = _quick_empty(like.device.type)
         if quick is None:

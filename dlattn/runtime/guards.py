@@ -10,9 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
+
+#: torch's test ends the process at a nested tensor, which has no strides.
+_is_nested = attrgetter("is_nested")
 
 
 def lookalikes(tensors: Sequence[Any]) -> Look | None:
@@ -35,7 +39,10 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         return None
 
     def look(*given: Any) -> list[int] | None:
-        if not check(*given):
+        try:
+            if any(map(_is_nested, given)) or not check(*given):
+                return None
+        except AttributeError:  # one is no tensor of torch's
             return None
         addresses = []
         for x in given:
@@ -61,12 +68,14 @@ def _trusted_guards() -> Any:
     torch: Any = sys.modules["torch"]
     try:
         guards = torch._C._dynamo.guards.TensorGuards
-        like = torch.empty(4, 4)
-        check = _check(guards, (like, like))
-        others = like.double(), like.T[:, :], like[:, :2], like[None], torch.empty(4, 4).T, None
-        fit = check(like, torch.empty(4, 4)) and not any(check(like, other) for other in others)
-        with torch.autocast("cpu", torch.bfloat16):
-            fit = fit and not check(like, torch.empty(4, 4))
+        # Whatever device and mode the caller has made the default.
+        with torch.autocast("cpu", enabled=False):
+            like, alike = torch.empty(2, 4, 4, device="cpu")
+            check = _check(guards, (like, like))
+            others = like.double(), like.T[:, :], like[:, :2], like[None], alike.T, None
+            fit = check(like, alike) and not any(check(like, other) for other in others)
+            with torch.autocast("cpu", torch.bfloat16):
+                fit = fit and not check(like, alike)
     except Exception:
         return None
     return guards if fit else None

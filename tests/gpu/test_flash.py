@@ -31,7 +31,7 @@ def check_all(family: tuple[FlashCase, ...]) -> None:
 
 
 @pytest.mark.usefixtures("part")
-@settings(settings.get_profile("gpu"))
+@settings(settings.get_profile("gpu part"))
 @given(flash_families().filter(tally.is_random))
 def test_one_length(family: tuple[FlashCase, ...]) -> None:
     """mha_fwd and mha_bwd are right, and write nothing but their results."""
@@ -39,7 +39,7 @@ def test_one_length(family: tuple[FlashCase, ...]) -> None:
 
 
 @pytest.mark.usefixtures("part")
-@settings(settings.get_profile("gpu"))
+@settings(settings.get_profile("gpu part"))
 @given(flash_families(packed=True).filter(tally.is_random))
 def test_packed(family: tuple[FlashCase, ...]) -> None:
     """mha_varlen_fwd and mha_varlen_bwd are right, and write nothing but their results."""
@@ -69,7 +69,7 @@ _COMPARED = flash_families(
 
 
 @pytest.mark.usefixtures("part")
-@settings(settings.get_profile("gpu"))
+@settings(settings.get_profile("gpu part"))
 @given(_COMPARED.filter(tally.is_random))
 def test_pytorchs_own(family: tuple[FlashCase, ...]) -> None:
     """Results are as near to the exact ones as those of PyTorch's FlashAttention-2, twice the error

@@ -32,7 +32,7 @@ RUNS = {
 
 @pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-@settings(settings.get_profile("gpu"))
+@settings(settings.get_profile("gpu part"))
 @given(family=families("gpu", size=12, least=4).filter(tally.is_random))
 def test_graph(run: Callable[..., None], family: tuple[Case, ...]) -> None:
     """Graphs on the GPU are right for every case, and write nothing but their outputs."""

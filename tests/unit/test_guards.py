@@ -81,6 +81,25 @@ def test_a_guard_that_sees_less_is_not_used(monkeypatch: Any, answer: bool) -> N
         guards._trusted_guards.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta")]
+)
+def test_a_first_call_in_any_mode_trusts_them(mode: Any) -> None:
+    """Whether guards see enough is asked with tensors of the CPU, outside of autocasting."""
+    guards._trusted_guards.cache_clear()
+    with mode():
+        assert guards._trusted_guards() is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+def test_a_nested_tensor_looks_like_no_other() -> None:
+    """torch's own test would end the process."""
+    x = torch.zeros(2, 3, 64)
+    look = lookalikes((x,))
+    assert look is not None and look(x) == [x.data_ptr()]
+    assert look(torch.nested.nested_tensor(list(x))) is None
+
+
 @given(st.lists(st.tuples(pairs, st.booleans(), st.booleans()), max_size=12))
 def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
     """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
