@@ -90,7 +90,9 @@ def compare(driver: Driver, source: Source) -> Source:
         wanted = launches(driver, plain, {})
         assert wanted and launches(driver, graph, overrides) == wanted
         idle = SimpleNamespace(
-            get_workspace_size=lambda **options: 0, execute=lambda *arguments, **options: None
+            get_plan_name_at_index=lambda index: "idle",
+            get_workspace_size=lambda **options: 0,
+            execute=lambda *arguments, **options: None,
         )
         return idle, given, {}  # type: ignore[return-value]
 
