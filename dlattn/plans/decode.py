@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
 
 from dlattn.plans.argument import MappedDecodeParams
 from dlattn.plans.cuda import (
@@ -93,12 +92,6 @@ class DecodeTiling:
         return 4 * self.rows * (self.columns_v(problem) + 2)
 
 
-def heads_per_item(geometry: Geometry) -> int:
-    """Query heads that share both a head of K and one of V."""
-    heads = geometry.heads_q
-    return gcd(heads // geometry.heads_k, heads // geometry.heads_v)
-
-
 #: Warps of a block to which the copy engine brings keys and values.
 _BOX_WARPS = 8
 
@@ -112,7 +105,7 @@ def items_side_by_side(geometry: Geometry, blocks: int) -> int:
     As many as leave hardly any block out: side by side, blocks read rows that are neighbours. Where
     each has many tiles, half as many if that leaves fewer out.
     """
-    groups = geometry.heads_q // heads_per_item(geometry)
+    groups = geometry.heads_q // geometry.heads_together
     widths = [w for w in range(1, min(groups, blocks) + 1) if groups % w == 0]
     used = {width: blocks // width * width for width in widths}
     enough = [width for width in widths if used[width] > 0.95 * blocks]
@@ -153,11 +146,11 @@ def cluster_of(geometry: Geometry, target: Target) -> int:
     It is where all clusters run at once, and either have hardly any block less than there could be
     or few tiles for each of theirs.
     """
-    items = geometry.batch * geometry.heads_q // heads_per_item(geometry)
+    items = geometry.batch * geometry.heads_q // geometry.heads_together
     tiles, room = -(-geometry.seq_kv // (16 * _BOX_WARPS)), target.multiprocessors
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    few = _FEW_TILES if geometry.seq_q * heads_per_item(geometry) <= 16 else 0
+    few = _FEW_TILES if geometry.seq_q * geometry.heads_together <= 16 else 0
     if items * blocks < 0.9 * room and tiles > few * blocks:
         return 0
     differ = geometry.batch > 1 and "seq_len_kv" in geometry.tensors
@@ -220,9 +213,9 @@ class Decode(MappedPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or self.choices(problem, geometry, target)[0]
-        self._params.heads_per_block = heads_per_item(geometry)
+        self._params.heads_per_block = geometry.heads_together
         self._params.heads_per_wave = (
-            geometry.heads_q // heads_per_item(geometry)
+            geometry.heads_q // geometry.heads_together
             if self.tiling.cluster
             else items_side_by_side(geometry, target.multiprocessors)
         )
@@ -248,7 +241,7 @@ class Decode(MappedPlan):
                 return f"the head dimension of {name} must be at most {most}; got {dim}."
         if geometry.seq_q > MOST_QUERIES:
             return f"it takes at most {MOST_QUERIES} queries; the graph has {geometry.seq_q}."
-        rows = geometry.seq_q * heads_per_item(geometry)
+        rows = geometry.seq_q * geometry.heads_together
         most_rows = max((tiling.rows for tiling in tilings(problem, target)), default=0)
         if rows > most_rows:
             return (
@@ -276,7 +269,7 @@ class Decode(MappedPlan):
     def choices(
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[DecodeTiling]:
-        rows = geometry.seq_q * heads_per_item(geometry)
+        rows = geometry.seq_q * geometry.heads_together
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
         cluster = cluster_of(geometry, target)
         if rows > 16 and cluster:
@@ -300,7 +293,7 @@ class Decode(MappedPlan):
 
     @property
     def _items(self) -> int:
-        return self.geometry.batch * self.geometry.heads_q // heads_per_item(self.geometry)
+        return self.geometry.batch * self.geometry.heads_q // self.geometry.heads_together
 
     @cached_property
     def _blocks(self) -> int:

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 from dlattn.plans.argument import MappedFwdParams
@@ -173,8 +172,7 @@ def heads_per_tile(
 ) -> int:
     """Query heads that share a tile: queries so few that one consumer has those of a head leave the
     others to heads with the same keys, if multiprocessors have enough to do all the same."""
-    groups = gcd(geometry.heads_q // geometry.heads_k, geometry.heads_q // geometry.heads_v)
-    packs = geometry.seq_q <= 64 and groups % tiling.consumers == 0
+    packs = geometry.seq_q <= 64 and geometry.heads_together % tiling.consumers == 0
     packs &= geometry.batch * geometry.heads_q >= tiling.consumers * multiprocessors
     packs &= not (problem.has_blocks or tiling.stages_bias)
     return tiling.consumers if packs else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 from enum import Enum
+from math import gcd
 
 from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
@@ -299,6 +300,11 @@ class Geometry:
     @property
     def batch(self) -> int:
         return self.tensors["q"].dim[0]
+
+    @property
+    def heads_together(self) -> int:
+        """Query heads that share both a head of K and one of V."""
+        return gcd(self.heads_q // self.heads_k, self.heads_q // self.heads_v)
 
     @property
     def heads_q(self) -> int:

@@ -53,22 +53,9 @@ def test_reruns(case: tuple[int, int, int, int, int, int, dict[str, Any]]) -> No
     tensors["stats"] = stats.detach().float()
     if "use_padding_mask" in masks:
         tensors["seq_len_q"] = tensors["seq_len_kv"] = lengths.view(batch, 1, 1, 1)
-    graph = dlattn.pygraph(
-        io_data_type=dlattn.data_type.BFLOAT16,
-        intermediate_data_type=dlattn.data_type.FLOAT,
-        compute_data_type=dlattn.data_type.FLOAT,
-    )
-    given = {role: graph.tensor_like(t) for role, t in tensors.items()}
-    gradients = graph.sdpa_backward(
-        **given, **masks, attn_scale=scale, use_deterministic_algorithm=True
-    )
     outputs = [torch.empty_like(t) for t in (q, k, v)]
-    for gradient, output in zip(gradients, outputs, strict=True):
-        gradient.set_output(True).set_dim(output.shape).set_stride(output.stride())
-    graph.build([dlattn.heur_mode.A])
-    pack = {given[role]: t for role, t in tensors.items()}
-    pack |= dict(zip(gradients, outputs, strict=True))
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    options = {**masks, "attn_scale": scale, "use_deterministic_algorithm": True}
+    graph, pack, workspace = built(torch, "sdpa_backward", tensors, outputs, options)
 
     first = None
     for run in range(100):
@@ -102,20 +89,8 @@ def test_forward_reruns(case: tuple[int, int, int, int, int, int, dict[str, Any]
     if "use_padding_mask" in masks:
         lengths = torch.tensor([seq, *[seq // 3] * (batch - 1)], dtype=torch.int32, device="cuda")
         tensors["seq_len_q"] = tensors["seq_len_kv"] = lengths.view(batch, 1, 1, 1)
-    graph = dlattn.pygraph(
-        io_data_type=dlattn.data_type.BFLOAT16,
-        intermediate_data_type=dlattn.data_type.FLOAT,
-        compute_data_type=dlattn.data_type.FLOAT,
-    )
-    given = {role: graph.tensor_like(t) for role, t in tensors.items()}
-    results = graph.sdpa(**given, **masks, attn_scale=d_qk**-0.5, generate_stats=True)
-    for result, output in zip(results, outputs, strict=True):
-        result.set_output(True).set_dim(output.shape).set_stride(output.stride())
-    results[1].set_data_type(dlattn.data_type.FLOAT)
-    graph.build([dlattn.heur_mode.A])
-    pack = {given[role]: t for role, t in tensors.items()}
-    pack |= dict(zip(results, outputs, strict=True))
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    options = {**masks, "attn_scale": d_qk**-0.5, "generate_stats": True}
+    graph, pack, workspace = built(torch, "sdpa", tensors, outputs, options)
 
     first = None
     for _ in range(200):
@@ -126,6 +101,32 @@ def test_forward_reruns(case: tuple[int, int, int, int, int, int, dict[str, Any]
             first = [output.clone() for output in outputs]
         for output, before in zip(outputs, first, strict=True):
             assert torch.equal(output, before) and not bool(output.isnan().any())
+
+
+def built(
+    torch: Any,
+    operation: str,
+    tensors: dict[str, Any],
+    outputs: list[Any],
+    options: dict[str, Any],
+) -> tuple[dlattn.pygraph, dict[Any, Any], Any]:
+    """A built graph of one operation in bf16, what it is executed with, and its workspace."""
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.BFLOAT16,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    given = {role: graph.tensor_like(t) for role, t in tensors.items()}
+    results = getattr(graph, operation)(**given, **options)
+    for result, output in zip(results, outputs, strict=True):
+        result.set_output(True).set_dim(output.shape).set_stride(output.stride())
+        if output.itemsize == 4:  # log-sum-exps
+            result.set_data_type(dlattn.data_type.FLOAT)
+    graph.build([dlattn.heur_mode.A])
+    pack = {given[role]: t for role, t in tensors.items()}
+    pack |= dict(zip(results, outputs, strict=True))
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=outputs[0].device)
+    return graph, pack, workspace
 
 
 def attended(torch: Any, seq: int, masks: dict[str, Any], lengths: Any) -> Any:

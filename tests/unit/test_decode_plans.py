@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.decode import Decode, heads_per_item, items_side_by_side, tilings
+from dlattn.plans.decode import Decode, items_side_by_side, tilings
 from dlattn.plans.select import select
 from dlattn.problem import (
     PAGE_TABLES,
@@ -105,7 +105,7 @@ def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, k
         batch=batch, heads=(heads_q, heads_q // groups[0], heads_q // groups[1]), keys=keys
     )
     plan = Decode(PROBLEM, sizes, HOPPER)
-    shared = heads_per_item(sizes)
+    shared = sizes.heads_together
     assert groups[0] % shared == 0 and groups[1] % shared == 0
     width = items_side_by_side(sizes, HOPPER.multiprocessors)
     assert heads_q // shared % width == 0
