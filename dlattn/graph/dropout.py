@@ -12,6 +12,7 @@ from typing import Any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
 from dlattn.problem.dropout import ALGORITHMS, RandomDropout
+from dlattn.problem.score import MOST_FLOAT
 from dlattn.records import dataclass
 
 #: Names of the entries of the tuple, by operation: with a probability, or with a mask.
@@ -134,9 +135,11 @@ def _number(name: str, entry: Any) -> Any:
         )
     if whole:
         return _wrapped(operator.index(entry))
-    number = float(entry)
-    if name != "p" and not math.isfinite(number):
-        raise InvalidArgumentError(f"dropout: {name} must be finite; got {number}.")
+    number = float(entry) if abs(entry) <= MOST_FLOAT else math.nan
+    if name != "p" and math.isnan(number):
+        raise InvalidArgumentError(
+            f"dropout: {name} must be a finite number of FLOAT; got {entry}."
+        )
     return number
 
 

@@ -17,6 +17,7 @@ from dlattn.calls.arguments import (
     page_tables,
     plain_spec,
     same_type,
+    soft_cap,
 )
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
@@ -124,7 +125,7 @@ class Described:
     ) -> Request:
         """The call as a request, with the tensors of one direction."""
         options, sizes = self.options, self.sizes
-        scale, softcap = options.scale, options.softcap
+        scale = options.scale
         dropout = Philox() if options.p else None
         return Request(
             direction,
@@ -134,7 +135,7 @@ class Described:
             ),
             window=_window(options, sizes),
             bottom_right=options.alignment == "bottom_right",
-            softcap=_softcap(softcap),
+            softcap=soft_cap(options.softcap),
             bias=self.bias,
             dropout=dropout,
             numbers=dropout.numbers(options.p) if dropout else {},
@@ -205,15 +206,21 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
     return Described(values, there, options, dtype, sizes, bias, tensors, positions)
 
 
-def call_of(names: Sequence[str], wanted: Callable[..., Wanted], given: tuple[Any, ...]) -> Call:
+def call_of(
+    names: Sequence[str],
+    needed: Sequence[str],
+    wanted: Callable[..., Wanted],
+    given: tuple[Any, ...],
+) -> Call:
     """What a call of one direction does, of its tensors and a tuple of its options.
 
     Args:
         names: of the tensors, of which the last may be missing.
+        needed: of those that must not be ``None``.
     """
     *tensors, options = given
     values = (*tensors, *[None] * (len(names) - len(tensors)))
-    there = admit(**dict(zip(names, values, strict=True)))
+    there = admit(needed, dict(zip(names, values, strict=True)))
     found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
     device = there["q"].seen.device
     return Call(found.values, device, found.positions, found.outputs, found.request)
@@ -323,15 +330,6 @@ def _window(options: Options, sizes: Sizes) -> tuple[int | None, int | None]:
         None if left is None or left >= before else left,
         None if right is None or right >= behind else right,
     )
-
-
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    bound = number("softcap", softcap)
-    if bound < 0:
-        raise InvalidArgumentError(f"softcap: expected more than 0, or None, got {bound}.")
-    return bound or None
 
 
 # What a call is before its tensors are looked at ----------------------------------------------

@@ -116,6 +116,13 @@ def test_bias_broadcasts_as_in_numpy() -> None:
     )
 
 
+def test_strides_of_one_entry_mean_nothing() -> None:
+    """A batch of one may be reversed."""
+    q, k, v = (random(1, 5, 2, 8) for _ in range(3))
+    reversed_ = dlattn.attention(*(x[::-1] for x in (q, k, v)))
+    np.testing.assert_array_equal(reversed_, dlattn.attention(q, k, v))
+
+
 def test_scale_is_that_of_the_paper() -> None:
     """Unless given, scores are divided by the root of the head dimension."""
     q, k, v = (random(1, 6, 2, 16) for _ in range(3))
@@ -220,7 +227,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of floats": ({"window": (1.5, None)}, "window: expected an integer"),
     "negative window": ({"window": (-2, None)}, "window: expected 0 or more"),
     "scale": ({"scale": "1"}, "scale: expected a finite number"),
-    "softcap": ({"softcap": -1.0}, "softcap: expected more than 0"),
+    "scale beyond float32": ({"scale": 1e39}, "scale: expected a finite number"),
+    "scale beyond floats": ({"scale": 10**400}, "scale: expected a finite number"),
+    "softcap": ({"softcap": -1.0}, "softcap: expected 0 or None, for none, or"),
+    "softcap beyond float32": ({"softcap": 1e300}, "softcap: expected a finite number"),
+    "softcap that has no reciprocal": ({"softcap": 1e-40}, "softcap: expected 0 or None"),
+    "no keys": ({"k": None}, "k: expected a tensor, got None"),
     "bias": ({"bias": np.zeros((2, 3, 5, 7))}, r"bias: expected a shape that broadcasts"),
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, "alibi_slopes: expected shape"),
     "sinks": ({"sinks": np.zeros(4)}, "sinks: expected elements of FLOAT"),
@@ -273,6 +285,8 @@ REFUSED_BACKWARD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sinks": ({"sinks_gradient": True}, "sinks_gradient: expected sinks, whose gradient"),
     "dk": ({"dk": Q.copy()}, "dk: expected shape"),
+    "no dout": ({"dout": None}, "dout: expected a tensor, got None"),
+    "no lse": ({"lse": None}, "lse: expected a tensor, got None"),
     "read-only dq": ({"dq": np.broadcast_to(Q[:1], Q.shape)}, "dq: it is written to"),
 }
 
