@@ -19,7 +19,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.flash.layouts import Layout
 from dlattn.problem import PAGE_TABLES, TensorSpec
-from dlattn.problem.layout import FARTHEST
+from dlattn.problem.layout import LONGEST
 
 #: Head sizes that kernels take are multiples of it.
 HEAD_UNIT = 8
@@ -126,8 +126,8 @@ def packed_layout(given: Mapping[str, Argument], options: Options) -> Layout:
 
 def _longest(name: str, value: Any) -> int:
     length = integer(name, value)
-    if not 0 <= length <= FARTHEST:
-        raise InvalidArgumentError(f"{name}: expected 0 to {FARTHEST}, got {length}.")
+    if not 0 <= length <= LONGEST:
+        raise InvalidArgumentError(f"{name}: expected 0 to {LONGEST}, got {length}.")
     return length
 
 

@@ -20,7 +20,7 @@ from dlattn.graph.lower import HostNumber, Lowered
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.host import HostSequences, host_array
 from dlattn.problem import TensorSpec
-from dlattn.problem.layout import canonical_stride
+from dlattn.problem.layout import MOST_RAGGED_ELEMENTS, canonical_stride
 from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.problem.score import Array
 from dlattn.runtime.protocols import compact_strides
@@ -122,10 +122,6 @@ class Slot:
         return () if single and is_scalar else tuple(shape)
 
 
-#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
-_MOST_ELEMENTS = 2**34
-
-
 class RaggedSlot(Slot):
     """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
 
@@ -197,9 +193,10 @@ class RaggedSlot(Slot):
                 size == 1 or want in (None, got)
                 for size, want, got in zip(shape, wanted, stride, strict=True)
             )
-        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
+        if fits and _extent(shape, stride) > MOST_RAGGED_ELEMENTS:
             return (
-                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
+                f"expected at most {MOST_RAGGED_ELEMENTS} elements, got shape {shape}; split the "
+                "batch."
             )
         if fits:
             return None

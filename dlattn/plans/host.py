@@ -63,19 +63,15 @@ class HostSequences:
             own = (self._given(given) if given in tensors else np.diff(cu_seqlens)).reshape(-1)
             # As in the kernels: no sequence leaves the tensors.
             return lengths(
-                np.minimum(own, self._tokens(sources[0]) - cu_seqlens[:-1]), batch, longest
+                np.minimum(own, (geometry.most_tokens(sources[0]) or 0) - cu_seqlens[:-1]),
+                batch,
+                longest,
             )
         for source in sources:
             if given not in tensors and geometry.is_ragged(source):
                 distances = np.diff(self.offsets(source))
                 return lengths(distances // _row(tensors[source]), batch, longest)
         return lengths(self._given(given) if given in tensors else None, batch, longest)
-
-    def _tokens(self, role: str) -> int:
-        """Rows of the packed sequences in all."""
-        geometry = self._geometry
-        most = geometry.most_tokens_q if role in QUERY_ROLES else geometry.most_tokens_kv
-        return most or 0
 
 
 class HostMemory(HostSequences):

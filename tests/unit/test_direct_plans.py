@@ -95,5 +95,6 @@ def test_refusals() -> None:
     assert MergeStates.refusal(rows, HOPPER) is None
     assert "compute capability 8.0" in (MergeStates.refusal(rows, old) or "")
     assert "fewer than 2**31 rows" in (MergeStates.refusal(spec(1, 2**20, 2**11, 8), HOPPER) or "")
+    assert "2**30 columns" in (MergeStates.refusal(spec(1, 1, 1, 2**30), HOPPER) or "")
     assert append().refusal() is None
     assert "the batch must be at most" in (append(batch=2**16).refusal() or "")
