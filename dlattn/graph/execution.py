@@ -117,7 +117,7 @@ class Execution:
             if not pointer or pointer % alignment:
                 numbers = (int, np.integer) if slot.takes_int else (float, np.floating)
                 if slot.by_value and isinstance(value, numbers):
-                    value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
+                    value = slot.number(value)
                 pointer = slot.admit(value)
                 alike = False
             pointers[role] = pointer

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.dtypes import data_type
+from dlattn.dtypes import data_type, to_numpy
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.lower import HostNumber, Lowered
 from dlattn.graph.tensor import Device, tensor
@@ -68,6 +68,21 @@ class Slot:
         self.match = matcher(value)
         return seen.ptr
 
+    def number(self, value: Any) -> Array:
+        """A number of the pack's as what it is passed by.
+
+        Raises:
+            InvalidVariantPackError: its type does not hold it.
+        """
+        dtype = self.spec.dtype
+        try:
+            with np.errstate(over="raise"):
+                return np.array(value, to_numpy(dtype))
+        except (OverflowError, FloatingPointError):
+            raise InvalidVariantPackError(
+                f"{self.said}: expected a number that {dtype} holds, got {value}."
+            ) from None
+
     @property
     def said(self) -> str:
         return f"{self.spec.name} (uid {self.uid})"
@@ -106,7 +121,7 @@ class Slot:
         return ptr
 
     def _address_complaint(self, ptr: int) -> str | None:
-        if ptr < _LOWEST_ADDRESS:
+        if not _LOWEST_ADDRESS <= ptr < 2**64:
             return f"expected a tensor or an address, got {ptr}."
         if ptr % self.alignment:
             return (
