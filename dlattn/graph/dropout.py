@@ -11,7 +11,7 @@ from typing import Any
 
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
-from dlattn.problem.dropout import ALGORITHMS, RandomDropout
+from dlattn.problem.dropout import ALGORITHMS, RandomDropout, signed
 from dlattn.problem.score import MOST_FLOAT
 from dlattn.records import dataclass
 
@@ -134,7 +134,7 @@ def _number(name: str, entry: Any) -> Any:
             f"dropout: {name.removeprefix('dropout_')} must be {wanted}; got {entry!r}."
         )
     if whole:
-        return _wrapped(operator.index(entry))
+        return signed(operator.index(entry))
     number = float(entry) if abs(entry) <= MOST_FLOAT else math.nan
     if name != "p" and math.isnan(number):
         raise InvalidArgumentError(
@@ -145,8 +145,3 @@ def _number(name: str, entry: Any) -> Any:
 
 def _is_whole(entry: Any) -> bool:
     return isinstance(entry, numbers.Integral)
-
-
-def _wrapped(number: int) -> int:
-    """As a signed integer of 64 bits with the same low bits."""
-    return (number + 2**63) % 2**64 - 2**63

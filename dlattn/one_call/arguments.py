@@ -26,6 +26,7 @@ from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, pl
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Bias, Direction, Philox, TensorSpec
+from dlattn.problem.dropout import signed
 from dlattn.problem.layout import bias_edit, canonical_stride
 
 _LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
@@ -83,7 +84,7 @@ def sorted_out(
         options: from the layout to the soft cap.
     """
     p, seed, offset = _dropout(dropout)
-    hosts = [np.array(_wrapped(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
+    hosts = [np.array(signed(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
@@ -362,8 +363,3 @@ def _dropout(given: Any) -> tuple[float, Any, Any]:
     if seed is None or offset is None:
         raise InvalidArgumentError("dropout: expected a seed and an offset, got None.")
     return p, seed, offset
-
-
-def _wrapped(number: int) -> int:
-    """As a signed integer of 64 bits with the same low bits."""
-    return (number + 2**63) % 2**64 - 2**63
