@@ -94,6 +94,7 @@ def attention(
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     tensors, options, hosts = sorted_out(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn
-from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from tests.calls import check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.libraries import Library
@@ -307,6 +307,16 @@ def test_refusals(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(InvalidArgumentError, match=message):
         dlattn.attention(**{"q": Q, "k": K, "v": K, **changes})
+
+
+def test_pages_that_there_are_not() -> None:
+    """In host memory, tables are looked at, by each call."""
+    pages, table = K[:, :4], np.array([[0, 1], [1, 0]], np.int32)
+    dlattn.attention(Q, pages, pages, block_table=table)
+    for wrong in (2, -1):
+        bad = np.array([[0, 1], [wrong, 0]], np.int32)
+        with pytest.raises(InvalidVariantPackError, match="block_table: the pages of sequence 1"):
+            dlattn.attention(Q, pages, pages, block_table=bad)
 
 
 def test_other_devices() -> None:
