@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from dlattn.problem import (
     Philox,
     Problem,
     Scale,
+    ScoreGradient,
     SoftCap,
     TensorSpec,
 )
@@ -108,6 +110,25 @@ def test_a_bias_gradient_adds_one_kernel() -> None:
         others = [s for s in sources[1] if not s.name.startswith("dlattn_bwd_dbias")]
         assert others == sources[0]
         assert len(sources[1]) == len(sources[0]) + 1
+
+
+@given(sizes=st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=3))
+def test_gradients_that_follow_each_other_share_scratch(sizes: list[tuple[bool, ...]]) -> None:
+    """It has room for whichever of them needs most, and counts for its tiles."""
+    gradients = tuple(ScoreGradient(n, data_type.FLOAT, 0) for n in range(len(sizes)))
+    wanted, tensors = replace(problem(), score_gradients=gradients), dict(geometry().tensors)
+    for gradient, whole in zip(gradients, sizes, strict=True):
+        full = (2, 4, 300, 300)
+        dim = tuple(n if is_whole else 1 for n, is_whole in zip(full, whole, strict=True))
+        tensors[gradient.role] = TensorSpec(gradient.role, dim, (0, 0, 0, 1), data_type.FLOAT)
+    given = Geometry(tensors, 1.0)
+    scratch = bwd_dbias.gradient_scratch(wanted, given, HOPPER)
+    tiling = bwd_dbias.choose_tiling(wanted, HOPPER)
+    for gradient in gradients:
+        tiles, *parts = bwd_dbias._grid(wanted, given, gradient.role, tiling, HOPPER)
+        if prod(parts) > 1:
+            assert scratch.arrivals >= 4 * tiles
+            assert scratch.parts >= 4 * tiles * prod(parts) * tiling.tile_q * tiling.tile_k
 
 
 @given(
