@@ -107,6 +107,17 @@ def test_one_tensor_of_lengths_is_of_queries_and_keys() -> None:
         assert (o[b, n:] == 0).all()
 
 
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+def test_lengths_beyond_the_tensors(alignment: str) -> None:
+    """They are full, also to the diagonal that ends where they do; below 0 they are 0."""
+    q, k, v = random(2, 5, 2, 8), random(2, 7, 2, 8), random(2, 7, 2, 8)
+    options: dict[str, Any] = {"causal": True, "alignment": alignment, "return_lse": True}
+    given = np.array([9, -3]), np.array([2**40, 2**40])
+    wanted = dlattn.attention(q, k, v, lengths=(np.array([5, 0]), np.array([7, 7])), **options)
+    for got, want in zip(dlattn.attention(q, k, v, lengths=given, **options), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_bias_broadcasts_as_in_numpy() -> None:
     """A bias may lack dimensions in front."""
     q, k, v = (random(2, 6, 4, 8) for _ in range(3))

@@ -219,6 +219,21 @@ def test_the_workspace_is_linear(batch: int, seq: int) -> None:
 
 
 @pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
+@given(batch=st.integers(1, 8), seq=st.integers(1, 5000), head_dim=st.sampled_from([64, 128]))
+def test_sums_and_statistics_have_room(family, batch: int, seq: int, head_dim: int) -> None:
+    """For the last tile of all, as ``bwd_tile.cuh`` finds it."""
+    plan = family(problem(head_dim), geometry(batch, 2, 4, seq, seq, head_dim), HOPPER)
+    sizes, params, tile_q = plan._arrays, plan._params, plan.tiling.tile_q
+    tiles = -(-seq // tile_q)
+    all_tiles = batch * 4 * tiles
+    of_sums = params.dq_places * params.heads_per_block * tiles if plan.stores_dq else all_tiles
+    assert sizes["dq_accum"] >= 4 * of_sums * tile_q * head_dim
+    assert sizes["row_stats"] >= 4 * all_tiles * tile_q * plan.tiling.stats_words
+    assert sizes.get("dq_arrivals", 4 * of_sums) >= 4 * of_sums
+    assert plan.scratch_bytes >= sum(sizes.values())
+
+
+@pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
 def test_a_sink_takes_one_kernel_and_a_number_for_each_query_tile(family) -> None:
     """The gradient's scratch is a part of the workspace, and of nobody else's part."""
     shape = geometry(seq_q=1000)
