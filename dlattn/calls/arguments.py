@@ -241,7 +241,7 @@ def number(name: str, value: Any) -> float:
     Raises:
         InvalidArgumentError: it is not.
     """
-    if not isinstance(value, numbers.Real) or not abs(value) <= MOST_FLOAT:
+    if not isinstance(value, numbers.Real) or not -MOST_FLOAT <= value <= MOST_FLOAT:
         raise InvalidArgumentError(
             f"{name}: expected a finite number of float32, got {value!r:.100}."
         )

@@ -376,7 +376,7 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, a graph tensor or None; got {value!r}.")
-    if not abs(value) <= MOST_FLOAT:
+    if not -MOST_FLOAT <= value <= MOST_FLOAT:
         raise InvalidArgumentError(f"{name} must be a finite number of FLOAT; got {value}.")
     return float(value)
 
