@@ -12,7 +12,7 @@ from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from dlattn.problem import PAGE_TABLES, TensorSpec
 from dlattn.problem.layout import canonical_stride, overlaps
-from dlattn.problem.score import MOST_FLOAT, SOFTCAPS
+from dlattn.problem.score import SOFTCAPS, is_float32
 from dlattn.runtime.protocols import TensorView
 from dlattn.runtime.tensors import framework, view
 
@@ -241,7 +241,7 @@ def number(name: str, value: Any) -> float:
     Raises:
         InvalidArgumentError: it is not.
     """
-    if not isinstance(value, numbers.Real) or not -MOST_FLOAT <= value <= MOST_FLOAT:
+    if not isinstance(value, numbers.Real) or not is_float32(value):
         raise InvalidArgumentError(
             f"{name}: expected a finite number of float32, got {value!r:.100}."
         )

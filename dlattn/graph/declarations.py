@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlattn.dtypes import data_type
@@ -14,7 +14,7 @@ from dlattn.graph.operations import Operations
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
-from dlattn.problem.score import MOST_FLOAT
+from dlattn.problem.score import is_float32
 from dlattn.runtime.tensors import view
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class Declarations(Operations):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"tensor_scalar takes an int or a float; got {value!r}.")
         whole = isinstance(value, int)
-        if not -(2**63) <= value < 2**63 if whole else MOST_FLOAT < abs(value) < math.inf:
+        holds = -(2**63) <= value < 2**63 if whole else is_float32(value) or not isfinite(value)
+        if not holds:
             raise InvalidGraphError(
                 f"tensor_scalar takes what {'INT64' if whole else 'FLOAT'} holds; got {value}."
             )

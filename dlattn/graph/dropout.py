@@ -12,7 +12,7 @@ from typing import Any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
 from dlattn.problem.dropout import ALGORITHMS, RandomDropout, signed
-from dlattn.problem.score import MOST_FLOAT
+from dlattn.problem.score import is_float32
 from dlattn.records import dataclass
 
 #: Names of the entries of the tuple, by operation: with a probability, or with a mask.
@@ -135,7 +135,7 @@ def _number(name: str, entry: Any) -> Any:
         )
     if whole:
         return signed(operator.index(entry))
-    number = float(entry) if abs(entry) <= MOST_FLOAT else math.nan
+    number = float(entry) if is_float32(entry) else math.nan
     if name != "p" and math.isnan(number):
         raise InvalidArgumentError(
             f"dropout: {name} must be a finite number of FLOAT; got {entry}."

@@ -27,7 +27,7 @@ from dlattn.problem import (
     Direction,
     offset_role,
 )
-from dlattn.problem.score import MOST_FLOAT, SOFTCAPS
+from dlattn.problem.score import SOFTCAPS, is_float32
 from dlattn.records import dataclass
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, a graph tensor or None; got {value!r}.")
-    if not -MOST_FLOAT <= value <= MOST_FLOAT:
+    if not is_float32(value):
         raise InvalidArgumentError(f"{name} must be a finite number of FLOAT; got {value}.")
     return float(value)
 
