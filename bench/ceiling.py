@@ -4,7 +4,7 @@ Every multiprocessor runs two warpgroups that do nothing but wgmma from shared m
 m64n128k16 to a commit, without any load; on bf16, then on fp16, whose longer mantissas take more
 power. On normally distributed data the limit is power, not
 issue, so that attention cannot reach more however well it is scheduled; measure it in the same
-session as the kernels that are held against it, because it moves with the GPU's temperature.
+run as the kernels that are held against it, because it moves with the GPU's temperature.
 """
 
 from __future__ import annotations

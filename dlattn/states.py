@@ -68,7 +68,7 @@ def merge_states(
 def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, layout: Any) -> Call:
     values = (o1, lse1, o2, lse2, o, lse)
     names = ("o1", "lse1", "o2", "lse2", "out[0]", "out[1]")
-    given = admit(**dict(zip(names, values, strict=True)))
+    given = admit(("o1", "lse1"), dict(zip(names, values, strict=True)))
     if layout not in _AXES:
         raise InvalidArgumentError(f"layout: expected one of {list(_AXES)}, got {layout!r:.100}.")
     states = given["o1"].shape[:1] if o2 is None else ()

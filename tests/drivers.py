@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,18 +110,24 @@ def built(case: Case, tensors: Tensors, roles: Roles) -> Ready:
     return graph, given, {}
 
 
-def run_graph(case: Case, tensors: Tensors, source: Source = built) -> None:
-    """Runs a forward and a backward graph on the device of the tensors."""
+def passes(case: Case, tensors: Tensors) -> Iterator[Roles]:
+    """The forward, and where it has statistics the backward."""
     made = ("o", "stats") if case.stats else ("o",)
     dump = ("rng_dump",) * case.rng_dump
     debug = ("debug_softmax",) * case.looks_inside
-    roles = Roles(("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
-    _run_graph_of(case, tensors, roles, source)
+    yield Roles(("q", "k", "v"), made, (*case.row_outputs, *dump, *debug))
     if case.stats:
         inputs = ("q", "k", "v", "o", "dO", "stats")
         made = ("dQ", "dK", "dV", *(f"d_mod_{name}" for name in case.mod_gradients()))
         written = (*(role for role in ("dSink_token", "dBias") if role in tensors), *dump)
-        roles = Roles(inputs, made, written)
+        yield Roles(inputs, made, written)
+
+
+def run_graph(case: Case, tensors: Tensors, source: Source = built) -> None:
+    """Runs a forward and a backward graph on the device of the tensors."""
+    forward, *backward = passes(case, tensors)
+    _run_graph_of(case, tensors, forward, source)
+    for roles in backward:
         try:
             _run_graph_of(case, tensors, roles, source)
         except cudnn.cudnnGraphNotSupportedError as refusal:

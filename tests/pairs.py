@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
 
 Level = Callable[[Case], Case]
+#: Of some features, levels that are left out.
+Without = Mapping[str, Sequence[int]]
+NOTHING: Without = {}
 
 #: What every case begins as.
 PLAIN = Case(
@@ -102,6 +105,12 @@ FEATURES: dict[str, tuple[Level, ...]] = {
     "layouts": (_with(), _with(layouts=(("q", "odd"), ("k", "packed"), ("dV", "sbhd")))),
 }
 
+#: Levels, by their index, that a family of kernels leaves to others whatever the other levels are.
+LEFT_BY: dict[str, Without] = {
+    "sm90": {"pages": (3,), "ragged": (2,), "head dims": (2,), "layouts": (1,)},
+    "sm80": {"deterministic": (1,)},
+}
+
 #: Fields of ``Case`` that are no features, but numbers, or kinds of one.
 NO_FEATURES = frozenset(
     (
@@ -126,13 +135,18 @@ Row = dict[str, int]
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
-def every_pair() -> set[Pair]:
+def levels_of(feature: str, without: Without) -> list[int]:
+    """Of a feature, all but those that are left out."""
+    return [n for n in range(len(FEATURES[feature])) if n not in without.get(feature, ())]
+
+
+def every_pair(without: Without = NOTHING) -> set[Pair]:
     """Of levels of two features."""
     return {
         ((one, i), (other, j))
         for one, other in combinations(FEATURES, 2)
-        for i in range(len(FEATURES[one]))
-        for j in range(len(FEATURES[other]))
+        for i in levels_of(one, without)
+        for j in levels_of(other, without)
     }
 
 
@@ -140,26 +154,27 @@ def pairs_of(row: Row) -> set[Pair]:
     return set(combinations(((feature, row[feature]) for feature in FEATURES), 2))
 
 
-def rows() -> list[Row]:
+def rows(without: Without = NOTHING) -> list[Row]:
     """Rows that have every pair between them, made one after another: each begins with a pair that
     none has yet, and takes of each other feature the level that adds most."""
-    missing, found = sorted(every_pair()), []
+    missing, found = sorted(every_pair(without)), []
     while missing:
         row = dict(missing[0])
-        for feature, levels in FEATURES.items():
+        for feature in FEATURES:
             if feature not in row:
-                gains = [_gain(missing, row, (feature, level)) for level in range(len(levels))]
-                row[feature] = gains.index(max(gains))
+                levels = levels_of(feature, without)
+                gains = [_gain(missing, row, (feature, level)) for level in levels]
+                row[feature] = levels[gains.index(max(gains))]
         covered = pairs_of(row)
         missing = [pair for pair in missing if pair not in covered]
         found.append(row)
     return found
 
 
-def cases() -> list[Case]:
+def cases(without: Without = NOTHING) -> list[Case]:
     """The case of each row; the data differ."""
     made = []
-    for seed, row in enumerate(rows()):
+    for seed, row in enumerate(rows(without)):
         case = replace(PLAIN, seed=seed)
         for feature, levels in FEATURES.items():
             case = levels[row[feature]](case)

@@ -10,9 +10,11 @@ import pytest
 
 import dlattn as cudnn
 from dlattn.problem import offset_role
+from dlattn.problem.problem import SCALAR_ROLES
 from tests.builders import make_tensors
 from tests.cases import Case
-from tests.drivers import Ready, Roles, Tensors, built, declare_graph, run_graph
+from tests.drivers import Ready, Roles, Tensors, built, declare_graph, passes, run_graph
+from tests.libraries import Library
 
 
 def reloaded(case: Case, tensors: Tensors, roles: Roles) -> Ready:
@@ -57,7 +59,8 @@ def run_overridden(case: Case, tensors: Tensors) -> None:
 
 
 def run_by_engine(engine: str, case: Case, tensors: Tensors) -> None:
-    """As :func:`run_graph`, by the kernels of a family where it has some for the graph."""
+    """As :func:`run_graph`, by the kernels of a family where it has some for the graph: how often
+    it has, tests/unit/test_engines.py says."""
     run_graph(case, tensors, partial(_built_by, engine))
 
 
@@ -65,8 +68,38 @@ def _built_by(engine: str, case: Case, tensors: Tensors, roles: Roles) -> Ready:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLATTN_ENGINE", engine)
         try:
-            return built(case, tensors, roles)
+            ready = built(case, tensors, roles)
         except cudnn.cudnnGraphNotSupportedError as refusal:
             if "DLATTN_ENGINE" not in str(refusal):
                 raise
+        else:
+            assert ready[0].get_plan_name_at_index(0).endswith(engine)
+            return ready
     return built(case, tensors, roles)
+
+
+def taken(engine: str, case: Case) -> list[bool]:
+    """Of the forward and, if there is one, of the backward of a case: whether a family of kernels
+    takes it on Hopper. Without a GPU, and without compiling."""
+    tensors = make_tensors(case, Library())
+    return [_takes(engine, case, tensors, roles) for roles in passes(case, tensors)]
+
+
+def _takes(engine: str, case: Case, tensors: Tensors, roles: Roles) -> bool:
+    graph, given = declare_graph(case, tensors, roles, sm_version=90)
+    for t in graph._tensors:
+        # As if they were on a device, where none but numbers are passed by value.
+        t.attributes.device = None
+    for role, t in given.items():
+        if isinstance(t, cudnn.tensor) and role not in SCALAR_ROLES:
+            t.set_is_pass_by_value(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLATTN_ENGINE", engine)
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A])
+        except cudnn.cudnnGraphNotSupportedError as refusal:
+            assert f"_{engine}: " in str(refusal)
+            return False
+    return graph.get_plan_name_at_index(0).endswith(engine)

@@ -107,6 +107,24 @@ def families(
     return tuple(draw(members))
 
 
+def for_hopper(case: Case) -> Case:
+    """Of what Hopper's kernels leave to the portable ones whatever else a case has, what is next to
+    it; so that few cases are theirs alone."""
+    pages = {"page_k": case.page_k and max(8, case.page_k)}
+    pages["page_v"] = case.page_v and max(8, case.page_v)
+    ragged = case.ragged
+    if ragged and not any(pages.values()):
+        ragged = tuple(r for r in _RAGGED[0] if r in ragged or r in ("dQ", "dK", "dV"))
+    return replace(
+        case,
+        head_dim_qk=min(256, case.head_dim_qk),
+        head_dim_v=min(256, case.head_dim_v),
+        layouts=tuple((role, "padded" if it == "odd" else it) for role, it in case.layouts),
+        ragged=ragged,
+        **pages,
+    )
+
+
 @st.composite
 def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
     """A case whose fields that change code are drawn; numbers are only present or absent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from dlattn.problem import PAGE_TABLES, TensorSpec
 from dlattn.problem.layout import canonical_stride, overlaps
+from dlattn.problem.score import SOFTCAPS, is_float32
 from dlattn.runtime.protocols import TensorView
 from dlattn.runtime.tensors import framework, view
 
@@ -158,14 +159,20 @@ def packed_spec(it: Laid, letters: str, batch: int, longest: int) -> TensorSpec:
     return TensorSpec(it.name, dim, stride, it.dtype, ragged=True)
 
 
-def admit(**given: Any) -> dict[str, Argument]:
+def admit(needed: Iterable[str], given: Mapping[str, Any]) -> dict[str, Argument]:
     """The tensors that are not ``None``, by name, in the order of the call's tensors.
+
+    Args:
+        needed: names of those that must not be ``None``.
 
     Raises:
         InvalidArgumentError: one is no tensor, on another device than the first, has a negative
             stride, or on CUDA belongs to torch where others do not.
         cudnnGraphNotSupportedError: they lie on a device that dlattn does not run on.
     """
+    for name in needed:
+        if given[name] is None:
+            raise InvalidArgumentError(f"{name}: expected a tensor, got None.")
     arguments: dict[str, Argument] = {}
     for position, (name, value) in enumerate(given.items()):
         if value is None:
@@ -174,7 +181,7 @@ def admit(**given: Any) -> dict[str, Argument]:
             argument = Argument(name, position, framework(value).name, view(value))
         except InvalidVariantPackError as error:
             raise InvalidArgumentError(f"{name}: {error}") from error
-        if min(argument.stride, default=0) < 0:
+        if any(n > 1 and step < 0 for n, step in zip(argument.shape, argument.stride, strict=True)):
             raise InvalidArgumentError(
                 f"{name}: expected no negative stride, got {argument.stride}; pass a copy."
             )
@@ -229,14 +236,32 @@ def integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """An option that is a finite number.
+    """An option that is a number, as kernels hold it in 32 bits.
 
     Raises:
         InvalidArgumentError: it is not.
     """
-    if not isinstance(value, numbers.Real) or not abs(float(value)) < float("inf"):
-        raise InvalidArgumentError(f"{name}: expected a finite number, got {value!r:.100}.")
+    if not isinstance(value, numbers.Real) or not is_float32(value):
+        raise InvalidArgumentError(
+            f"{name}: expected a finite number of float32, got {value!r:.100}."
+        )
     return float(value)
+
+
+def soft_cap(value: Any) -> float | None:
+    """The bound of the scores; ``None`` of 0, too.
+
+    Raises:
+        InvalidArgumentError: it is no number, or one that float32 cannot divide by.
+    """
+    if value is None or (bound := number("softcap", value)) == 0:
+        return None
+    least, most = SOFTCAPS
+    if not least <= bound <= most:
+        raise InvalidArgumentError(
+            f"softcap: expected 0 or None, for none, or {least} to {most}, got {bound}."
+        )
+    return bound
 
 
 def same_type(arguments: Iterable[Argument], types: Sequence[data_type]) -> data_type:

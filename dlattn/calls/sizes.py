@@ -18,7 +18,7 @@ from dlattn.calls.arguments import (
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import QUERY_ROLES, TensorSpec
-from dlattn.problem.layout import FARTHEST
+from dlattn.problem.layout import LONGEST
 
 #: Arguments with cumulative lengths -> roles.
 CU_SEQLENS = {"cu_seqlens of q": "cu_seqlens_q", "cu_seqlens of k and v": "cu_seqlens_kv"}
@@ -125,6 +125,7 @@ def packed_sizes(there: Mapping[str, Argument], most: tuple[Any, Any]) -> Sizes:
     if min(longest) < 0:
         raise InvalidArgumentError(f"max_seqlens: expected 0 or more, got {most}.")
     seq_q, seq_kv = longest
+    seq_q, seq_kv = min(seq_q, q.shape[0]), seq_kv if paged else min(seq_kv, most_kv)
     if paged and seq_kv > most_kv:
         raise InvalidArgumentError(
             f"max_seqlens: expected at most the {most_kv} keys that the pages of a sequence hold, "
@@ -140,9 +141,9 @@ def _in_pages(there: Mapping[str, Argument], batch: int, page: int) -> int:
     page_tables(table, batch)
     check_page_size(there["k"], page)
     held = table.shape[1] * page
-    if held > FARTHEST:
+    if held > LONGEST:
         raise InvalidArgumentError(
-            f"block_table: expected pages for at most {FARTHEST} keys, got {table.shape[1]} pages "
+            f"block_table: expected pages for at most {LONGEST} keys, got {table.shape[1]} pages "
             f"of {page} rows; pass a narrower table."
         )
     return held

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned
+from dlattn.calls.arguments import Argument, Laid, are_aligned, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -24,7 +24,6 @@ from dlattn.flash.options import (
     padded_size,
     role_options,
     scale_of,
-    softcap_of,
     window_of,
 )
 from dlattn.problem import Direction
@@ -242,7 +241,7 @@ def _prepare(
     if dropout is not None:
         states, places, offsets = state_roles(given)
         roles, positions = {**roles, **states}, {**positions, **places}
-    window, softcap = window_of(layout, options), softcap_of(options.softcap)
+    window, softcap = window_of(layout, options), soft_cap(options.softcap)
     scale = scale_of(options.softmax_scale, q.shape[-1])
     if any(it.shape[-1] != padded_size(dout.shape[-1]) for it in (v, dout, out)) or (
         q.shape[-1] != padded_size(q.shape[-1])

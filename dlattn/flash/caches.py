@@ -21,7 +21,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.plans.append import Cache
 from dlattn.problem import PAGE_TABLES, TensorSpec, offset_role
-from dlattn.problem.layout import FARTHEST, canonical_stride
+from dlattn.problem.layout import LONGEST, canonical_stride
 
 #: Entries of a cache are not divided into pages of fewer rows than the copy engine moves.
 _LEAST_PAGE = 8
@@ -84,9 +84,9 @@ def cache_layout(given: Mapping[str, Argument]) -> CacheLayout:
             "cache_batch_idx or a block_table."
         )
     cache = Cache(rows, entries, table.dim[1] if paged and table is not None else 1)
-    if cache.capacity > FARTHEST:
+    if cache.capacity > LONGEST:
         raise cudnnGraphNotSupportedError(
-            f"k_cache: a sequence has room for {cache.capacity} rows; plans take up to {FARTHEST}."
+            f"k_cache: a sequence has room for {cache.capacity} rows; plans take up to {LONGEST}."
         )
     container = {"k": plain_spec(k, "bshd"), "v": plain_spec(v, "bshd")}
     appended = {f"{role}_cache": spec for role, spec in container.items()}

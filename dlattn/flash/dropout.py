@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,16 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
         return generator
     if isinstance(generator, int):
         seed, offset = generator, 0
-    elif isinstance(generator, tuple):
-        seed, offset = generator
+    elif isinstance(generator, tuple) and len(generator) == 2 and all(map(_is_whole, generator)):
+        seed, offset = map(int, generator)
     else:
         seed, offset = draw(like, generator, OFFSETS_PER_HEAD * heads)
     words = np.array([seed % 2**64, offset % 2**64], np.uint64)
     return on_device(_words(words, like), like)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral)
 
 
 def no_state(like: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned
+from dlattn.calls.arguments import Argument, Laid, are_aligned, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -24,7 +24,6 @@ from dlattn.flash.options import (
     padded_size,
     role_options,
     scale_of,
-    softcap_of,
     window_of,
 )
 from dlattn.problem import Direction
@@ -263,7 +262,7 @@ def _prepare(
         states, places, offsets = state_roles(given)
         roles, positions = {**roles, **states}, {**positions, **places}
     scale = scale_of(options.softmax_scale, q.shape[-1])
-    window, softcap = window_of(layout, options), softcap_of(options.softcap)
+    window, softcap = window_of(layout, options), soft_cap(options.softcap)
     if padded_size(q.shape[-1]) != q.shape[-1] or padded_size(columns) != columns:
         return Forward(None)
     out_fill, lse_fill = _fills(layout, given, options)

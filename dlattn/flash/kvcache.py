@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Argument, admit, are_aligned, integer, plain_spec
+from dlattn.calls.arguments import (
+    Argument,
+    admit,
+    are_aligned,
+    integer,
+    plain_spec,
+    soft_cap,
+)
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output, built
 from dlattn.calls.request import Request
@@ -23,7 +30,6 @@ from dlattn.flash.options import (
     element_type,
     role_options,
     scale_of,
-    softcap_of,
     window_of,
 )
 from dlattn.plans.append import Append, Rotation
@@ -140,10 +146,7 @@ def _length(value: Any) -> int:
 def _prepare(*given: Any) -> Call:
     values, options = given[: len(_NAMES)], given[len(_NAMES) :]
     is_number, softmax_scale, causal, window, softcap, interleaved, splits, wants_lse = options
-    for name, value in zip(_NAMES[:3], values, strict=False):
-        if value is None:
-            raise InvalidArgumentError(f"{name}: expected a tensor, got None.")
-    there = admit(**dict(zip(_NAMES, values, strict=True)))
+    there = admit(_NAMES[:3], dict(zip(_NAMES, values, strict=True)))
     dtype = element_type(there, "q", "k_cache", "v_cache", "k", "v", "out")
     q, columns = there["q"], there["v_cache"].shape[-1]
     q.expect_shape((None,) * 4, "(batch_size, seqlen, num_heads, head_size)")
@@ -171,7 +174,7 @@ def _prepare(*given: Any) -> Call:
         attended,
         attn_scale=scale_of(softmax_scale, q.shape[3]),
         window=window_of(sizes, Options(0.0, softmax_scale, causal, *window, softcap)),
-        softcap=softcap_of(softcap),
+        softcap=soft_cap(softcap),
         flash_stats=True,
         max_seq_kv=cache.cache.capacity if cache.is_paged else None,
         aligned=are_aligned(there.values()) and cache.is_aligned,

@@ -47,7 +47,9 @@ class Layout:
             spec = plain_spec(it, "bhs" if role in _ROW_ROLES else "bshd")
             return _cut(spec, self.seqlen_q) if role == "delta" else spec
         longest = self.seqlen_q if role in QUERY_ROLES else self.seqlen_k
-        return packed_spec(it, letters, self.batch, longest)
+        # A bound beyond all tokens would cost scratch memory.
+        tokens = self.tokens_q if role in QUERY_ROLES else self.tokens_k
+        return packed_spec(it, letters, self.batch, min(longest, tokens or 0))
 
     def queries(self, columns: int) -> tuple[int, ...]:
         """The shape of q, out, and what is like them."""

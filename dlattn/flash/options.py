@@ -19,7 +19,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.flash.layouts import Layout
 from dlattn.problem import PAGE_TABLES, TensorSpec
-from dlattn.problem.layout import FARTHEST
+from dlattn.problem.layout import LONGEST
 
 #: Head sizes that kernels take are multiples of it.
 HEAD_UNIT = 8
@@ -45,11 +45,8 @@ class Options(NamedTuple):
 def named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Argument]:
     """The tensors of a call, those that are there; see :func:`admit`. The last ones may be left
     out."""
-    given = dict.fromkeys(names) | dict(zip(names, tensors, strict=False))
-    for name in names:
-        if given[name] is None and not name.endswith("_") and name not in _OPTIONAL:
-            raise InvalidArgumentError(f"{name}: expected a tensor, got None.")
-    return admit(**given)
+    needed = (name for name in names if not name.endswith("_") and name not in _OPTIONAL)
+    return admit(needed, dict.fromkeys(names) | dict(zip(names, tensors, strict=False)))
 
 
 _OPTIONAL = ("seqused_q", "seqused_k", "sinks", "philox_seed", "philox_offset")
@@ -129,8 +126,8 @@ def packed_layout(given: Mapping[str, Argument], options: Options) -> Layout:
 
 def _longest(name: str, value: Any) -> int:
     length = integer(name, value)
-    if not 0 <= length <= FARTHEST:
-        raise InvalidArgumentError(f"{name}: expected 0 to {FARTHEST}, got {length}.")
+    if not 0 <= length <= LONGEST:
+        raise InvalidArgumentError(f"{name}: expected 0 to {LONGEST}, got {length}.")
     return length
 
 
@@ -153,18 +150,6 @@ def scale_of(softmax_scale: Any, head_size: int) -> float:
     if softmax_scale is None:
         return head_size**-0.5
     return number("softmax_scale", softmax_scale)
-
-
-def softcap_of(softcap: Any) -> float | None:
-    """The bound, or ``None`` for 0.
-
-    Raises:
-        InvalidArgumentError: it is negative.
-    """
-    bound = number("softcap", softcap)
-    if bound < 0:
-        raise InvalidArgumentError(f"softcap: expected 0, for none, or more, got {bound}.")
-    return bound or None
 
 
 def window_of(layout: Layout, options: Options) -> tuple[int | None, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlattn.dtypes import data_type
@@ -13,6 +14,7 @@ from dlattn.graph.operations import Operations
 from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
+from dlattn.problem.score import is_float32
 from dlattn.runtime.tensors import view
 
 if TYPE_CHECKING:
@@ -128,13 +130,20 @@ class Declarations(Operations):
 
         Raises:
             TypeError: the value is neither.
+            InvalidGraphError: its type does not hold it.
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"tensor_scalar takes an int or a float; got {value!r}.")
+        whole = isinstance(value, int)
+        holds = -(2**63) <= value < 2**63 if whole else is_float32(value) or not isfinite(value)
+        if not holds:
+            raise InvalidGraphError(
+                f"tensor_scalar takes what {'INT64' if whole else 'FLOAT'} holds; got {value}."
+            )
         return self._keep(
             Tensor(
                 Attributes(
-                    dtype=data_type.INT64 if isinstance(value, int) else data_type.FLOAT,
+                    dtype=data_type.INT64 if whole else data_type.FLOAT,
                     dim=(1, 1, 1, 1),
                     stride=(1, 1, 1, 1),
                     is_pass_by_value=True,

@@ -70,6 +70,8 @@ def create_device_properties(device: int | str) -> DeviceProperties:
         numbers = (major, minor, it["shared_memory"], it["multiprocessors"])
         if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
             raise ValueError(f"its numbers are {numbers}")
+        if not _is_count(it["multiprocessors"]):
+            raise ValueError("it has no multiprocessors")
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise InvalidArgumentError(
             f"create_device_properties takes a device's ordinal, one of {', '.join(KNOWN)}, or "
@@ -88,6 +90,10 @@ def _measured(index: int) -> Target:
         ) from error
 
 
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 < number < 2**31
+
+
 def described_target(
     device_property: Any, sm_version: int | None, sm_count: int | None
 ) -> Target | None:
@@ -95,8 +101,11 @@ def described_target(
 
     Raises:
         TypeError: ``device_property`` is no description.
+        InvalidArgumentError: ``sm_count`` is no number of multiprocessors.
         cudnnGraphNotSupportedError: dlattn does not know devices of ``sm_version``.
     """
+    if sm_count is not None and not _is_count(sm_count):
+        raise InvalidArgumentError(f"sm_count must be an int of at least 1; got {sm_count!r}.")
     if device_property is not None:
         if not isinstance(device_property, DeviceProperties):
             raise TypeError(
@@ -106,7 +115,7 @@ def described_target(
         return device_property.target
     if sm_version is None:
         return None
-    if sm_version not in _DEVICES:
+    if type(sm_version) is not int or sm_version not in _DEVICES:
         raise cudnnGraphNotSupportedError(
             f"sm_version is {sm_version!r}; dlattn compiles for {', '.join(map(str, _DEVICES))}. "
             "Leave it out to use the device's, or describe the device with device_property."

@@ -11,7 +11,8 @@ from typing import Any
 
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.tensor import tensor
-from dlattn.problem.dropout import ALGORITHMS, RandomDropout
+from dlattn.problem.dropout import ALGORITHMS, RandomDropout, signed
+from dlattn.problem.score import is_float32
 from dlattn.records import dataclass
 
 #: Names of the entries of the tuple, by operation: with a probability, or with a mask.
@@ -133,17 +134,14 @@ def _number(name: str, entry: Any) -> Any:
             f"dropout: {name.removeprefix('dropout_')} must be {wanted}; got {entry!r}."
         )
     if whole:
-        return _wrapped(operator.index(entry))
-    number = float(entry)
-    if name != "p" and not math.isfinite(number):
-        raise InvalidArgumentError(f"dropout: {name} must be finite; got {number}.")
+        return signed(operator.index(entry))
+    number = float(entry) if is_float32(entry) else math.nan
+    if name != "p" and math.isnan(number):
+        raise InvalidArgumentError(
+            f"dropout: {name} must be a finite number of FLOAT; got {entry}."
+        )
     return number
 
 
 def _is_whole(entry: Any) -> bool:
     return isinstance(entry, numbers.Integral)
-
-
-def _wrapped(number: int) -> int:
-    """As a signed integer of 64 bits with the same low bits."""
-    return (number + 2**63) % 2**64 - 2**63

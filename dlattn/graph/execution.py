@@ -20,6 +20,7 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.slots import NumberSlot, RaggedSlot, Slot, said_device, slot_type
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Runnable, bound
+from dlattn.plans.host import HostSequences
 from dlattn.problem import offset_role
 from dlattn.problem.layout import canonical_stride
 from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
@@ -72,8 +73,9 @@ class Execution:
         ]
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
         self._slots = [(s, s.key, s.uid, s.role, s.alignment, s.is_output) for s in slots]
-        self._offsets_to_check = [
-            (slot, offset_role(slot.role), specs[offset_role(slot.role)])
+        self._geometry = lowered.geometry
+        self._ragged = [
+            (slot, specs[offset_role(slot.role)].name)
             for slot in slots
             if isinstance(slot, RaggedSlot) and self._on_cpu
         ]
@@ -83,7 +85,7 @@ class Execution:
         self._run = bound(plan, {slot.role: (at, 0) for at, slot in enumerate(slots)})
         #: Whether a quick test can stand for the checks of all tensors; what it is, for tensors
         #: like those of the last call that was checked, and where such calls run.
-        self._may_look = not (self._offsets_to_check or self._numbers) and all(
+        self._may_look = not (self._ragged or self._numbers) and all(
             LOOK_ALIGNMENT % slot.alignment == 0 for slot in slots
         )
         self._look: Look | None = None
@@ -115,7 +117,7 @@ class Execution:
             if not pointer or pointer % alignment:
                 numbers = (int, np.integer) if slot.takes_int else (float, np.floating)
                 if slot.by_value and isinstance(value, numbers):
-                    value = np.array(value, dtypes.to_numpy(slot.spec.dtype))
+                    value = slot.number(value)
                 pointer = slot.admit(value)
                 alike = False
             pointers[role] = pointer
@@ -123,8 +125,10 @@ class Execution:
                 inputs.append(value)
                 if type(value) not in ORDERED_TYPES:
                     unordered.append(value)
-        for ragged_slot, offsets, spec in self._offsets_to_check:
-            ragged_slot.check_offsets(pointers[offsets], spec)
+        if self._ragged:
+            sequences = HostSequences(self._geometry, pointers)
+            for ragged_slot, offsets in self._ragged:
+                ragged_slot.check_sequences(sequences, offsets)
         for number in self._numbers:
             number.check(_find(number, pack))
         return Addresses(pointers, inputs, unordered, alike)

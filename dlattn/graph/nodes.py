@@ -6,7 +6,6 @@ is recorded, so that ``validate`` can refuse it with the argument's name.
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from dlattn.problem import (
     Direction,
     offset_role,
 )
+from dlattn.problem.score import SOFTCAPS, is_float32
 from dlattn.records import dataclass
 
 if TYPE_CHECKING:
@@ -61,10 +61,6 @@ _GIVEN_OUTPUTS = {
 
 #: What an operation returns; ``None`` in place of what was not asked for.
 _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
-
-
-#: Soft caps that float32 can divide by.
-SOFTCAPS = (1e-30, 1e30)
 
 
 @dataclass(frozen=True)
@@ -380,10 +376,9 @@ def _flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, a graph tensor or None; got {value!r}.")
-    number = float(value)
-    if not math.isfinite(number):
-        raise InvalidArgumentError(f"{name} must be finite; got {number}.")
-    return number
+    if not is_float32(value):
+        raise InvalidArgumentError(f"{name} must be a finite number of FLOAT; got {value}.")
+    return float(value)
 
 
 def _softcap(value: Any) -> float | None:

@@ -7,7 +7,6 @@ differs.
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from dlattn import dtypes
-from dlattn.dtypes import data_type
+from dlattn.dtypes import data_type, to_numpy
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph.lower import HostNumber, Lowered
 from dlattn.graph.tensor import Device, tensor
-from dlattn.plans.host import host_array
+from dlattn.plans.host import HostSequences, host_array
 from dlattn.problem import TensorSpec
-from dlattn.problem.layout import canonical_stride
+from dlattn.problem.layout import MOST_RAGGED_ELEMENTS, canonical_stride
 from dlattn.problem.problem import SCALAR_ROLES
+from dlattn.problem.score import Array
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.target import Target
 from dlattn.runtime.tensors import TensorView, matcher, view
@@ -69,6 +68,21 @@ class Slot:
         self.match = matcher(value)
         return seen.ptr
 
+    def number(self, value: Any) -> Array:
+        """A number of the pack's as what it is passed by.
+
+        Raises:
+            InvalidVariantPackError: its type does not hold it.
+        """
+        dtype = self.spec.dtype
+        try:
+            with np.errstate(over="raise"):
+                return np.array(value, to_numpy(dtype))
+        except (OverflowError, FloatingPointError):
+            raise InvalidVariantPackError(
+                f"{self.said}: expected a number that {dtype} holds, got {value}."
+            ) from None
+
     @property
     def said(self) -> str:
         return f"{self.spec.name} (uid {self.uid})"
@@ -107,7 +121,7 @@ class Slot:
         return ptr
 
     def _address_complaint(self, ptr: int) -> str | None:
-        if ptr < _LOWEST_ADDRESS:
+        if not _LOWEST_ADDRESS <= ptr < 2**64:
             return f"expected a tensor or an address, got {ptr}."
         if ptr % self.alignment:
             return (
@@ -123,45 +137,57 @@ class Slot:
         return () if single and is_scalar else tuple(shape)
 
 
-#: Elements of the longest ragged buffer: what the copy engine can count, eight at a time.
-_MOST_ELEMENTS = 2**34
-
-
 class RaggedSlot(Slot):
     """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
 
     Attributes:
-        end: where the tensor that was admitted last ends, the gap behind its last token included;
-            None of an address.
+        elements: from the first to the last of the tensor that was admitted last; None of an
+            address.
+        gap: what may be missing behind its last token.
     """
 
-    end: int | None = None
+    elements: int | None = None
+    gap: int = 0
 
     def admit(self, value: Any) -> int:
         pointer = super().admit(value)
         _, shape, stride, *_ = view(value)
-        self.end = self._end(shape, stride)
+        self.elements, self.gap = self._sizes(shape, stride)
         return pointer
 
-    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-        return _extent(shape, stride) + stride[0]
+    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
+        return (0 if 0 in shape else _extent(shape, stride)), stride[0]
 
     def checked_address(self, ptr: int) -> int:
-        self.end, self.match = None, lambda value: 0
+        self.elements, self.match = None, lambda value: 0
         return super().checked_address(ptr)
 
-    def check_offsets(self, offsets: int, spec: TensorSpec) -> None:
-        """Refuses offsets, at an address in host memory, that leave the tensor."""
-        if self.end is None:
+    def check_sequences(self, sequences: HostSequences, offsets_name: str) -> None:
+        """Refuses offsets in host memory that leave the tensor, and sequences that do."""
+        if self.elements is None:
             return
-        element = ctypes.c_int64 if dtypes.itemsize(spec.dtype) == 8 else ctypes.c_int32
-        numbers = (element * spec.dim[0]).from_address(offsets)
-        least, most = min(numbers), max(numbers)
-        if least < 0 or most > self.end:
+        offsets, end = sequences.offsets(self.role), self.elements + self.gap
+        least, most = offsets.min(), offsets.max()
+        if least < 0 or most > end:
             raise InvalidVariantPackError(
-                f"{spec.name}: expected offsets from 0 to at most {self.end}, where {self.said} "
+                f"{offsets_name}: expected offsets from 0 to at most {end}, where {self.said} "
                 f"ends, got {least} to {most}; count elements of that tensor."
             )
+        reach = self._reach(offsets[:-1], sequences.lengths_of(self.role))
+        if reach.max() > self.elements:
+            entry = int(reach.argmax())
+            raise InvalidVariantPackError(
+                f"{offsets_name}: sequence {entry} begins at {offsets[entry]} and ends, with its "
+                f"length, at {reach[entry]}, behind {self.said}, of {self.elements} elements; give "
+                "another offset, a shorter length, or more memory."
+            )
+
+    def _reach(self, offsets: Array, lengths: Array) -> Array:
+        """Where each sequence ends; one without tokens does nowhere."""
+        _, heads, _, columns = self.spec.dim
+        _, head, row, _ = self.spec.stride
+        last = offsets + (lengths - 1) * row + (heads - 1) * head + columns
+        return np.where(lengths > 0, last, 0)
 
     def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
         """Of anything but (tokens, heads, columns), columns alone left out if there is one; the
@@ -182,9 +208,10 @@ class RaggedSlot(Slot):
                 size == 1 or want in (None, got)
                 for size, want, got in zip(shape, wanted, stride, strict=True)
             )
-        if fits and _extent(shape, stride) > _MOST_ELEMENTS:
+        if fits and _extent(shape, stride) > MOST_RAGGED_ELEMENTS:
             return (
-                f"expected at most {_MOST_ELEMENTS} elements, got shape {shape}; split the batch."
+                f"expected at most {MOST_RAGGED_ELEMENTS} elements, got shape {shape}; split the "
+                "batch."
             )
         if fits:
             return None
@@ -196,10 +223,14 @@ class RaggedSlot(Slot):
 
 
 class TableSlot(RaggedSlot):
-    """A packed page table's: memory of any shape, without gaps."""
+    """A packed page table's: memory of any shape, without gaps. What its sequences read of it,
+    their plan checks."""
 
-    def _end(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-        return math.prod(shape)
+    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
+        return math.prod(shape), 0
+
+    def _reach(self, offsets: Array, lengths: Array) -> Array:
+        return offsets
 
     def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
         if canonical_stride(shape, stride) == canonical_stride(shape, compact_strides(shape)):

@@ -64,6 +64,7 @@ def attention(
 
     Raises:
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
+        InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)

@@ -17,6 +17,7 @@ from dlattn.calls.arguments import (
     page_tables,
     plain_spec,
     same_type,
+    soft_cap,
 )
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
@@ -25,6 +26,7 @@ from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, pl
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Bias, Direction, Philox, TensorSpec
+from dlattn.problem.dropout import signed
 from dlattn.problem.layout import bias_edit, canonical_stride
 
 _LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
@@ -82,7 +84,7 @@ def sorted_out(
         options: from the layout to the soft cap.
     """
     p, seed, offset = _dropout(dropout)
-    hosts = [np.array(_wrapped(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
+    hosts = [np.array(signed(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
@@ -124,7 +126,7 @@ class Described:
     ) -> Request:
         """The call as a request, with the tensors of one direction."""
         options, sizes = self.options, self.sizes
-        scale, softcap = options.scale, options.softcap
+        scale = options.scale
         dropout = Philox() if options.p else None
         return Request(
             direction,
@@ -134,7 +136,7 @@ class Described:
             ),
             window=_window(options, sizes),
             bottom_right=options.alignment == "bottom_right",
-            softcap=_softcap(softcap),
+            softcap=soft_cap(options.softcap),
             bias=self.bias,
             dropout=dropout,
             numbers=dropout.numbers(options.p) if dropout else {},
@@ -205,15 +207,21 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
     return Described(values, there, options, dtype, sizes, bias, tensors, positions)
 
 
-def call_of(names: Sequence[str], wanted: Callable[..., Wanted], given: tuple[Any, ...]) -> Call:
+def call_of(
+    names: Sequence[str],
+    needed: Sequence[str],
+    wanted: Callable[..., Wanted],
+    given: tuple[Any, ...],
+) -> Call:
     """What a call of one direction does, of its tensors and a tuple of its options.
 
     Args:
         names: of the tensors, of which the last may be missing.
+        needed: of those that must not be ``None``.
     """
     *tensors, options = given
     values = (*tensors, *[None] * (len(names) - len(tensors)))
-    there = admit(**dict(zip(names, values, strict=True)))
+    there = admit(needed, dict(zip(names, values, strict=True)))
     found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
     device = there["q"].seen.device
     return Call(found.values, device, found.positions, found.outputs, found.request)
@@ -325,15 +333,6 @@ def _window(options: Options, sizes: Sizes) -> tuple[int | None, int | None]:
     )
 
 
-def _softcap(softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    bound = number("softcap", softcap)
-    if bound < 0:
-        raise InvalidArgumentError(f"softcap: expected more than 0, or None, got {bound}.")
-    return bound or None
-
-
 # What a call is before its tensors are looked at ----------------------------------------------
 
 
@@ -364,8 +363,3 @@ def _dropout(given: Any) -> tuple[float, Any, Any]:
     if seed is None or offset is None:
         raise InvalidArgumentError("dropout: expected a seed and an offset, got None.")
     return p, seed, offset
-
-
-def _wrapped(number: int) -> int:
-    """As a signed integer of 64 bits with the same low bits."""
-    return (number + 2**63) % 2**64 - 2**63

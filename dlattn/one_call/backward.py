@@ -158,7 +158,7 @@ def wanted(
 
 def prepare(*given: Any) -> Call:
     """What a call does, of its tensors as of :func:`run`, and then its options in a tuple."""
-    return call_of(NAMES, wanted, given)
+    return call_of(NAMES, NAMES[:6], wanted, given)
 
 
 _CALLS = CallCache(prepare)

@@ -94,6 +94,7 @@ def attention(
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     tensors, options, hosts = sorted_out(
@@ -142,7 +143,7 @@ def wanted(
 
 def prepare(*given: Any) -> Call:
     """What a call does, of its tensors as of :func:`run`, and then its options in a tuple."""
-    return call_of(NAMES, wanted, given)
+    return call_of(NAMES, NAMES[:3], wanted, given)
 
 
 _CALLS = CallCache(prepare)

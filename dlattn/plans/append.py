@@ -149,8 +149,7 @@ class Append(DirectPlan):
         """Why no kernel can do this, or ``None``."""
         target, cache = self.target, self.cache
         if target.kind == "cuda" and target.capability < (8, 0):
-            major, minor = target.capability
-            return f"it needs compute capability 8.0 or above; {target} has {major}.{minor}."
+            return f"it needs compute capability 8.0 or above; {target} has {target.version}."
         if self.batch > MOST_BLOCKS_YZ:
             return f"the batch must be at most {MOST_BLOCKS_YZ}; got {self.batch}."
         smaller = max(cache.pages_per_sequence * cache.split, cache.pages * cache.page_step)

@@ -19,6 +19,7 @@ from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
+from dlattn.problem.layout import LONGEST
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.records import dataclass
 from dlattn.runtime import jit
@@ -367,8 +368,7 @@ def refusal(
     if direction is Direction.BACKWARD and "o" not in geometry.tensors:
         return "o is not given."
     if target.capability < (8, 0):
-        major, minor = target.capability
-        return f"it needs compute capability 8.0 (Ampere) or above; {target} has {major}.{minor}."
+        return f"it needs compute capability 8.0 (Ampere) or above; {target} has {target.version}."
     if problem.dtype not in (data_type.HALF, data_type.BFLOAT16):
         return (
             f"tensor cores take HALF or BFLOAT16; the graph has {problem.dtype.name}. "
@@ -392,9 +392,9 @@ def refusal(
         added = geometry.tensors.get(role)
         if added is not None and added.dtype is data_type.DOUBLE:
             return f"{role} must be HALF, BFLOAT16, FLOAT, BOOLEAN or UINT8; got DOUBLE."
-    scale = geometry.tensors.get("attn_scale")
-    if scale is not None and not scale.by_value and scale.dtype is not data_type.FLOAT:
-        return f"an attn_scale on the device must be FLOAT; got {scale.dtype.name}."
     if max(geometry.batch, geometry.heads_q) > MOST_BLOCKS_YZ:
         return f"batch and heads must each be at most {MOST_BLOCKS_YZ}."
+    longest = max(geometry.seq_q, geometry.rows_kv)
+    if longest > LONGEST:
+        return f"sequences must have at most {LONGEST} rows; got {longest}."
     return None

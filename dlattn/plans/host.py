@@ -23,36 +23,80 @@ from dlattn.problem.problem import DELTA_GAP
 from dlattn.problem.score import Array
 
 
-class HostMemory:
-    """The tensors of one call.
+class HostSequences:
+    """The sequences of one call.
 
     Attributes:
         len_q, len_kv: actual lengths, (B, 1, 1, 1), int64.
-        arrays: role -> array in the declared shape. Of ragged tensors, and of k and v in pages,
-            copies with zeros past the lengths: :meth:`write` takes results back.
     """
 
     def __init__(self, geometry: Geometry, pointers: Mapping[str, int]) -> None:
         self._geometry = geometry
         self._pointers = pointers
-        specs = geometry.tensors
-        self.arrays = {
-            role: host_array(pointers[role], spec)
-            for role, spec in specs.items()
-            if not spec.ragged
-        }
         self.len_q = self._lengths_of("seq_len_q", "q")
         self.len_kv = self._lengths_of("seq_len_kv", "k", "v")
-        for role, spec in specs.items():
+
+    def lengths_of(self, role: str) -> Array:
+        """Rows of each sequence of a tensor, (B,)."""
+        return (self.len_q if role in QUERY_ROLES else self.len_kv).reshape(-1)
+
+    def offsets(self, role: str) -> Array:
+        """Where each sequence of a ragged tensor begins, and where the last one ends, in elements;
+        of a packed table in entries."""
+        if not self._geometry.by_tokens(role):
+            return self._given(offset_role(role)).reshape(-1).astype(np.int64)
+        rows = self._given(cu_seqlens_role(role)).astype(np.int64)
+        if role == "delta":
+            rows = rows + DELTA_GAP * np.arange(len(rows))
+        return rows * _row(self._geometry.tensors[role])
+
+    def _given(self, role: str) -> Array:
+        return host_array(self._pointers[role], self._geometry.tensors[role])
+
+    def _lengths_of(self, given: str, *sources: str) -> Array:
+        """As given, else from the first ragged tensor's offsets, else full."""
+        geometry = self._geometry
+        batch, tensors = geometry.batch, geometry.tensors
+        longest = geometry.seq_q if given == "seq_len_q" else geometry.seq_kv
+        if (role := cu_seqlens_role(sources[0])) in tensors:
+            cu_seqlens = self._given(role)
+            own = (self._given(given) if given in tensors else np.diff(cu_seqlens)).reshape(-1)
+            # As in the kernels: no sequence leaves the tensors.
+            return lengths(
+                np.minimum(own, (geometry.most_tokens(sources[0]) or 0) - cu_seqlens[:-1]),
+                batch,
+                longest,
+            )
+        for source in sources:
+            if given not in tensors and geometry.is_ragged(source):
+                distances = np.diff(self.offsets(source))
+                return lengths(distances // _row(tensors[source]), batch, longest)
+        return lengths(self._given(given) if given in tensors else None, batch, longest)
+
+
+class HostMemory(HostSequences):
+    """The tensors of one call.
+
+    Attributes:
+        arrays: role -> array in the declared shape. Of ragged tensors, and of k and v in pages,
+            copies with zeros past the lengths: :meth:`write` takes results back.
+    """
+
+    def __init__(self, geometry: Geometry, pointers: Mapping[str, int]) -> None:
+        super().__init__(geometry, pointers)
+        self.arrays: dict[str, Array] = {}
+        for role, spec in geometry.tensors.items():
             if spec.ragged:
                 padded = self.arrays[role] = np.zeros(spec.dim, to_numpy(spec.dtype))
                 for entry, rows in enumerate(self._entries(role)):
                     padded[entry, :, : rows.shape[1]] = rows
             elif spec.packed:
-                count = max(0, int(self._offsets(role).max()))
+                count = max(0, int(self.offsets(role).max()))
                 self.arrays[role] = host_array(
                     pointers[role], replace(spec, dim=(count,), stride=(1,))
                 )
+            else:
+                self.arrays[role] = self._given(role)
         self._pages: dict[str, Pages] = {}
         for role in PAGE_TABLES:
             pages = pages_of(role, geometry, self.arrays, self.len_kv)
@@ -72,41 +116,9 @@ class HostMemory:
         for entry, rows in enumerate(self._entries(role)):
             rows[...] = result[entry, :, : rows.shape[1]]
 
-    def _lengths_of(self, given: str, *sources: str) -> Array:
-        """As given, else from the first ragged tensor's offsets, else full."""
-        batch = self._geometry.batch
-        longest = self._geometry.seq_q if given == "seq_len_q" else self._geometry.seq_kv
-        cu_seqlens = self.arrays.get(cu_seqlens_role(sources[0]))
-        if cu_seqlens is not None:
-            own = self.arrays.get(given, np.diff(cu_seqlens)).reshape(-1)
-            # As in the kernels: no sequence leaves the tensors.
-            return lengths(
-                np.minimum(own, self._tokens(sources[0]) - cu_seqlens[:-1]), batch, longest
-            )
-        for source in sources:
-            if given not in self.arrays and self._geometry.is_ragged(source):
-                distances = np.diff(self._offsets(source))
-                return lengths(distances // _row(self._geometry.tensors[source]), batch, longest)
-        return lengths(self.arrays.get(given), batch, longest)
-
-    def _tokens(self, role: str) -> int:
-        """Rows of the packed sequences in all."""
-        geometry = self._geometry
-        most = geometry.most_tokens_q if role in QUERY_ROLES else geometry.most_tokens_kv
-        return most or 0
-
-    def _offsets(self, role: str) -> Array:
-        if not self._geometry.by_tokens(role):
-            return self.arrays[offset_role(role)].reshape(-1).astype(np.int64)
-        rows = self.arrays[cu_seqlens_role(role)].astype(np.int64)
-        if role == "delta":
-            rows = rows + DELTA_GAP * np.arange(len(rows))
-        return rows * _row(self._geometry.tensors[role])
-
     def _entries(self, role: str) -> list[Array]:
         """Of each batch entry, the (H, length, D) elements in memory."""
         spec = self._geometry.tensors[role]
-        sizes = self.len_q if role in QUERY_ROLES else self.len_kv
         _, heads, _, columns = spec.dim
         _, head, _, column = spec.stride
         itemsize = to_numpy(spec.dtype).itemsize
@@ -117,7 +129,7 @@ class HostMemory:
                     spec.name, (heads, int(size), columns), (head, _row(spec), column), spec.dtype
                 ),
             )
-            for offset, size in zip(self._offsets(role), sizes.reshape(-1), strict=False)
+            for offset, size in zip(self.offsets(role), self.lengths_of(role), strict=False)
         ]
 
 

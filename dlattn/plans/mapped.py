@@ -14,6 +14,7 @@ from dlattn.plans.argument import MappedParams, Params
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import params_for
 from dlattn.problem import PAGE_TABLES, Bias, Edit, Geometry, Problem, Stored, TensorSpec
+from dlattn.problem.layout import MOST_RAGGED_ELEMENTS
 from dlattn.runtime import tensormap
 from dlattn.runtime.target import Target
 
@@ -107,8 +108,7 @@ class MappedPlan(CudaPlan):
     def mapping_refusal(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
         """Why the copy engine cannot move the tensors, or ``None``."""
         if target.capability != (9, 0):
-            major, minor = target.capability
-            return f"it needs compute capability 9.0 (Hopper); {target} has {major}.{minor}."
+            return f"it needs compute capability 9.0 (Hopper); {target} has {target.version}."
         for role in PAGE_TABLES:
             page = geometry.page_size(role)
             if page is not None and page < LEAST_PAGE:
@@ -126,4 +126,10 @@ class MappedPlan(CudaPlan):
             sizes, steps = spec.dim[first:], spec.stride[first:]
             if any(n > 1 and s == 0 for n, s in zip(sizes, steps, strict=True)):
                 return f"the copy engine cannot repeat memory; {spec.name} has a stride of 0."
+            elements = (geometry.most_tokens(role) or 0) * spec.stride[2]
+            if spec.ragged and elements > MOST_RAGGED_ELEMENTS:
+                return (
+                    f"the copy engine counts {MOST_RAGGED_ELEMENTS} elements of a ragged tensor; "
+                    f"{spec.name} may have {elements}."
+                )
         return None

@@ -66,10 +66,12 @@ class MergeStates(DirectPlan):
     def refusal(cls, o: TensorSpec, target: Target) -> str | None:
         """Why no kernel merges such states, or ``None``."""
         if target.kind == "cuda" and target.capability < (8, 0):
-            major, minor = target.capability
-            return f"it needs compute capability 8.0 or above; {target} has {major}.{minor}."
-        if max(o.dim[0], o.dim[1] * o.dim[2]) >= 2**31:
-            return f"there must be fewer than 2**31 rows in a batch entry; got {o.dim[:3]}."
+            return f"it needs compute capability 8.0 or above; {target} has {target.version}."
+        if max(o.dim[0], o.dim[1] * o.dim[2]) >= 2**31 or o.dim[3] >= 2**30:
+            return (
+                "there must be fewer than 2**31 rows in a batch entry, of fewer than 2**30 columns "
+                f"each; got {o.dim}."
+            )
         return None
 
     def make_argument(self) -> MergeParams:

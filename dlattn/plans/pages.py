@@ -74,6 +74,12 @@ def pages_of(
     for entry, length in enumerate(lengths):
         first = tensors[offset_role(name)].ravel()[entry] if spec.packed else 0
         own = np.arange(first, first - (-length // page))
+        if spec.packed and own.size and not 0 <= first <= own[-1] < tensors[name].size:
+            raise InvalidVariantPackError(
+                f"{spec.name}: sequence {entry}, of {length} rows in pages of {page}, has entries "
+                f"{first} to {own[-1]}, and offsets end the table at {tensors[name].size}; give a "
+                "longer table, or a shorter length."
+            )
         found = tensors[name][own] if spec.packed else tensors[name][entry, 0, own, 0]
         if ((found < 0) | (found >= count)).any():
             raise InvalidVariantPackError(

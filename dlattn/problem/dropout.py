@@ -32,6 +32,11 @@ _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _ONE = 1 << 15
 
 
+def signed(number: int) -> int:
+    """A seed or an offset as the signed integer of 64 bits with the same low bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 class Dropout(ABC):
     """A predicate on (batch, head, query, key)."""
 

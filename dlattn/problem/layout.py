@@ -11,6 +11,13 @@ IO_ROLES = ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")
 #: A bound beyond every sequence, small enough to add to any position in 32 bits.
 FARTHEST = 2**30
 
+#: Rows of the longest sequence, or of its pages: kernels add a bound, and what a tile is larger, to
+#: positions.
+LONGEST = FARTHEST - 2**10
+
+#: Elements of the longest ragged tensor: what the copy engine can count, eight at a time.
+MOST_RAGGED_ELEMENTS = 2**34
+
 #: Bytes of the widest access to global memory.
 WIDEST_ACCESS = 16
 

@@ -297,6 +297,10 @@ class Geometry:
         """Whether the tensor is there, and ragged."""
         return role in self.tensors and self.tensors[role].ragged
 
+    def most_tokens(self, role: str) -> int | None:
+        """A bound of the sum of all lengths of a tensor, or None."""
+        return self.most_tokens_q if role in QUERY_ROLES else self.most_tokens_kv
+
     @property
     def batch(self) -> int:
         return self.tensors["q"].dim[0]

@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.records import dataclass
 
+#: Soft caps that float32 can divide by.
+SOFTCAPS = (1e-30, 1e30)
+
 Array = NDArray[Any]
+
+#: The largest number of float32.
+_MOST_FLOAT = 3.4028234663852886e38
+
+
+def is_float32(number: Any) -> bool:
+    """Whether a real number is one to float32, and neither infinite nor none."""
+    return bool(-_MOST_FLOAT <= number <= _MOST_FLOAT)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ class _Torch(Framework):
                 f"This {type(obj).__qualname__} on device {obj.device} has no memory (a meta or "
                 "fake tensor); pass one that holds data"
             )
+        if obj.is_neg():
+            raise InvalidVariantPackError(
+                f"This {type(obj).__qualname__} is negated only as torch reads it, and its memory "
+                "holds the opposite; pass its resolve_neg()"
+            )
         if obj.is_cuda:
             device = CUDA[obj.get_device()]
         elif obj.is_cpu:
@@ -71,6 +76,7 @@ class _Torch(Framework):
                     and obj.shape == shape
                     and obj.stride() == stride
                     and obj.device == device
+                    and not obj.is_neg()
                 ):
                     address: int = obj.data_ptr()
                     return address
@@ -94,9 +100,11 @@ class _Torch(Framework):
         # need not be asked for: those of sizes 1 mean nothing.
         try:
             strides = obj.is_contiguous() or obj.stride()
-            return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device)
+            if not obj.is_neg():
+                return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device)
         except RuntimeError:
-            return super().signature(obj)  # which says what is wrong
+            pass
+        return super().signature(obj)  # which says what is wrong
 
     def allocator(
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type

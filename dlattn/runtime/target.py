@@ -33,6 +33,11 @@ class Target:
         return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
     @property
+    def version(self) -> str:
+        """The compute capability as it is written."""
+        return "{}.{}".format(*self.capability)
+
+    @property
     def is_here(self) -> bool:
         """Whether it is a device, and no description."""
         return self.index >= 0

@@ -56,6 +56,7 @@ def attention(
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     if not dropout_p and (

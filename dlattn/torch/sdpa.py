@@ -64,6 +64,7 @@ def scaled_dot_product_attention(
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).
+        InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):

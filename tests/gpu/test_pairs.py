@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,14 @@ from tests.serial import run_by_engine
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("engine", ["sm90", "sm80"])
-@pytest.mark.parametrize("case", pairs.cases(), ids=[f"row {n}" for n in range(len(pairs.rows()))])
+def rows() -> Iterator[Any]:
+    """Those of each family's own levels."""
+    for engine, without in pairs.LEFT_BY.items():
+        for n, case in enumerate(pairs.cases(without)):
+            yield pytest.param(case, engine, id=f"row {n}-{engine}")
+
+
+@pytest.mark.parametrize(("case", "engine"), list(rows()))
 def test_pair(case: Case, engine: str) -> None:
     """Forward and backward of the kernels agree with float64."""
     check(case, gpu_library(), partial(run_by_engine, engine))

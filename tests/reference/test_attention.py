@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn
-from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from tests.calls import check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.libraries import Library
@@ -107,6 +107,17 @@ def test_one_tensor_of_lengths_is_of_queries_and_keys() -> None:
         assert (o[b, n:] == 0).all()
 
 
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+def test_lengths_beyond_the_tensors(alignment: str) -> None:
+    """They are full, also to the diagonal that ends where they do; below 0 they are 0."""
+    q, k, v = random(2, 5, 2, 8), random(2, 7, 2, 8), random(2, 7, 2, 8)
+    options: dict[str, Any] = {"causal": True, "alignment": alignment, "return_lse": True}
+    given = np.array([9, -3]), np.array([2**40, 2**40])
+    wanted = dlattn.attention(q, k, v, lengths=(np.array([5, 0]), np.array([7, 7])), **options)
+    for got, want in zip(dlattn.attention(q, k, v, lengths=given, **options), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_bias_broadcasts_as_in_numpy() -> None:
     """A bias may lack dimensions in front."""
     q, k, v = (random(2, 6, 4, 8) for _ in range(3))
@@ -114,6 +125,13 @@ def test_bias_broadcasts_as_in_numpy() -> None:
     np.testing.assert_array_equal(
         dlattn.attention(q, k, v, bias=bias), dlattn.attention(q, k, v, bias=bias[None])
     )
+
+
+def test_strides_of_one_entry_mean_nothing() -> None:
+    """A batch of one may be reversed."""
+    q, k, v = (random(1, 5, 2, 8) for _ in range(3))
+    reversed_ = dlattn.attention(*(x[::-1] for x in (q, k, v)))
+    np.testing.assert_array_equal(reversed_, dlattn.attention(q, k, v))
 
 
 def test_scale_is_that_of_the_paper() -> None:
@@ -220,7 +238,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of floats": ({"window": (1.5, None)}, "window: expected an integer"),
     "negative window": ({"window": (-2, None)}, "window: expected 0 or more"),
     "scale": ({"scale": "1"}, "scale: expected a finite number"),
-    "softcap": ({"softcap": -1.0}, "softcap: expected more than 0"),
+    "scale beyond float32": ({"scale": 1e39}, "scale: expected a finite number"),
+    "scale beyond floats": ({"scale": 10**400}, "scale: expected a finite number"),
+    "softcap": ({"softcap": -1.0}, "softcap: expected 0 or None, for none, or"),
+    "softcap beyond float32": ({"softcap": 1e300}, "softcap: expected a finite number"),
+    "softcap that has no reciprocal": ({"softcap": 1e-40}, "softcap: expected 0 or None"),
+    "no keys": ({"k": None}, "k: expected a tensor, got None"),
     "bias": ({"bias": np.zeros((2, 3, 5, 7))}, r"bias: expected a shape that broadcasts"),
     "slopes": ({"alibi_slopes": np.zeros(3, np.float32)}, "alibi_slopes: expected shape"),
     "sinks": ({"sinks": np.zeros(4)}, "sinks: expected elements of FLOAT"),
@@ -273,6 +296,8 @@ REFUSED_BACKWARD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sinks": ({"sinks_gradient": True}, "sinks_gradient: expected sinks, whose gradient"),
     "dk": ({"dk": Q.copy()}, "dk: expected shape"),
+    "no dout": ({"dout": None}, "dout: expected a tensor, got None"),
+    "no lse": ({"lse": None}, "lse: expected a tensor, got None"),
     "read-only dq": ({"dq": np.broadcast_to(Q[:1], Q.shape)}, "dq: it is written to"),
 }
 
@@ -293,6 +318,16 @@ def test_refusals(name: str) -> None:
     changes, message = REFUSED[name]
     with pytest.raises(InvalidArgumentError, match=message):
         dlattn.attention(**{"q": Q, "k": K, "v": K, **changes})
+
+
+def test_pages_that_there_are_not() -> None:
+    """In host memory, tables are looked at, by each call."""
+    pages, table = K[:, :4], np.array([[0, 1], [1, 0]], np.int32)
+    dlattn.attention(Q, pages, pages, block_table=table)
+    for wrong in (2, -1):
+        bad = np.array([[0, 1], [wrong, 0]], np.int32)
+        with pytest.raises(InvalidVariantPackError, match="block_table: the pages of sequence 1"):
+            dlattn.attention(Q, pages, pages, block_table=bad)
 
 
 def test_other_devices() -> None:

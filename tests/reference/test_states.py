@@ -76,6 +76,7 @@ LSE = np.zeros((2, 3, 5), np.float32)
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one of two": ({"lse2": None}, "o2 and lse2 are given together"),
+    "no sums": ({"lse1": None}, "lse1: expected a tensor, got None"),
     "layout": ({"layout": "sbhd"}, "layout: expected one of"),
     "another layout's": ({"layout": "bhsd"}, r"lse1: expected shape \(2, 5, 3\)"),
     "shape": ({"o2": O[:, :4]}, r"o2: expected shape \(2, 5, 3, 8\), .* got \(2, 4, 3, 8\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from dlattn.problem import (
     Philox,
     Problem,
     Scale,
+    ScoreGradient,
     SoftCap,
     TensorSpec,
 )
@@ -108,6 +110,25 @@ def test_a_bias_gradient_adds_one_kernel() -> None:
         others = [s for s in sources[1] if not s.name.startswith("dlattn_bwd_dbias")]
         assert others == sources[0]
         assert len(sources[1]) == len(sources[0]) + 1
+
+
+@given(sizes=st.lists(st.tuples(*[st.booleans()] * 4), min_size=1, max_size=3))
+def test_gradients_that_follow_each_other_share_scratch(sizes: list[tuple[bool, ...]]) -> None:
+    """It has room for whichever of them needs most, and counts for its tiles."""
+    gradients = tuple(ScoreGradient(n, data_type.FLOAT, 0) for n in range(len(sizes)))
+    wanted, tensors = replace(problem(), score_gradients=gradients), dict(geometry().tensors)
+    for gradient, whole in zip(gradients, sizes, strict=True):
+        full = (2, 4, 300, 300)
+        dim = tuple(n if is_whole else 1 for n, is_whole in zip(full, whole, strict=True))
+        tensors[gradient.role] = TensorSpec(gradient.role, dim, (0, 0, 0, 1), data_type.FLOAT)
+    given = Geometry(tensors, 1.0)
+    scratch = bwd_dbias.gradient_scratch(wanted, given, HOPPER)
+    tiling = bwd_dbias.choose_tiling(wanted, HOPPER)
+    for gradient in gradients:
+        tiles, *parts = bwd_dbias._grid(wanted, given, gradient.role, tiling, HOPPER)
+        if prod(parts) > 1:
+            assert scratch.arrivals >= 4 * tiles
+            assert scratch.parts >= 4 * tiles * prod(parts) * tiling.tile_q * tiling.tile_k
 
 
 @given(
@@ -195,6 +216,21 @@ def test_the_workspace_is_linear(batch: int, seq: int) -> None:
     size = plan.workspace_size - key_sums
     assert size <= sums_of_all + row_stats + rows + 4096
     assert size <= max(2**27, 6 * 4 * 128 * seq) + 2 * row_stats + 2**20
+
+
+@pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
+@given(batch=st.integers(1, 8), seq=st.integers(1, 5000), head_dim=st.sampled_from([64, 128]))
+def test_sums_and_statistics_have_room(family, batch: int, seq: int, head_dim: int) -> None:
+    """For the last tile of all, as ``bwd_tile.cuh`` finds it."""
+    plan = family(problem(head_dim), geometry(batch, 2, 4, seq, seq, head_dim), HOPPER)
+    sizes, params, tile_q = plan._arrays, plan._params, plan.tiling.tile_q
+    tiles = -(-seq // tile_q)
+    all_tiles = batch * 4 * tiles
+    of_sums = params.dq_places * params.heads_per_block * tiles if plan.stores_dq else all_tiles
+    assert sizes["dq_accum"] >= 4 * of_sums * tile_q * head_dim
+    assert sizes["row_stats"] >= 4 * all_tiles * tile_q * plan.tiling.stats_words
+    assert sizes.get("dq_arrivals", 4 * of_sums) >= 4 * of_sums
+    assert plan.scratch_bytes >= sum(sizes.values())
 
 
 @pytest.mark.parametrize("family", [BwdSm80, BwdSm90])

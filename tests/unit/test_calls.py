@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -149,6 +150,18 @@ def test_packed_calls_run_on_hoppers_kernels() -> None:
         for direction, plan in ((Direction.FORWARD, first), (Direction.BACKWARD, BwdSm90)):
             request = packed_request(direction, longest, 300, 5)
             assert select(request.problem, request.geometry, HOPPER)[0] is plan
+
+
+@pytest.mark.parametrize("longest", [1, 100])
+@pytest.mark.parametrize(("gap", "access"), [(0, 16), (8, 16), (4, 2)])
+def test_tokens_that_no_wide_access_reaches(longest: int, gap: int, access: int) -> None:
+    """Of tokens so many elements apart, every sequence begins at one, even where none has two."""
+    request = packed_request(Direction.FORWARD, longest, 300, 5)
+    k = request.tensors["k"]
+    batch, head, row, column = k.stride
+    apart = replace(k, stride=(batch, head, row + gap, column))
+    request = replace(request, tensors={**request.tensors, "k": apart})
+    assert request.problem.access_bytes == access
 
 
 @given(

@@ -56,6 +56,10 @@ def test_few_queries_are_decoded(arch: str) -> None:
     assert select(PROBLEM, geometry(), KNOWN[arch])[0] is Decode
     assert select(PROBLEM, geometry(queries=16), KNOWN[arch])[0] is Decode
     assert select(PROBLEM, geometry(queries=17), KNOWN[arch])[0] is not Decode
+    most = max(tiling.rows for tiling in tilings(PROBLEM, KNOWN[arch]))
+    for heads, taken in ((most, True), (most + 1, False)):
+        reason = Decode.supports(PROBLEM, geometry(heads=(heads, 1, 1)), KNOWN[arch])
+        assert (reason is None) == taken
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,7 @@ def test_few_queries_are_decoded(arch: str) -> None:
     [
         (PROBLEM, {"queries": 17}, "at most 16 queries; the graph has 17."),
         (PROBLEM, {"heads": (16, 1, 1), "queries": 9}, "at most 128 rows, .*; the graph has 144."),
+        (PROBLEM, {"heads": (129, 1, 1)}, "at most 128 rows, .*; the graph has 129."),
         (replace(PROBLEM, head_dim_qk=200), {}, "dimension of q and k must be at most 192; got"),
         (replace(PROBLEM, head_dim_v=136), {}, "dimension of v must be at most 128; got 136."),
         (replace(PROBLEM, access_bytes=2), {}, "16-byte aligned"),

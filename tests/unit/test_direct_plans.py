@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dlattn.dtypes import data_type
@@ -14,6 +15,7 @@ from dlattn.plans.merge import MergeStates
 from dlattn.problem import TensorSpec
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.target import KNOWN
+from dlattn.states import _prepare
 
 HOPPER = KNOWN["sm_90a"]
 
@@ -80,6 +82,23 @@ def test_wide_accesses(made: MergeStates | Append, wide: bool) -> None:
     assert types_lanes_wide_rest[3] == str(wide).lower()
 
 
+@pytest.mark.parametrize(
+    ("states", "gap", "wide"), [(2, 0, True), (2, 8, True), (2, 4, False), (3, 4, False)]
+)
+def test_stacked_states_may_begin_anywhere(states: int, gap: int, wide: bool) -> None:
+    """Where the second one is not aligned, no access is wide."""
+    size = 1 * 5 * 2 * 8
+    memory = np.zeros(states * (size + gap) + 64, np.float16)
+    first = -(memory.ctypes.data // 2) % 32
+    rows = memory[first : first + states * (size + gap)].reshape(states, size + gap)[:, :size]
+    o, lse = rows.reshape(states, 1, 5, 2, 8), np.zeros((states, 1, 2, 5), np.float32)
+    assert np.shares_memory(o, memory)
+    plan = _prepare(o, lse, None, None, None, None, "bshd").plan
+    assert isinstance(plan, MergeStates)
+    source = plan.kernel().source.text
+    assert re.findall(r"<(.*)>\(p\)", source)[0].split(", ")[3] == str(wide).lower()
+
+
 def test_lanes() -> None:
     """A row has as few lanes as have a unit each, from 4 to a warp."""
     assert [lanes_of(n, 8) for n in (1, 32, 40, 128, 256, 512)] == [4, 4, 8, 16, 32, 32]
@@ -95,5 +114,6 @@ def test_refusals() -> None:
     assert MergeStates.refusal(rows, HOPPER) is None
     assert "compute capability 8.0" in (MergeStates.refusal(rows, old) or "")
     assert "fewer than 2**31 rows" in (MergeStates.refusal(spec(1, 2**20, 2**11, 8), HOPPER) or "")
+    assert "2**30 columns" in (MergeStates.refusal(spec(1, 1, 1, 2**30), HOPPER) or "")
     assert append().refusal() is None
     assert "the batch must be at most" in (append(batch=2**16).refusal() or "")

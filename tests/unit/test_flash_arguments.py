@@ -114,6 +114,8 @@ WRONG_ARGUMENTS = [
     (mha_fwd, dense(softmax_scale=float("nan")), "softmax_scale: expected a finite number"),
     (mha_fwd, dense(softmax_scale=[1]), "softmax_scale: expected a finite number"),
     (mha_fwd, dense(softcap=-1.0), "softcap: expected 0"),
+    (mha_fwd, dense(softcap=1e-300), "softcap: expected 0"),
+    (mha_fwd, dense(p_dropout=10**400), "p_dropout: expected a finite number"),
     (mha_fwd, dense(window_size_left=1.5), "window_size_left: expected an integer"),
     (mha_fwd, dense(p_dropout=1.0), "p_dropout: expected at least 0 and below 1"),
     (mha_fwd, dense(return_softmax=True), "return_softmax: "),
@@ -168,6 +170,8 @@ WRONG_ARGUMENTS = [
     ),
     (mha_varlen_bwd, packed_backward(dq_=read_only(B * SQ, H, D)), "dq_: .*read-only"),
     (mha_fwd, dense(p_dropout=0.1, gen_="x"), "gen_: .*got 'x'"),
+    (mha_fwd, dense(p_dropout=0.1, gen_=(1, 2, 3)), r"gen_: .*got \(1, 2, 3\)"),
+    (mha_fwd, dense(p_dropout=0.1, gen_=(1, 0.5)), r"gen_: .*got \(1, 0.5\)"),
     (mha_bwd, backward(p_dropout=0.1), "philox_seed: expected the state"),
     (mha_bwd, backward(p_dropout=0.1, philox_seed=zeros(2)), "philox_seed, philox_offset"),
     (

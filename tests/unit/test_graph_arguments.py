@@ -212,6 +212,13 @@ def test_scales_are_numbers(graph, scale, expected):
     assert graph._nodes[-1].attn_scale == expected
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e39, 10**400])
+def test_scales_are_float32s(graph, scale):
+    """A scale that float32 does not hold would make every score infinite."""
+    with pytest.raises(RuntimeError, match="attn_scale must be a finite number of FLOAT"):
+        sdpa(graph, attn_scale=scale)
+
+
 @pytest.mark.parametrize(
     ("softcap", "expected"), [(None, None), (50, 50.0), (np.float32(0.5), 0.5), (30.0, 30.0)]
 )
@@ -219,7 +226,7 @@ def test_soft_caps_are_positive_numbers(graph, softcap, expected):
     """``None`` means no soft cap; what float32 cannot divide by is refused."""
     sdpa(graph, softcap=softcap)
     assert graph._nodes[-1].softcap == expected
-    for wrong in (0, -1.0, 1e-40, 1e39, float("nan")):
+    for wrong in (0, -1.0, 1e-40, 1e39, 10**400, float("nan")):
         with pytest.raises(RuntimeError, match="softcap must be"):
             sdpa(graph, softcap=wrong)
 

@@ -50,6 +50,11 @@ def test_sm_version(version, arch):
     assert (target.arch, target.multiprocessors) == (arch, 7)
     with pytest.raises(NotSupported, match="sm_version is 75; dlattn compiles for 80, 86"):
         declared(sm_version=75).validate()
+    with pytest.raises(NotSupported, match=r"sm_version is 90\.0; dlattn compiles for"):
+        declared(sm_version=90.0).validate()
+    for wrong in (0, -1, 1.5, "7", 2**31):
+        with pytest.raises(RuntimeError, match="sm_count must be an int of at least 1; got"):
+            declared(sm_version=90, sm_count=wrong).validate()
 
 
 def test_a_device_that_is_here(hopper_here):

@@ -109,7 +109,7 @@ def test_a_probability_of_zero_drops_nothing():
     assert lowered.problem.dropout == Philox() and "rng_dump" in lowered.outputs
 
 
-@pytest.mark.parametrize("p", [1.5, -0.1, float("nan")])
+@pytest.mark.parametrize("p", [1.5, -0.1, float("nan"), 10**400])
 def test_probabilities(p):
     """A probability is at least 0 and at most 1: else ValueError from validate."""
     made = Forward()

@@ -119,6 +119,9 @@ def test_raw_addresses(call):
     """An int is taken as an address."""
     x = aligned_bytes(DIM[0] * 1024)
     assert call({call.q: address(x)}).pointers["q"] == address(x)
+    for wrong in (0, -4096, 2**64):
+        with pytest.raises(ValueError, match=f"q .*expected a tensor or an address, got {wrong}"):
+            call({call.q: wrong})
 
 
 def test_a_number_for_a_host_scalar(call):
@@ -135,6 +138,8 @@ def test_a_number_for_a_host_scalar(call):
         assert pointers["value"] == number
     with pytest.raises(ValueError, match="scale .* expected a tensor or an address, got 2"):
         call({call.scale: 2})
+    with pytest.raises(ValueError, match=r"scale .* expected a number that .*FLOAT holds, got 1e"):
+        call({call.scale: 1e39})
 
 
 def test_host_scalars_may_have_any_shape(call):

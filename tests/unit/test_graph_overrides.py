@@ -83,6 +83,29 @@ def test_strides():
     assert np.array_equal(wanted[tensors[3]], pack[tensors[3]])
 
 
+def test_strides_tell_calls_apart():
+    """Calls of the same shapes, one after the other, each with its own strides; by addresses, which
+    say nothing of theirs."""
+    graph, tensors = declared(stats=False)
+    graph.build()
+    results = []
+    for swapped in (False, True, False):
+        pack, strides = pack_of(tensors, DIM), [(512, 128, 16, 1)] * 4
+        if swapped:
+            memory = np.ascontiguousarray(pack[tensors[0]].swapaxes(1, 2))
+            pack[tensors[0]], strides[0] = memory, (512, 16, 64, 1)
+        o, uids = pack[tensors[3]], [0, 1, 2, tensors[3].get_uid()]
+        graph.execute(
+            {t: x.ctypes.data for t, x in pack.items()},
+            override_uids=uids,
+            override_shapes=[DIM] * 4,
+            override_strides=strides,
+        )
+        results.append(o)
+    assert results[0].any()
+    assert all(np.array_equal(results[0], o) for o in results)
+
+
 def test_made_once():
     """What runs a shape is made at its first call, and kept; the oldest go."""
     graph, tensors = declared()

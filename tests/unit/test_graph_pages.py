@@ -278,6 +278,10 @@ def test_offsets_of_packed_tables_stay_inside(wrong):
     memory[offsets] = np.array(wrong, np.int32).reshape(-1, 1, 1, 1)
     with pytest.raises(ValueError, match="offsets: expected offsets from 0 to at most 5"):
         made.graph.execute(memory)
+    memory[offsets] = np.array((0, 4, 5), np.int32).reshape(-1, 1, 1, 1)
+    memory[made.tensors["seq_len_kv"]] = np.full((BATCH, 1, 1, 1), 9, np.int32)
+    with pytest.raises(ValueError, match="sequence 1, of 9 rows in pages of 8, has entries 4 to 5"):
+        made.graph.execute(memory)
 
 
 def test_what_kernels_are_told():

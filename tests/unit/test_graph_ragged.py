@@ -137,7 +137,7 @@ def packed(rng, tokens, heads, columns):
 class Packed:
     """A built forward of ragged q, k, v, o, and a pack for it."""
 
-    def __init__(self):
+    def __init__(self, with_lengths=False):
         rng = np.random.default_rng(0)
         self.graph = cudnn.pygraph(
             io_data_type=cudnn.data_type.FLOAT, handle=cudnn.create_handle(device="cpu")
@@ -145,7 +145,11 @@ class Packed:
         self.memory = [packed(rng, 13, 4, 16) for _ in range(3)] + [np.empty((13, 4, 16), "f4")]
         dim = (2, 4, 8, 16)
         self.tensors = [self.graph.tensor(dim, bshd(dim), name=name) for name in "qkv"]
-        o, _ = self.graph.sdpa(*self.tensors, is_inference=True)
+        self.lengths = lengths(self.graph) if with_lengths else None
+        o, _ = self.graph.sdpa(
+            *self.tensors, is_inference=True, use_padding_mask=with_lengths,
+            seq_len_q=self.lengths, seq_len_kv=self.lengths,
+        )  # fmt: skip
         self.tensors.append(o.set_output(True).set_dim(dim).set_stride(bshd(dim)))
         self.offset = self.graph.tensor((3, 1, 1, 1), data_type=INT32, name="offset")
         for t in self.tensors:
@@ -153,6 +157,8 @@ class Packed:
         self.graph.build()
         self.pack = dict(zip(self.tensors, self.memory, strict=True))
         self.pack[self.offset] = np.array(ROWS, np.int32).reshape(3, 1, 1, 1)
+        if with_lengths:
+            self.pack[self.lengths] = np.array(LENGTHS, np.int32).reshape(2, 1, 1, 1)
 
     def expected(self):
         q, k, v = self.memory[:3]
@@ -210,6 +216,28 @@ def test_offsets_in_host_memory_stay_inside(rows):
     made = Packed()
     made.pack[made.offset] = np.array(rows, np.int32).reshape(3, 1, 1, 1)
     with pytest.raises(ValueError, match="offset: expected offsets from 0 to at most 8"):
+        made.run()
+
+
+@pytest.mark.parametrize("rows", [(0, 640, 832), (768, 0, 832), (0, 832, 832)])
+@pytest.mark.parametrize("shape", [(13, 4, 16), (832,), (2, 4, 8, 16)])
+def test_sequences_in_host_memory_stay_inside(rows, shape):
+    """Lengths that carry a sequence behind its memory are refused, where each begins inside: the
+    engine would read, and write, what belongs to others."""
+    made = Packed(with_lengths=True)
+    if len(shape) == 4:
+        # By tokens, as declared.
+        memory = [np.zeros((2, 8, 4, 16), "f4").swapaxes(1, 2) for _ in made.tensors]
+        rows = tuple(row + 192 for row in rows)
+    else:
+        memory = [x.reshape(shape) for x in made.memory]
+    made.pack |= dict(zip(made.tensors, memory, strict=True))
+    made.run()
+    made.pack[made.offset] = np.array(rows, np.int32).reshape(3, 1, 1, 1)
+    made.pack[made.lengths] = np.full((2, 1, 1, 1), 8, np.int32)
+    with pytest.raises(
+        ValueError, match="offset: sequence . begins at .* and ends, with its length"
+    ):
         made.run()
 
 

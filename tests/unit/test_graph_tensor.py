@@ -154,6 +154,10 @@ def test_tensor_scalar():
     assert constant.get_data_type() is cudnn.data_type.FLOAT
     assert constant.get_has_compile_time_constant()
     assert not graph.tensor_scalar(2).get_has_compile_time_constant()
+    assert graph.tensor_scalar(-float("inf")).get_data_type() is cudnn.data_type.FLOAT
+    for wrong in (2**63, -(2**63) - 1, 10**400, 1e39):
+        with pytest.raises(ValueError, match="tensor_scalar takes what (INT64|FLOAT) holds; got"):
+            graph.tensor_scalar(wrong)
     assert json.loads(repr(constant))["pass_by_value"] == 0.5
 
 

@@ -31,6 +31,25 @@ def test_each_tensor_has_a_place_of_its_own(case: Case) -> None:
     assert all(0 <= place <= size - 8 for place in places)
 
 
+@given(cases())
+def test_numbers_are_those_of_the_geometry(case: Case) -> None:
+    """Each in its own field: sizes, groups of heads, bounds, strides; without a GPU, nothing else
+    would see another's."""
+    geometry = geometry_of(case, make_tensors(case, Library()))
+    params = params_for(geometry)
+    sizes = (case.batch, case.heads_q, case.seq_q, case.seq_kv)
+    assert (params.batch, params.heads_q, params.seq_q, params.seq_kv) == sizes
+    groups = (case.heads_q // case.heads_k, case.heads_q // case.heads_v)
+    assert (params.heads_per_k, params.heads_per_v) == groups
+    bounds = (case.left or 0, case.right or 0, int(case.bottom_right))
+    assert (params.band_left, params.band_right, params.bottom_right) == bounds
+    assert params.attn_scale == np.float32(case.scale_value)
+    assert params.softcap == np.float32(case.softcap or 0)
+    for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"):
+        ref, (batch, head, row, _) = getattr(params, role), geometry.tensors[role].stride
+        assert (ref.batch, ref.head, ref.row) == (batch, head, row), role
+
+
 @given(exponent=st.floats(-20, 10), sign=st.sampled_from((-1, 1)))
 def test_a_short_series_is_the_hyperbolic_tangent(exponent: float, sign: int) -> None:
     """In float32, as kernels compute it, wherever its variable has the one exponent that they look

@@ -138,6 +138,19 @@ def test_a_bound_of_all_tokens_makes_the_workspace_smaller(family) -> None:
 
 
 @given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=30),
+    more=st.sampled_from((0, 0, 1, 1000)),
+)
+@pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
+def test_tiles_of_all_tokens_have_room(family, lengths, more) -> None:
+    """Whatever sequences the tokens that were promised are divided into, each of which may end in a
+    tile of its own."""
+    most = max(1, sum(lengths) + more)
+    plan = plan_of(family, batch=len(lengths), seq=400, most_tokens=most)
+    assert sum(-(-n // plan.tiling.tile_q) for n in lengths) <= plan.ragged.row_tiles
+
+
+@given(
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     groups=st.integers(1, 20),
     heads_per_group=st.integers(1, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.fwd_sm90 import FwdSm90, heads_per_tile, tilings
 from dlattn.plans.schedule import EMPTY_COST, FIXED_COST, balance, table, tile_costs
-from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.problem import (
+    Bias,
+    BlockMask,
+    Direction,
+    Geometry,
+    Padding,
+    Problem,
+    Scale,
+    TensorSpec,
+)
 from dlattn.runtime.target import KNOWN
 
 
@@ -124,3 +134,11 @@ def test_heads_that_share_keys_share_tiles(
     rows = plan.schedule().reshape(-1, 4)[:, 1]
     assert (rows % together == 0).all() and rows.max() == heads_q - together
     assert len(rows) == batch * heads_q // together + 1
+    # Where tiles are skipped, or a bias comes by tiles, a block has one head's.
+    for apart in (
+        replace(problem, masks=(*problem.masks, BlockMask())),
+        replace(problem, edits=(Scale(), Bias(data_type.HALF, contiguous=True, aligned=True))),
+    ):
+        tiling = max(tilings(apart), key=lambda it: it.stages_bias)
+        assert tiling.stages_bias or apart.has_blocks
+        assert heads_per_tile(apart, plan.geometry, tiling, 132) == 1

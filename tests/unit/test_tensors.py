@@ -155,12 +155,28 @@ def test_torch_without_memory(torch: Any) -> None:
     assert view(torch.zeros(0, 3)).shape == (0, 3)
 
 
+def test_torch_negated_on_read(torch: Any) -> None:
+    """Memory that torch negates as it reads it is refused, also where a tensor like it was seen."""
+    plain = torch.zeros(2, 3)
+    negated = torch._neg_view(plain)
+    assert tensors.matcher(plain)(plain) == plain.data_ptr()
+    assert tensors.matcher(plain)(negated) == 0
+    for read in (view, lambda x: tensors.signatures([x])):
+        read(plain)
+        with pytest.raises(InvalidVariantPackError, match="pass its resolve_neg()"):
+            read(negated)
+    other = torch.zeros(2, 3)
+    look = tensors.lookalikes([plain, other])
+    assert look is None or (look(plain, other) and look(other, negated) is None)
+
+
 def test_torch_on_cuda_is_read_without_a_device_object(torch: Any) -> None:
     """The ordinal comes from ``get_device``, which makes no torch.device."""
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
     tensors.framework(tensor)
     twin = SimpleNamespace(
         data_ptr=lambda: 4096,
+        is_neg=lambda: False,
         stride=tensor.stride,
         shape=tensor.shape,
         dtype=tensor.dtype,

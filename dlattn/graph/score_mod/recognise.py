@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dlattn.dtypes import data_type
-from dlattn.graph.nodes import SOFTCAPS, AttentionNode, Diagonal
+from dlattn.graph.nodes import AttentionNode, Diagonal
 from dlattn.graph.pages import max_seq_kv
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate, band, comparison
 from dlattn.graph.tensor import tensor
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind, needed
+from dlattn.problem.score import SOFTCAPS
 from dlattn.records import dataclass
 
 _COMPARISONS = ("cmp_ge", "cmp_gt", "cmp_le", "cmp_lt")
