@@ -305,6 +305,19 @@ CASES = {
         head_dim_qk=256, head_dim_v=256, scale=0.06,
         ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     ),
+    "ragged: more bundles of heads than places of sums": Case(
+        batch=32, heads_q=24, heads_k=12, heads_v=12, seq_q=260, seq_kv=260, right=0,
+        len_q=(200, 1, 260, 64, 0, 129, 100, 33) * 4, len_kv=(200, 1, 260, 64, 0, 129, 100, 33) * 4,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, gaps=True,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
+    "ragged, narrow heads, full, unequal lengths: more bundles than places, deterministic": Case(
+        dtype="float16", batch=40, heads_q=10, heads_k=10, heads_v=10, seq_q=500, seq_kv=300,
+        len_q=(500, 20, 0, 300, 128, 129, 400, 70) * 5,
+        len_kv=(3, 300, 200, 129, 0, 64, 290, 128) * 5, head_dim_qk=64, head_dim_v=64,
+        scale=0.125, gaps=True, deterministic=True,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
     "few queries: a consumer for each head; lengths": Case(
         batch=9, heads_q=64, heads_k=8, heads_v=16, seq_q=50, seq_kv=150, right=0,
         bottom_right=True, len_q=(50, 0, 1, 33, 50, 17, 49, 50, 2),
