@@ -170,9 +170,7 @@ def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
         assert previous < 0 or storing >= len(numbers) or max(numbers[storing]) < min(own)
 
 
-def numbered(
-    entries: list[tuple[int, int]], groups: int, per_wave: int, tile_k: int
-) -> list[int]:
+def numbered(entries: list[tuple[int, int]], groups: int, per_wave: int, tile_k: int) -> list[int]:
     """The bundle of each item, in the order of ``ragged.cuh``, of entries' lengths and of how many
     groups a bundle has."""
     items: list[int] = []
