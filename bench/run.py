@@ -257,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         help="contenders, e.g. dlattn,dlattn:sm80,fa3; also torch_cudnn and flex",
     )
     parser.add_argument("--timing", type=_words(TIMINGS), help="eager,graph (default: both)")
-    parser.add_argument("--rounds", type=int, help="timings, of which the median counts (3)")
+    parser.add_argument("--rounds", type=int, help="timings, of which the median counts (5)")
     parser.add_argument(
         "--quick", action="store_true", help="two short rounds, by graph replay alone"
     )
@@ -284,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
 def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     """What ``--quick`` decides, unless it is given."""
     given.timing = given.timing or (TIMINGS[-1:] if given.quick else TIMINGS)
-    given.rounds = given.rounds or (2 if given.quick else 3)
+    given.rounds = given.rounds or (2 if given.quick else 5)
     given.seconds = 0.01 if given.quick else 0.02
     return given
 

@@ -8,6 +8,7 @@ kernels alone. The L2 cache is not flushed: consecutive calls read the same tens
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
@@ -20,19 +21,19 @@ def interleaved(
 ) -> dict[str, float]:
     """Median milliseconds per call of each contender.
 
-    Each round times every contender once, back to back calls between two CUDA events, and starts
-    with another contender; repeat counts are chosen so that one timing lasts about ``seconds``.
+    Each round times every contender once, back to back calls between two CUDA events; repeat counts
+    are chosen so that one timing lasts about ``seconds``. Each round has an order of its own,
+    because the power that one contender takes is missing for the next.
     """
     repeats = {}
     for name, call in contenders.items():
         call()
         repeats[name] = max(3, min(1000, int(seconds * 1e3 / max(time_once(call, 3), 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    draw = random.Random(0)
     for _ in range(rounds):
-        for name in names:
+        for name in draw.sample(list(contenders), len(contenders)):
             samples[name].append(time_once(contenders[name], repeats[name]))
-        names = names[1:] + names[:1]
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
