@@ -34,9 +34,9 @@ struct Params {
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
-  float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
+  float* dq_accum;    // (dq_places, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
-  int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
+  int* dq_stored;     // (dq_places): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
@@ -48,9 +48,9 @@ struct Params {
                         // decode, items that blocks walk side by side
   int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; of a
                         // Hopper forward some of a group, if they are more than one
-  int dq_places;        // for how many pairs there are sums of dQ
+  int dq_places;        // for how many pairs there are sums of dQ, or bundles of a ragged problem
   int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
-  int dq_lag;           // with an item goes the share of dQ of the item so many before
+  int dq_lag;           // with an item goes the share of dQ of the item, or bundle, so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
   uint32 dropout_addend;           // brings random bits to 2^15 where they drop, in each half

@@ -158,8 +158,15 @@ struct SoftCapSeries {
 // What the first kernel of a ragged problem (kernels/ragged.cuh) tells the others of a batch entry.
 struct RaggedEntry {
   int first_tile, query_tiles;  // of one head, among those of all entries
-  int rank;                     // in the order of the items
-  int unused;
+  // Groups of heads whose sums of dQ share a place are a bundle; the first one, in the order of the
+  // items, and groups of each.
+  int first_bundle, bundled;
+
+  // Of so many groups, those of a bundle.
+  DLATTN_DEVICE Interval groups_of(int bundle, int all) const {
+    const int first = (bundle - first_bundle) * bundled;
+    return {first, least(first + bundled, all)};
+  }
 };
 
 // Where the copy engine finds a batch entry of a tensor: added to its rows, and the last coordinate.
@@ -175,8 +182,8 @@ struct RaggedRef {
   // have memory for them, int64, which the first kernel writes.
   const int *cu_seqlens_q, *cu_seqlens_kv;
   RaggedEntry* entries;  // (batch)
-  int* order;            // (batch): entries by rank
-  int4* items;           // their number, then of each tile, head, batch, pair; or null
+  int* bundles;          // the batch entry of each; or null
+  int4* items;           // how many, of bundles too; then of each tile, head, batch, bundle; or null
   MappedEntry* mapped;   // (mapped_tensors, batch); or null
   int tile_q;            // rows of a query tile
   int row_tiles;         // that the workspace has room for, of one head

@@ -81,7 +81,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     int number;
   };
   struct alignas(8) TellRagged {
-    int number, pair;
+    int number, bundle;
+    int first_sum;  // of the first head's first query tile
     WorkItem item;
     int length_q, length_kv;
     RaggedEntry entry;
@@ -124,8 +125,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // And what memory says of its batch entry.
   struct RaggedShare : PlainShare {
     T* dQ;  // where the entry begins
-    int pair, query_tiles;
+    int bundle, query_tiles;
     int length_q, length_kv;
+    int bundled_tiles;  // of the bundle
   };
   using Share = Either<Problem::ragged, RaggedShare, PlainShare>;
 
@@ -292,12 +294,17 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     const int lane = threadIdx.x % 32;
     const int4 row = p.ragged.items[1 + item];
     if (lane < mapped_tensors) told.mapped[lane] = p.ragged.mapped[lane * p.batch + row.z];
-    if (lane == mapped_tensors) told.entry = p.ragged.entries[row.z];
+    if (lane == mapped_tensors) {
+      const RaggedEntry entry = p.ragged.entries[row.z];
+      const int heads = (row.y - entry.groups_of(row.w, 0).first) * p.heads_per_block;
+      told.entry = entry;
+      told.first_sum = Shapes::slot(p, row.w, 0, heads * entry.query_tiles);
+    }
     if (lane == mapped_tensors + 1) told.length_q = p.seq_len_q.at(row.z, p.seq_q);
     if (lane == mapped_tensors + 2) told.length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
     if (lane == mapped_tensors + 3) {
       told.item = {row.x, row.y, row.z};
-      told.pair = row.w;
+      told.bundle = row.w;
     }
   }
 

@@ -111,7 +111,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE int own_sum_tile(int head_of_pair, int tile) const {
     if constexpr (Problem::ragged) {
       const auto& told = this->told();
-      return Base::slot(p, told.pair, 0, head_of_pair * told.entry.query_tiles + tile);
+      return told.first_sum + head_of_pair * told.entry.query_tiles + tile;
     } else {
       return Base::sum_tile(p, work.batch, first_head() + head_of_pair, tile);
     }

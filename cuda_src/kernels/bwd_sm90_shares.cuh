@@ -65,11 +65,12 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   static constexpr int end_of_item = -1;  // in the place of a sum
 
-  // The place of a pair's sums is its own: the pair that had it before has stored its dQ, and left zeros.
+  // The place of a pair's sums, or a bundle's, is its own: what had it before has stored its dQ, and left
+  // zeros.
   DLATTN_DEVICE void await_place(WorkItem item) const { await_place(pair(item)); }
   DLATTN_DEVICE void await_own_place(WorkItem item) const {
     if constexpr (Problem::ragged) {
-      await_place(this->told().pair);
+      await_place(this->told().bundle);
     } else {
       await_place(item);
     }
@@ -92,8 +93,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
       const auto& told = this->told();
-      const int parts = most(1, ceil_div(told.length_kv, tile_k));
-      prepare_ragged_share(shared.share, told.pair - p.dq_lag, told.item.tile, parts);
+      const int tiles = most(1, ceil_div(told.length_kv, tile_k));
+      const Interval groups = told.entry.groups_of(told.bundle, p.heads_q / p.heads_per_block);
+      const int part = (told.item.head - groups.first) * tiles + told.item.tile;
+      prepare_ragged_share(shared.share, told.bundle - p.dq_lag, part,
+                           (groups.last - groups.first) * tiles);
     } else {
       prepare_share(shared.share, [&] { return share_beside(this->number()); }, Base::rank());
     }
@@ -171,11 +175,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   static DLATTN_DEVICE bool is_counted(const Share& share) {
     return share.pieces > 0 || (Problem::ragged && share.tile == 0);
   }
-  // What a share adds to the stored tiles of its pair. Every pair is counted as having as many tiles as
-  // the longest: the first share has those that do not exist.
+  // What a share adds to the stored tiles of its place. Every place is counted as full: the first share
+  // has those tiles that do not exist.
   DLATTN_DEVICE int counted_tiles(const Share& share, int tiles) const {
-    if (!Problem::ragged || share.tile != 0) return tiles;
-    return tiles + query_tiles_per_pair() - p.heads_per_block * query_tiles_of(share);
+    if constexpr (Problem::ragged) {
+      if (share.tile == 0) return tiles + query_tiles_per_pair() - share.bundled_tiles;
+    }
+    return tiles;
   }
   DLATTN_DEVICE int query_tiles_of(const Share& share) const {
     if constexpr (Problem::ragged) {
@@ -186,7 +192,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
   DLATTN_DEVICE int pair_of(const Share& share) const {
     if constexpr (Problem::ragged) {
-      return share.pair;
+      return share.bundle;
     } else {
       return Base::pair(p, share.batch, share.first_head);
     }
@@ -221,26 +227,28 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // The same in ragged problems, whose pairs differ in items and in tiles: those of a pair are divided
-  // among the items of the pair dq_lag later. What another share is not counted with has no first tile.
-  DLATTN_DEVICE void prepare_ragged_share(Share& described, int pair, int part, int parts) {
+  // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are divided
+  // among the items of the bundle dq_lag later. What another share is not counted with has no first tile.
+  DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
     if (gives_orders()) {
       described.tile = -1;
       described.pieces = 0;
-      if (pair >= 0) {
-        const int groups = p.heads_q / p.heads_per_block;
-        const int batch = p.ragged.order[pair / groups];
-        const int query_tiles = Base::query_tiles(p, batch);
+      if (bundle >= 0) {
+        const int batch = p.ragged.bundles[bundle];
+        const RaggedEntry entry = p.ragged.entries[batch];
+        const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
         described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
-        described.pair = pair;
-        described.query_tiles = query_tiles;
+        described.bundle = bundle;
+        described.query_tiles = entry.query_tiles;
         described.length_q = p.seq_len_q.at(batch, p.seq_q);
         described.length_kv = p.seq_len_kv.at(batch, p.seq_kv);
-        const int tiles = p.heads_per_block * query_tiles;
+        const int heads = (groups.last - groups.first) * p.heads_per_block;
+        const int tiles = heads * entry.query_tiles;
         const int each = ceil_div(tiles, parts), first = part * each;
+        described.bundled_tiles = tiles;
         described.batch = batch;
-        described.first_head = pair % groups * p.heads_per_block;
-        described.sums = sum(Base::slot(p, pair, 0, first));
+        described.first_head = groups.first * p.heads_per_block;
+        described.sums = sum(Base::slot(p, bundle, 0, first));
         if (part == 0 || first < tiles) {
           described.tile = first;
           described.pieces = (least(first + each, tiles) - first) * dq_pieces;
@@ -249,9 +257,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     __syncwarp();
     if (uniform(described.pieces) == 0) return;
-    await_place(pair);
+    await_place(bundle);
     const Lengths lengths = Lengths::of(p, described.length_q, described.length_kv);
-    const int* arrivals = p.dq_arrivals + Base::slot(p, pair, 0, described.tile);
+    const int* arrivals = p.dq_arrivals + Base::slot(p, bundle, 0, described.tile);
 #pragma unroll 1
     for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
       const int tile = (described.tile + i) % described.query_tiles;
@@ -283,18 +291,19 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns [8 n, 8 n + 8).
-  template <class Load>
+  // Stores these rows as dQ; leaves zeros in the sum, unless nobody will have its place. load(n) is this
+  // lane's part of columns [8 n, 8 n + 8).
+  template <bool is_rest = false, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
-    if (p.heads_per_block > 1) {
+    if (Problem::ragged || p.heads_per_block > 1) {
       const int tiles_per_head = query_tiles_of(share);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
     store_piece(head_of(share, head), tile, piece_of_share % dq_pieces, load, [&](int n) {
-      g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
+      if constexpr (!is_rest) g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
     });
   }
 
@@ -445,11 +454,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
     if constexpr (Problem::ragged) {
-      const int pairs = p.batch * (p.heads_q / p.heads_per_block);
+      const int bundles = p.ragged.items[0].y;
       const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
-      const int pair = pairs - least(pairs, p.dq_lag) + taken / parts;
-      exists = pair < pairs;
-      if (exists) prepare_ragged_share(shared.rest, pair, taken % parts, parts);
+      const int bundle = bundles - least(bundles, p.dq_lag) + taken / parts;
+      exists = bundle < bundles;
+      if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
     } else {
       const int number = p.lone_shares + taken / Base::cluster;
       exists = number < Base::item_count(p, shared);
@@ -461,7 +470,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // All workers, when no item is left: shares that go with no item.
+  // All workers, when no item is left: shares that go with no item. Their places stay theirs.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
     const int query_worker = Base::warpgroup_index() - 1;
@@ -479,10 +488,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 #pragma unroll 1
       for (; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
-        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
+        store_rows<true>(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
-      if (tells && Base::warp_of_group() == 0 && is_counted(shared.rest)) free_sums(shared.rest);
     }
   }
 };

@@ -108,23 +108,17 @@ struct BwdShapes {
 
   // The number of a (batch, group of heads) pair.
   static DLATTN_DEVICE int pair(const Params& p, int batch, int head) {
-    if constexpr (Problem::ragged) batch = p.ragged.entries[batch].rank;
     return batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
   }
 
-  // Where the sum of a query tile's dQ is: pairs share dq_places places, each with room for the longest
-  // sequences. In ragged problems without places, where its statistics are.
+  // Where the sum of a query tile's dQ is: pairs share dq_places places. In ragged problems without
+  // places, where its statistics are; with places, items are told.
   static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
     const int heads = p.heads_per_block;
-    if constexpr (Problem::ragged) {
-      if (p.dq_arrivals == nullptr) return row_tile(p, batch, head, tile);
-      const int place = pair(p, batch, head) % p.dq_places;
-      return place * heads * ceil_div(p.seq_q, tile_q) + head % heads * query_tiles(p, batch) +
-             tile;
-    }
+    if constexpr (Problem::ragged) return row_tile(p, batch, head, tile);
     return slot(p, pair(p, batch, head), head % heads, tile);
   }
-  // Of all that a place has room for.
+  // Of all that a place has room for: a pair, or a bundle of several shorter ones (RaggedEntry).
   static DLATTN_DEVICE int slot(const Params& p, int pair, int head_of_pair, int tile) {
     const int place = pair % p.dq_places * p.heads_per_block + head_of_pair;
     return place * ceil_div(p.seq_q, tile_q) + tile;

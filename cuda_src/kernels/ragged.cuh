@@ -87,7 +87,14 @@ struct Ragged {
     return r.items_of_keys ? most(1, ceil_div(kv, r.item_rows)) : ceil_div(q, r.item_rows);
   }
 
-  DLATTN_DEVICE void write_items(int batch, int tiles, int first, int rank) const {
+  // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many groups
+  // of this one?
+  DLATTN_DEVICE int bundled(int q) const {
+    const int fit = ceil_div(p.seq_q, r.tile_q) / most(1, ceil_div(q, r.tile_q));
+    return least(fit, p.heads_q / p.heads_per_block);
+  }
+
+  DLATTN_DEVICE void write_items(int batch, int tiles, int first, const RaggedEntry& entry) const {
     const int heads = p.heads_q / p.heads_per_block;
     const int per_wave = least(p.heads_per_wave, heads);
     for (int i = threadIdx.x; i < heads * tiles; i += threads) {
@@ -95,7 +102,9 @@ struct Ragged {
       const int width = least(per_wave, heads - first_head);
       const int rest = i - first_head * tiles, head = first_head + rest % width;
       const int tile = r.last_first ? tiles - 1 - rest / width : rest / width;
-      r.items[1 + first + i] = int4{tile, head, batch, rank * heads + head};
+      const int bundle = entry.first_bundle + head / entry.bundled;
+      r.items[1 + first + i] = int4{tile, head, batch, bundle};
+      if (r.bundles != nullptr) r.bundles[bundle] = batch;
     }
   }
 
@@ -155,45 +164,48 @@ struct Ragged {
     const int kv = length_kv(batch);
     // Items of long sequences take long: keys of many queries, queries of many keys.
     const auto cost = [&](int of_q, int of_kv) { return r.items_of_keys ? of_q : of_kv; };
-    int tiles_before = 0, items_before = 0, rank = 0, items = 0;
+    const int groups = p.heads_q / p.heads_per_block;
+    int tiles_before = 0, items_before = 0, bundles_before = 0, items = 0, bundles = 0;
     for (int b = threadIdx.x; b < p.batch; b += threads) {
       const int other_q = length_q(b), other_kv = length_kv(b);
-      const int tiles = item_tiles(other_q, other_kv) * (p.heads_q / p.heads_per_block);
+      const int tiles = item_tiles(other_q, other_kv) * groups;
+      const int its_bundles = ceil_div(groups, bundled(other_q));
       const int own = cost(q, kv), other = cost(other_q, other_kv);
       items += tiles;
+      bundles += its_bundles;
       if (b < batch) tiles_before += ceil_div(other_q, r.tile_q);
       if (other > own || (other == own && b < batch)) {
         items_before += tiles;
-        ++rank;
+        bundles_before += its_bundles;
       }
     }
-    BlockSums<threads, 4> sums(s_sums);
-    sums.add({tiles_before, items_before, rank, items});
+    BlockSums<threads, 5> sums(s_sums);
+    sums.add({tiles_before, items_before, bundles_before, items, bundles});
     tiles_before = s_sums[0];
-    const int tiles = item_tiles(q, kv);
+    const int tiles = item_tiles(q, kv), groups_of_bundle = bundled(q);
     int query_tiles = ceil_div(q, r.tile_q);
     if (tiles_before + query_tiles > r.row_tiles)
       q = query_tiles = 0;  // no room: more than promised
+    const RaggedEntry entry{tiles_before, query_tiles, s_sums[2], groups_of_bundle};
     if (threadIdx.x == 0) {
       const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;
       const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
-      r.entries[batch] = {tiles_before, query_tiles, s_sums[2], 0};
-      r.order[s_sums[2]] = batch;
+      r.entries[batch] = entry;
       write_offsets(batch);
       if (r.mapped != nullptr) write_maps(batch, q, kv);
       if (batch == 0 && r.items != nullptr) {
-        r.items[0] = int4{s_sums[3], 0, 0, 0};
+        r.items[0] = int4{s_sums[3], s_sums[4], 0, 0};
         *p.items_taken = 0;
         if (p.shares_taken != nullptr) *p.shares_taken = 0;
       }
     }
-    if (r.items != nullptr) write_items(batch, tiles, s_sums[1], s_sums[2]);
+    if (r.items != nullptr) write_items(batch, tiles, s_sums[1], entry);
   }
 };
 
 template <class Problem, class Tiling>
 DLATTN_DEVICE void ragged(const Params& p) {
-  __shared__ int s_sums[4];
+  __shared__ int s_sums[5];
   launch_dependents();
   Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
 }

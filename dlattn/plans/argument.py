@@ -128,7 +128,7 @@ class RaggedRef(ctypes.Structure):
         ("given_kv", LengthRef),
         *((role, ctypes.c_uint64) for role in CU_SEQLENS_ROLES),
         ("entries", ctypes.c_uint64),
-        ("order", ctypes.c_uint64),
+        ("bundles", ctypes.c_uint64),
         ("items", ctypes.c_uint64),
         ("mapped", ctypes.c_uint64),
         ("tile_q", ctypes.c_int32),

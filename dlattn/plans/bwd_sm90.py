@@ -179,18 +179,18 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return None
         most = self._pairs * self._key_tiles
         last_first = self.problem.deterministic and self.geometry.band_right is not None
-        items = Items(self.tiling.tile_k, most, of_keys=True, last_first=last_first)
+        items = Items(self.tiling.tile_k, most, True, last_first, bundles=self._pairs)
         return RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
 
     @property
-    def _pairs_at_once(self) -> int:
-        """Pairs of ragged problems that blocks work on at a time, if most are half as long as the
-        longest."""
+    def _places_at_once(self) -> int:
+        """Places that blocks of a ragged problem work on at a time, if half full: bundles fill more
+        where there are heads enough."""
         return -(-2 * self._items_at_once // self._key_tiles)
 
     @property
     def _dq_lag(self) -> int:
-        """In ragged problems, counted in pairs, because pairs differ in items."""
+        """In ragged problems, counted in bundles, because those differ in items."""
         if self.tiling.relays:
             return 0
         if not self.problem.ragged:
@@ -198,14 +198,14 @@ class BwdSm90(MappedPlan, BackwardPlan):
                 return super()._dq_lag
             # The longest items end a wave, and many short ones of the next pass by meanwhile.
             return 2 * max(self._wave_items, self._items_at_once) + self._items_at_once
-        return self._params.heads_per_wave + self._pairs_at_once
+        return self._params.heads_per_wave + self._places_at_once
 
     @property
     def _dq_places(self) -> int:
         """A pair gets a place only after the last item that stores what was there before."""
         if not self.problem.ragged:
             return super()._dq_places
-        return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._pairs_at_once)
+        return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._places_at_once)
 
     def dbias_kernel(self) -> KernelLaunch:
         whole = self.problem.masked_by_edits

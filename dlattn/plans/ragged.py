@@ -15,9 +15,9 @@ from dlattn.runtime.jit import KernelSource
 
 RAGGED_THREADS = 256
 
-#: Bytes of ``RaggedEntry``, an item, a length, an offset, and ``MappedEntry`` times
-#: ``mapped_tensors``.
-_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED = 16, 16, 4, 8, 8 * 5
+#: Bytes of ``RaggedEntry``, an item, a length, an offset, ``MappedEntry`` times
+#: ``mapped_tensors``, and a bundle.
+_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED, _BUNDLE = 16, 16, 4, 8, 8 * 5, 4
 
 #: More tiles than any workspace has room for.
 _UNBOUNDED = 2**31 - 1
@@ -32,12 +32,14 @@ class Items:
         most: how many items there can be.
         of_keys: items are tiles of keys, of a group of heads; else of queries, of a head.
         last_first: of a head, the last tile is taken first.
+        bundles: the most that there can be of groups of heads whose sums of dQ share a place.
     """
 
     rows: int
     most: int
     of_keys: bool
     last_first: bool
+    bundles: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ class RaggedScratch:
     @property
     def nbytes(self) -> int:
         batch, items = self.geometry.batch, self.items
-        persistent = 0 if items is None else _ITEM * (1 + items.most) + _MAPPED * batch
+        persistent = 0
+        if items is not None:
+            persistent = _ITEM * (1 + items.most) + _MAPPED * batch + _BUNDLE * items.bundles
         offsets = _OFFSET * len(self._by_tokens)
-        size = persistent + (_ENTRY + offsets + 3 * _LENGTH) * batch
+        size = persistent + (_ENTRY + offsets + 2 * _LENGTH) * batch
         return -(-size // 256) * 256
 
     def describe(self, params: Params) -> None:
@@ -87,7 +91,8 @@ class RaggedScratch:
             arrays += [(ref, "mapped", _MAPPED * batch)]
         refs = [getattr(params, role) for role in self._by_tokens]
         arrays += [(it, "offsets", _OFFSET * batch) for it in refs]
-        arrays += [(ref, "order", _LENGTH * batch)]
+        if self.items is not None and self.items.bundles:
+            arrays += [(ref, "bundles", _BUNDLE * self.items.bundles)]
         lengths = params.seq_len_q, params.seq_len_kv
         return places_of([*arrays, *((it, "data", _LENGTH * batch) for it in lengths)])
 

@@ -305,6 +305,18 @@ CASES = {
         head_dim_qk=256, head_dim_v=256, scale=0.06,
         ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
     ),
+    "ragged: more bundles of heads than places of sums": Case(
+        batch=60, heads_q=6, heads_k=6, heads_v=6, seq_q=130, seq_kv=130, right=0,
+        len_q=(130, 33, 129, 100, 64, 130) * 10, len_kv=(130, 33, 129, 100, 64, 130) * 10,
+        head_dim_qk=128, head_dim_v=128, scale=0.09, gaps=True,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
+    "ragged, narrow heads, full: more bundles than places; deterministic": Case(
+        dtype="float16", batch=60, heads_q=6, heads_k=6, heads_v=6, seq_q=129, seq_kv=130,
+        len_q=(129, 20, 129, 129, 0, 129) * 10, len_kv=(3, 129, 130, 64, 40, 100) * 10,
+        head_dim_qk=64, head_dim_v=64, scale=0.125, gaps=True, deterministic=True,
+        ragged=("q", "k", "v", "o", "stats", "dO", "dQ", "dK", "dV"),
+    ),
     "few queries: a consumer for each head; lengths": Case(
         batch=9, heads_q=64, heads_k=8, heads_v=16, seq_q=50, seq_kv=150, right=0,
         bottom_right=True, len_q=(50, 0, 1, 33, 50, 17, 49, 50, 2),

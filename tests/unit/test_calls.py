@@ -182,7 +182,8 @@ def test_offsets_that_nobody_gave_have_memory(
     made.place_workspace(workspace)
     workspace += made.scratch_bytes
     places = [(scratch.geometry.batch * 16, made._params.ragged.entries)]
-    places += [(4 * batch, made._params.ragged.order)]
+    if scratch.items is not None and scratch.items.bundles:
+        places += [(4 * scratch.items.bundles, made._params.ragged.bundles)]
     places += [(4 * batch, getattr(made._params, f"seq_len_{x}").data) for x in ("q", "kv")]
     for role, spec in request.tensors.items():
         if spec.ragged:

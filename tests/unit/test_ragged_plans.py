@@ -158,33 +158,40 @@ def test_tiles_of_all_tokens_have_room(family, lengths, more) -> None:
 def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
     """A Hopper item waits only for items with smaller numbers, whatever the lengths.
 
-    It waits for the sums that it stores as dQ, and for the place of its own sums.
+    It waits for the sums that it stores as dQ, and for the place of its bundle's sums.
     """
     longest = max(1, *lengths) if len(lengths) > 1 else max(1, lengths[0])
     heads = groups * heads_per_group
     plan = plan_of(BwdSm90, batch=len(lengths), groups=groups, heads=heads, seq=longest)
     params, tile_k = plan._params, plan.tiling.tile_k
-    items = numbered(sorted(lengths, reverse=True), groups, params.heads_per_wave, tile_k)
+    room = -(-longest // plan.tiling.tile_q)
+    bundled = [min(groups, room // max(1, -(-n // plan.tiling.tile_q))) for n in lengths]
+    entries = sorted(zip(lengths, bundled, strict=True), reverse=True)
+    items = numbered(entries, groups, params.heads_per_wave, tile_k)
     assert len(items) <= plan.ragged.items.most
     numbers: dict[int, list[int]] = {}
-    for number, pair in enumerate(items):
-        numbers.setdefault(pair, []).append(number)
-    assert sorted(numbers) == list(range(len(lengths) * groups))  # every pair has items
-    for pair, own in numbers.items():
-        stored = pair - params.dq_lag  # with this pair's items
+    for number, bundle in enumerate(items):
+        numbers.setdefault(bundle, []).append(number)
+    assert sorted(numbers) == list(range(len(numbers)))  # every bundle has items
+    assert len(numbers) <= plan.ragged.items.bundles
+    for bundle, own in numbers.items():
+        stored = bundle - params.dq_lag  # with this bundle's items
         assert stored < 0 or max(numbers[stored]) < min(own)
-        previous = pair - params.dq_places  # in the place
+        previous = bundle - params.dq_places  # in the place
         assert previous < 0 or max(numbers[previous]) < min(own)
         storing = previous + params.dq_lag
         assert previous < 0 or storing >= len(numbers) or max(numbers[storing]) < min(own)
 
 
-def numbered(lengths: list[int], groups: int, per_wave: int, tile_k: int) -> list[int]:
-    """The pair of each item, in the order of ``ragged.cuh``."""
-    items = []
-    for rank, length in enumerate(lengths):
+def numbered(entries: list[tuple[int, int]], groups: int, per_wave: int, tile_k: int) -> list[int]:
+    """The bundle of each item, in the order of ``ragged.cuh``, of entries' lengths and of how many
+    groups a bundle has."""
+    items: list[int] = []
+    first_bundle = 0
+    for length, bundled in entries:
         tiles = max(1, -(-length // tile_k))
         for first in range(0, groups, per_wave):
             wave = range(first, min(first + per_wave, groups))
-            items += [rank * groups + head for _ in range(tiles) for head in wave]
+            items += [first_bundle + head // bundled for _ in range(tiles) for head in wave]
+        first_bundle += -(-groups // bundled)
     return items
