@@ -256,7 +256,7 @@ class FwdSm90(MappedPlan):
             max(1, pairs_per_wave(self.problem, geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
             self._heads_per_tile,
-            self._key_tiles if self._sharing else 0,
+            -(-geometry.seq_kv // tiling.tile_k) if self._sharing else 0,
         )
 
     @cached_property
@@ -305,15 +305,11 @@ class FwdSm90(MappedPlan):
         same_keys = all(isinstance(mask, Padding) for mask in self.problem.masks)
         if not same_keys or self._asks_for_tiles:
             return 0
-        return sharing_blocks(self._tiles, self._key_tiles, self.target.multiprocessors)
+        return sharing_blocks(self._tiles, self.geometry.seq_kv, self.target.multiprocessors)
 
     @property
     def _tiles(self) -> int:
         return query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
-
-    @property
-    def _key_tiles(self) -> int:
-        return -(-self.geometry.seq_kv // self.tiling.tile_k)
 
     @property
     def _blocks(self) -> int:

@@ -17,9 +17,9 @@ Array = NDArray[Any]
 
 #: The key tiles of a query tile that no other block has a part of, and that it has no parts.
 ALL_KEYS = (0, 2**31 - 1, 0)
-#: Key tiles of a part at the least, and what parts cost a block more than a whole query tile, in
-#: key tiles: another load of q, another first product, and the way of sums through memory.
-LEAST_PART, PARTS_COST = 4, 4.0
+#: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
+#: another load of q, another first product, and the way of outputs through memory.
+LEAST_PART, PARTS_COST = 512, 640
 
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
 FIXED_COST = 0.7
@@ -80,16 +80,15 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
     return owner, order
 
 
-def sharing_blocks(tiles: int, key_tiles: int, multiprocessors: int) -> int:
+def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     """How many blocks had best share the keys of the query tiles that are left after whole rounds,
     or 0 where it is best that each tile has one block."""
-    last = tiles % multiprocessors
-    blocks = multiprocessors
+    last, blocks = tiles % multiprocessors, multiprocessors
     if tiles < multiprocessors:
-        blocks = min(blocks, tiles * key_tiles // LEAST_PART)
-    if blocks <= last or last * key_tiles < LEAST_PART * blocks:
+        blocks = min(blocks, tiles * keys // LEAST_PART)
+    if blocks <= last or last * keys < LEAST_PART * blocks:
         return 0
-    return blocks if last * key_tiles / blocks + PARTS_COST < key_tiles else 0
+    return blocks if last * keys / blocks + PARTS_COST < keys else 0
 
 
 def share(last: Array, key_tiles: int, blocks: int) -> tuple[Array, Array, Array]:

@@ -18,12 +18,12 @@ FEW = Case(
     heads_q=3, heads_k=1, heads_v=3, seq_q=200, seq_kv=3000, head_dim_qk=128, head_dim_v=128,
     scale=0.09, deterministic=True,
 )  # fmt: skip
-#: More than the largest GPU has multiprocessors, by some.
-MANY = replace(FEW, batch=5, heads_q=15, heads_k=5, heads_v=5, seq_q=500, seq_kv=2100)
+#: More than any of these GPUs has multiprocessors, by some.
+MANY = replace(FEW, batch=2, heads_q=90, heads_k=30, heads_v=30, seq_q=70, seq_kv=2100, stats=None)
 CASES = {
     "few": FEW,
     "many": MANY,
-    "many, 64": replace(MANY, heads_q=30, head_dim_qk=64, head_dim_v=64),
+    "many, 64": replace(MANY, seq_q=250, head_dim_qk=64, head_dim_v=64),
     "few, 64": replace(FEW, head_dim_qk=64, head_dim_v=64),
     "few, 96": replace(FEW, head_dim_qk=96, head_dim_v=96),
     "few, 192 and 128": replace(FEW, head_dim_qk=192),

@@ -68,13 +68,16 @@ def rows_of_blocks(rows: Array, blocks: int) -> list[list[Array]]:
 @given(
     tiles=st.integers(1, 40),
     pairs=st.integers(1, 9),
-    key_tiles=st.integers(4, 200),
+    keys=st.integers(1, 20000),
+    tile_k=st.sampled_from((32, 64, 96, 128)),
     multiprocessors=st.integers(1, 150),
 )
-def test_parts_of_keys_meet(tiles: int, pairs: int, key_tiles: int, multiprocessors: int) -> None:
+def test_parts_of_keys_meet(
+    tiles: int, pairs: int, keys: int, tile_k: int, multiprocessors: int
+) -> None:
     """Where blocks share keys, each key tile of each query tile is visited once, blocks visit
     nearly as many, and who adds parts waits for those that the blocks just before leave first."""
-    blocks = sharing_blocks(tiles * pairs, key_tiles, multiprocessors)
+    blocks, key_tiles = sharing_blocks(tiles * pairs, keys, multiprocessors), -(-keys // tile_k)
     assume(blocks)
     assert blocks <= multiprocessors
     taken = rows_of_blocks(
@@ -83,17 +86,17 @@ def test_parts_of_keys_meet(tiles: int, pairs: int, key_tiles: int, multiprocess
     parts: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
     visited = []
     for block, rows in enumerate(taken):
-        keys = [(int(row[4]), min(int(row[5]), key_tiles), int(row[6])) for row in rows]
-        visited.append(sum(end - begin for begin, end, _ in keys))
-        adds = [added > 0 for *_, added in keys]
-        assert [added for *_, added in keys].count(-1) <= 1 and adds == sorted(adds)
-        for row, of_row in zip(rows, keys, strict=True):
+        own = [(int(row[4]), min(int(row[5]), key_tiles), int(row[6])) for row in rows]
+        visited.append(sum(end - begin for begin, end, _ in own))
+        adds = [added > 0 for *_, added in own]
+        assert [added for *_, added in own].count(-1) <= 1 and adds == sorted(adds)
+        for row, of_row in zip(rows, own, strict=True):
             parts.setdefault(tuple(map(int, row[:3])), []).append((block, *of_row))
     assert max(visited) - min(visited) <= 1 and len(parts) == tiles * pairs
-    for own in parts.values():
-        assert own[0][1] == 0 and own[-1][2] == key_tiles
-        assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(own))
-        assert [part[3] for part in own] == [-1] * (len(own) - 1) + [len(own) - 1]
+    for of_tile in parts.values():
+        assert of_tile[0][1] == 0 and of_tile[-1][2] == key_tiles
+        assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
+        assert [part[3] for part in of_tile] == [-1] * (len(of_tile) - 1) + [len(of_tile) - 1]
 
 
 @given(pairs=st.integers(1, 60), pairs_per_wave=st.integers(1, 60))
