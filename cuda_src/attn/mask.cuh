@@ -6,6 +6,7 @@
 //   full_keys(queries)  the keys that all of these queries attend to (no element test needed)
 //   keep(query, key)    the element test
 //   bounded_right       a query attends to no keys beyond a bound that moves with it
+//   same_keys           every query attends to the same ones
 #pragma once
 
 #include "attn/seqlen.cuh"
@@ -17,7 +18,7 @@ namespace dlattn {
 // Queries beyond their length need no element test: their rows are discarded in the forward, and
 // carry a log-sum-exp of +infinity in the backward.
 struct Padding {
-  static constexpr bool bounded_right = false;
+  static constexpr bool bounded_right = false, same_keys = true;
   static DLATTN_DEVICE Interval keys(Interval, const Lengths& length, const Params&) {
     return {0, length.kv};
   }
@@ -36,7 +37,7 @@ struct Padding {
 // diagonal = query + shift. Bounds are at most 2^30, so no sum overflows.
 template <bool left, bool right>
 struct Band {
-  static constexpr bool bounded_right = right;
+  static constexpr bool bounded_right = right, same_keys = !left && !right;
   static constexpr int least_position = -(1 << 30), most_position = 1 << 30;
 
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
@@ -63,7 +64,7 @@ struct Band {
 inline constexpr int block_size = 128;
 
 struct BlockMask {
-  static constexpr bool bounded_right = false;
+  static constexpr bool bounded_right = false, same_keys = false;
   static constexpr Interval everything{-(1 << 30), 1 << 30};
   static DLATTN_DEVICE Interval keys(Interval, const Lengths&, const Params&) { return everything; }
   static DLATTN_DEVICE Interval queries(Interval, const Lengths&, const Params&) {
@@ -80,6 +81,7 @@ template <class... Pack>
 struct Masks {
   static constexpr bool by_blocks = (false | ... | same_type<Pack, BlockMask>);
   static constexpr bool bounded_right = (false | ... | Pack::bounded_right);
+  static constexpr bool same_keys = (true & ... & Pack::same_keys);
   static DLATTN_DEVICE Interval keys(Interval queries, const Lengths& length, const Params& p) {
     return (everything() & ... & Pack::keys(queries, length, p));
   }

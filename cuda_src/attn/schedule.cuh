@@ -7,8 +7,10 @@ namespace dlattn {
 
 struct WorkItem {
   int tile, head, batch;
-  int reversed = 0;  // 1: of warpgroups that share its rows, the first takes the last ones
-  int late = 0;      // 1: it is one of the last that are handed out
+  bool reversed = false;  // of warpgroups that share its rows, the first takes the last ones
+  bool late = false;      // it is one of the last that are handed out
+  // Of an item whose keys blocks share, how many before this one leave parts for it; -1: it leaves one.
+  short parts = 0;
 };
 
 // Decodes a flat block index. (batch, head) pairs are taken heads_per_wave at a time, so that the

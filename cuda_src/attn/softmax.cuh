@@ -141,6 +141,19 @@ struct OnlineSoftmax {
     for (int r = 0; r < rows; ++r) row_sum[r] += sums.of[r];
   }
 
+  // Takes in the same rows' other keys. Outputs of both must be multiplied by their factors.
+  DLATTN_DEVICE void add_part(const float (&references)[rows], const float (&sums)[rows],
+                              float (&own_factor)[rows], float (&factor)[rows]) {
+#pragma unroll
+    for (int r = 0; r < rows; ++r) {
+      const float before = reference[r];
+      reference[r] = fmaxf(before, references[r]);
+      own_factor[r] = exp2_approx(before - reference[r]);
+      factor[r] = exp2_approx(references[r] - reference[r]);
+      row_sum[r] = row_sum[r] * own_factor[r] + sums[r] * factor[r];
+    }
+  }
+
   // Takes a score in natural units, without a value, into every row; the output must be multiplied by
   // factor.
   DLATTN_DEVICE void add_sink(float sink, float (&factor)[rows]) {

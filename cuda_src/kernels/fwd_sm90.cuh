@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/key_parts.cuh"
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
@@ -458,11 +459,27 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
+  // Where blocks share keys: true if this one has all of the rows.
+  DLATTN_DEVICE bool gather_parts(const WorkItem& item, Softmax& softmax, Output& output) {
+    using Parts = KeyParts<4 * consumers, Softmax, dim_v / 8>;
+    const Parts parts{p.parts, opaque(threadIdx.x - 128)};
+    if (item.parts < 0) {
+      parts.leave(blockIdx.x, softmax, output);
+      return false;
+    }
+#pragma unroll 1
+    for (int before = item.parts; before > 0; --before) {
+      parts.add(blockIdx.x - before, softmax, output);
+    }
+    return true;
+  }
+
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
   // Addresses are made once, for all slabs: what stands between two query tiles has to be fetched.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     if (work.queries.empty()) return;
     const WorkItem at = work.item;
+    if (Base::shares_keys && at.parts != 0 && !gather_parts(at, softmax, output)) return;
     const int warp_row = first_row(), first = work.queries.first + warp_row;
     const int length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);

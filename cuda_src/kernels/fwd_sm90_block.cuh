@@ -65,6 +65,9 @@ struct FwdSm90Block {
   // by one, and a bias comes with each.
   static constexpr bool visits_all = Tiles::skips || stages_bias;
 
+  // Whether blocks may share the keys of a query tile (dlattn/plans/schedule.py).
+  static constexpr bool shares_keys = Problem::Mask::same_keys && !Problem::ragged;
+
   // A tile of fewer rows takes as long as one of all, because its last rows have as many keys. Under a
   // causal mask the first tile has fewer, then, for which there are the fewest keys: this is by how many
   // rows a sequence is short of whole tiles, in consumers' parts.
@@ -125,7 +128,7 @@ struct FwdSm90Block {
     DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
         : Work(p, all.item, all.length, {rows.first, rows.first + 64}) {
       this->item.head = rows.head;
-      if constexpr (visits_all) {
+      if (visits_all || (shares_keys && !this->empty())) {
         this->first_tile = all.first_tile;
         this->last_tile = all.last_tile;
       }

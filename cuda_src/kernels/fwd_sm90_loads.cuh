@@ -17,6 +17,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::p;
   using Base::q_stages;
   using Base::shared;
+  using Base::shares_keys;
   using Base::stages;
   using Base::stages_bias;
   using Base::tile_before;
@@ -60,7 +61,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void hand_out(Place<item_stages>& place, Work work) {
-    work.item.reversed = is_odd(place);
+    // Parts of the same rows are the same consumer's in every block.
+    work.item.reversed = !shares_keys && is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
     if (lane < consumers) told.own[lane] = {p, work, this->own_rows(work, lane)};
@@ -71,9 +73,13 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // True if there is anything to do for others.
-  DLATTN_DEVICE bool offer(Place<item_stages>& place, WorkItem item) {
+  DLATTN_DEVICE bool offer(Place<item_stages>& place, WorkItem item, Interval key_tiles = {}) {
     await_room(place);  // before there is more to hold than the item
-    const Work work(p, item);
+    Work work(p, item);
+    if (shares_keys && item.parts != 0) {
+      work.first_tile = key_tiles.first;
+      work.last_tile = key_tiles.last - 1;
+    }
     if (work.empty()) {
       const int last = least(round_up(work.queries.last, 64), p.seq_q);
 #pragma unroll 1
@@ -89,10 +95,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // dlattn/plans/schedule.py says where the rows of a block are.
   DLATTN_DEVICE void offer_scheduled(Place<item_stages>& place) {
     const int4* rows = reinterpret_cast<const int4*>(p.schedule);
-    int4 row = rows[blockIdx.x];
-    const int end = uniform(rows[blockIdx.x + 1].w);
-    for (int next = uniform(row.w);; row = rows[next++]) {
-      offer(place, {uniform(row.x), uniform(row.y), uniform(row.z)});
+    int4 row = rows[2 * blockIdx.x], keys = rows[2 * blockIdx.x + 1];
+    const int end = uniform(rows[2 * blockIdx.x + 2].w);
+    for (int next = uniform(row.w);; row = rows[2 * next], keys = rows[2 * next + 1], ++next) {
+      WorkItem item{uniform(row.x), uniform(row.y), uniform(row.z)};
+      if constexpr (shares_keys) item.parts = uniform(keys.z);
+      offer(place, item, {uniform(keys.x), uniform(keys.y)});
       if (next == end) return;
     }
   }
@@ -106,7 +114,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if constexpr (!Problem::ragged) await_counter();
     if (!offered) return;
     const auto given = place_before(place);
-    if (shared.told[given.stage].all.item.late == 0) return;
+    if (!shared.told[given.stage].all.item.late) return;
     mbarrier_wait(shared.nearly_loaded[given.stage], given.parity);
   }
   static constexpr int items_left = 4;  // of each block, at the end

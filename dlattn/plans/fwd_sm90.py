@@ -21,9 +21,9 @@ from dlattn.plans.cuda import (
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
-from dlattn.plans.schedule import Array, table, tile_costs
+from dlattn.plans.schedule import Array, sharing_blocks, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
+from dlattn.problem import Direction, Geometry, GivenMask, Padding, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
@@ -256,6 +256,7 @@ class FwdSm90(MappedPlan):
             max(1, pairs_per_wave(self.problem, geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
             self._heads_per_tile,
+            -(-geometry.seq_kv // tiling.tile_k) if self._sharing else 0,
         )
 
     @cached_property
@@ -275,17 +276,44 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for, and its mark
+        if self._asks_for_tiles:
+            return 256  # the counter of tiles asked for, and its mark
+        return self._marks_bytes + self._parts_bytes
 
     def scratch_places(self) -> list[Place]:
-        if not self._asks_for_tiles:
+        parts = self._params.parts
+        if self._asks_for_tiles:
+            return places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
+        if not self._sharing:
             return []
-        return places_of([(self._params.parts, "marks", 8), (self._params, "items_taken", 248)])
+        return places_of([(parts, "marks", self._marks_bytes), (parts, "data", self._parts_bytes)])
+
+    @property
+    def _marks_bytes(self) -> int:
+        """Of a mark for each warp that leaves a part of its rows."""
+        return round_up(8 * self._sharing * self.tiling.tile_q // 16, 256)
+
+    @property
+    def _parts_bytes(self) -> int:
+        """Of fp32 outputs, a maximum and a sum of each lane's rows (``KeyParts`` in the kernel)."""
+        lanes = 2 * self.tiling.tile_q
+        return self._sharing * 16 * (value_columns(self.problem) // 8 + 1) * lanes
+
+    @cached_property
+    def _sharing(self) -> int:
+        """Blocks that share the keys of the last query tiles; 0 if each tile is one block's."""
+        same_keys = all(isinstance(mask, Padding) for mask in self.problem.masks)
+        if not same_keys or self._asks_for_tiles:
+            return 0
+        return sharing_blocks(self._tiles, self.geometry.seq_kv, self.target.multiprocessors)
+
+    @property
+    def _tiles(self) -> int:
+        return query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
 
     @property
     def _blocks(self) -> int:
-        tiles = query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
-        return min(tiles, self.target.multiprocessors)
+        return self._sharing or min(self._tiles, self.target.multiprocessors)
 
     def build(self) -> None:
         if self._operations is not None:

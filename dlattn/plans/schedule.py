@@ -15,6 +15,12 @@ from dlattn.problem import Geometry
 
 Array = NDArray[Any]
 
+#: The key tiles of a query tile that no other block has a part of, and that it has no parts.
+ALL_KEYS = (0, 2**31 - 1, 0)
+#: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
+#: another load of q, another first product, and the way of outputs through memory.
+LEAST_PART, PARTS_COST = 512, 640
+
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
 FIXED_COST = 0.7
 #: What a tile without keys costs: only the store.
@@ -74,29 +80,80 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
     return owner, order
 
 
+def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
+    """How many blocks had best share the keys of the query tiles that are left after whole rounds,
+    or 0 where it is best that each tile has one block."""
+    last, blocks = tiles % multiprocessors, multiprocessors
+    if tiles < multiprocessors:
+        blocks = min(blocks, tiles * keys // LEAST_PART)
+    if blocks <= last or last * keys < LEAST_PART * blocks:
+        return 0
+    return blocks if last * keys / blocks + PARTS_COST < keys else 0
+
+
+def share(last: Array, key_tiles: int, blocks: int) -> tuple[Array, Array, Array]:
+    """Divides the keys of query tiles, fewer than blocks, evenly among these.
+
+    A block waits for parts of smaller numbers only, after it has left its own: these have begun.
+
+    Returns:
+        Of each part: its query tile; its block; and its key tiles, as :func:`table` has them.
+    """
+    ends = np.arange(1, blocks + 1) * len(last) * key_tiles // blocks
+    cuts = np.union1d(ends, np.arange(len(last) + 1) * key_tiles)
+    begin, end = cuts[:-1], cuts[1:]
+    number = begin // key_tiles
+    block = np.searchsorted(ends, begin, "right")
+    first_block = np.searchsorted(ends, number * key_tiles, "right")
+    adds = end % key_tiles == 0
+    parts = np.where(adds, block - first_block, -1)
+    keys = np.stack([begin - number * key_tiles, end - number * key_tiles, parts], axis=1)
+    leaves_first = np.lexsort((adds, block))
+    return last[number][leaves_first], block[leaves_first], keys[leaves_first]
+
+
 def table(
-    costs: Array, heads: int, batch: int, pairs_per_wave: int, blocks: int, heads_per_tile: int = 1
+    costs: Array,
+    heads: int,
+    batch: int,
+    pairs_per_wave: int,
+    blocks: int,
+    heads_per_tile: int = 1,
+    shared_keys: int = 0,
 ) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
 
     Args:
         heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
+        shared_keys: key tiles of every query tile, if blocks share those of the last; else 0.
 
     Returns:
-        int32, in rows of four: of each block, its first tile as (tile, head, batch, the row of its
-        second); (0, 0, 0, the number of rows); the other tiles of each block as (tile, head, batch,
-        0), in order.
+        int32, in rows of eight: of each block, its first tile as (tile, head, batch, the row of its
+        second; its first key tile, the one after its last, parts, 0); (0, 0, 0, the number of rows;
+        zeros); the other tiles of each block, with 0 in place of a row, in order. Parts are 0 of a
+        tile whose keys are all one block's, -1 of one that others add; of who adds, how many.
     """
     heads //= heads_per_tile
-    owner, order = balance(costs, heads * batch, pairs_per_wave, blocks)
-    by_block = order[np.argsort(owner[order], kind="stable")]
-    pair, tile = by_block // len(costs), by_block % len(costs)
-    head = pair % heads * heads_per_tile
-    rows = np.stack([tile, head, pair // heads, np.zeros_like(tile)], axis=1)
+    pairs = heads * batch
+    if shared_keys:
+        order = balance(costs, pairs, pairs_per_wave, min(blocks, pairs * len(costs)))[1]
+        whole = len(order) - len(order) % blocks
+        parts, their_blocks, their_keys = share(order[whole:], shared_keys, blocks)
+        order = np.concatenate([order[:whole], parts])
+        owner = np.concatenate([np.arange(whole) % blocks, their_blocks])
+        keys = np.concatenate([np.tile(ALL_KEYS, (whole, 1)), their_keys])
+    else:
+        owners, order = balance(costs, pairs, pairs_per_wave, blocks)
+        owner, keys = owners[order], np.tile(ALL_KEYS, (len(order), 1))
+    by_block = np.argsort(owner, kind="stable")
+    pair, tile = order[by_block] // len(costs), order[by_block] % len(costs)
+    zeros = np.zeros_like(tile)
+    place = [tile, pair % heads * heads_per_tile, pair // heads, zeros]
+    rows = np.stack([*place, *keys[by_block].T, zeros], axis=1)
     counts = np.bincount(owner, minlength=blocks)
     firsts = np.cumsum(counts) - counts
-    header = np.zeros((blocks + 1, 4), np.int64)
+    header = np.zeros((blocks + 1, 8), np.int64)
     header[:blocks] = rows[firsts]
     header[:, 3] = blocks + 1 + np.append(0, np.cumsum(counts - 1))
     return np.concatenate([header, np.delete(rows, firsts, axis=0)]).astype(np.int32).reshape(-1)

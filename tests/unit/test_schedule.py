@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.plans.fwd_sm90 import FwdSm90, heads_per_tile, tilings
-from dlattn.plans.schedule import EMPTY_COST, FIXED_COST, balance, table, tile_costs
+from dlattn.plans.schedule import (
+    ALL_KEYS,
+    EMPTY_COST,
+    FIXED_COST,
+    Array,
+    balance,
+    sharing_blocks,
+    table,
+    tile_costs,
+)
 from dlattn.problem import (
     Bias,
     BlockMask,
@@ -46,18 +55,58 @@ def test_every_tile_once_and_nearly_even(
     blocks = min(blocks, len(costs) * heads * batch)
     all_heads = heads * heads_per_tile
     rows = table(np.array(costs), all_heads, batch, pairs_per_wave, blocks, heads_per_tile)
-    rows = rows.reshape(-1, 4)
-    seconds = rows[: blocks + 1, 3]
-    assert (seconds[0], seconds[-1]) == (blocks + 1, len(rows)) and (np.diff(seconds) >= 0).all()
-    taken = [
-        [rows[block], *rows[first:last]]
-        for block, (first, last) in enumerate(zip(seconds, seconds[1:], strict=False))
-    ]
+    taken = rows_of_blocks(rows, blocks)
+    assert {tuple(row[4:7]) for own in taken for row in own} == {ALL_KEYS}
     first_heads = range(0, all_heads, heads_per_tile)
     everything = product(range(len(costs)), first_heads, range(batch))
     assert sorted(tuple(row[:3]) for own in taken for row in own) == sorted(everything)
     loads = [sum(costs[row[0]] for row in own) for own in taken]
     assert max(loads) <= np.mean(loads) + 2 * max(costs)
+
+
+def rows_of_blocks(rows: Array, blocks: int) -> list[list[Array]]:
+    """The query tiles that each block takes, as the kernel reads them."""
+    rows = rows.reshape(-1, 8)
+    seconds = rows[: blocks + 1, 3]
+    assert (seconds[0], seconds[-1]) == (blocks + 1, len(rows)) and (np.diff(seconds) >= 0).all()
+    return [
+        [rows[block], *rows[first:last]]
+        for block, (first, last) in enumerate(zip(seconds, seconds[1:], strict=False))
+    ]
+
+
+@given(
+    tiles=st.integers(1, 40),
+    pairs=st.integers(1, 9),
+    keys=st.integers(1, 20000),
+    tile_k=st.sampled_from((32, 64, 96, 128)),
+    multiprocessors=st.integers(1, 150),
+)
+def test_parts_of_keys_meet(
+    tiles: int, pairs: int, keys: int, tile_k: int, multiprocessors: int
+) -> None:
+    """Where blocks share keys, each key tile of each query tile is visited once, blocks visit
+    nearly as many, and who adds parts waits for those that the blocks just before leave first."""
+    blocks, key_tiles = sharing_blocks(tiles * pairs, keys, multiprocessors), -(-keys // tile_k)
+    assume(blocks)
+    assert blocks <= multiprocessors
+    taken = rows_of_blocks(
+        table(np.ones(tiles), pairs, 1, 3, blocks, shared_keys=key_tiles), blocks
+    )
+    parts: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+    visited = []
+    for block, rows in enumerate(taken):
+        own = [(int(row[4]), min(int(row[5]), key_tiles), int(row[6])) for row in rows]
+        visited.append(sum(end - begin for begin, end, _ in own))
+        adds = [added > 0 for *_, added in own]
+        assert [added for *_, added in own].count(-1) <= 1 and adds == sorted(adds)
+        for row, of_row in zip(rows, own, strict=True):
+            parts.setdefault(tuple(map(int, row[:3])), []).append((block, *of_row))
+    assert max(visited) - min(visited) <= 1 and len(parts) == tiles * pairs
+    for of_tile in parts.values():
+        assert of_tile[0][1] == 0 and of_tile[-1][2] == key_tiles
+        assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
+        assert [part[3] for part in of_tile] == [-1] * (len(of_tile) - 1) + [len(of_tile) - 1]
 
 
 @given(pairs=st.integers(1, 60), pairs_per_wave=st.integers(1, 60))
@@ -131,7 +180,7 @@ def test_heads_that_share_keys_share_tiles(
     tensors |= {role: spec(role, heads_q, seq_q) for role in "qo"}
     problem = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
     plan = FwdSm90(problem, Geometry(tensors, 0.1), KNOWN["sm_90a"])
-    rows = plan.schedule().reshape(-1, 4)[:, 1]
+    rows = plan.schedule().reshape(-1, 8)[:, 1]
     assert (rows % together == 0).all() and rows.max() == heads_q - together
     assert len(rows) == batch * heads_q // together + 1
     # Where tiles are skipped, or a bias comes by tiles, a block has one head's.
