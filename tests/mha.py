@@ -34,7 +34,7 @@ class Mha:
         causal: keys that a query sees beyond the diagonal, or None.
         window: keys before the diagonal and on it, or None.
         bottom_right: where the diagonal ends.
-        mask: a boolean tensor of the user's selects scores.
+        mask: a boolean tensor of the user's selects scores; it leaves one row none.
         mask_keys: another selects keys, of bytes.
         nans: where the masks of tensors hide all that a number of the bias is added to, it is NaN.
         joined: masks are joined by ``logical_and``; else each selects, some by its negation.
@@ -119,6 +119,7 @@ def arrays(case: Mha) -> dict[str, Any]:
             made[f"len_{side}"] = rng.integers(0, most + 1, (b, 1, 1, 1)).astype(np.int32)
     if case.mask:
         made["mask"] = rng.random((1, case.heads_q, case.seq_q, skv)) < 0.7
+        made["mask"][:, 0, case.seed % case.seq_q] = False
     if case.mask_keys:
         made["mask_keys"] = (rng.random((b, 1, 1, skv)) < 0.7).astype(np.uint8)
     if case.bias is not None and case.nans:

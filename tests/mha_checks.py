@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def widened(case: Mha, made: dict[str, Any]) -> tuple[Mha, dict[str, Any]]:
     return with_one_bias(replace(case, dtype="float64"), made | floats)
 
 
+@lru_cache(maxsize=1)
 def in_float64(case: Mha) -> Any:
     """What o is in float64 on the CPU, of one bias."""
     return sdpa(*widened(case, arrays(case))).run(Caller("numpy"))["o"]
@@ -64,7 +66,8 @@ def check_mha(case: Mha, caller: Caller) -> None:
         for role, x in expected.items():
             np.testing.assert_array_equal(got[role], x, err_msg=role)
         if case.has_function:
-            assert_near(case.dtype, {"o": in_float64(case)}, got)
+            exact = in_float64(replace(case, softmax="node", stats=False))
+            assert_near(case.dtype, {"o": exact}, got)
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{case!r}"')
         raise
