@@ -12,7 +12,8 @@ import numpy as np
 import dlattn as cudnn
 from dlattn.problem import Problem
 from tests.callers import Caller
-from tests.mha import P_KEEP, SCALE, Built, Mha, arrays, masked, sdpa, transposed
+from tests.mha import P_KEEP, SCALE, Built, Mha, added, arrays, masked, sdpa, transposed
+from tests.mha_checks import assert_near, widened
 
 ADD = cudnn.reduction_mode.ADD
 
@@ -68,12 +69,18 @@ def with_gradient(case: MhaBackward) -> dict[str, Any]:
     return {**arrays(of), "dO": d_o.astype(of.numpy)}
 
 
-def in_float64(case: MhaBackward) -> tuple[MhaBackward, dict[str, Any]]:
-    """A case of the same numbers in float64, and its inputs, on the CPU."""
-    wide = replace(case, of=replace(case.of, dtype="float64"))
-    made = with_gradient(case)
-    floats = {role: x.astype(np.float64) for role, x in made.items() if x.dtype == case.of.numpy}
-    return wide, inputs(wide, Caller("numpy"), made | floats)
+def in_float64(case: MhaBackward) -> dict[str, Any]:
+    """What o and the gradients of the same numbers are in float64 on the CPU, of one bias."""
+    of, made = widened(case.of, with_gradient(case))
+    wide = replace(case, of=of)
+    exact = inputs(wide, Caller("numpy"), made)
+    gradients = sdpa_backward(wide, exact).run(Caller("numpy"))
+    d_bias = gradients.pop("dBias", None)
+    if d_bias is not None and case.of.bias is not None:
+        shared = tuple(axis for axis, whole in enumerate(case.of.bias) if not whole)
+        terms = d_bias.sum(axis=shared, keepdims=True) if case.of.has_function else d_bias
+        gradients["dBias"] = terms
+    return {"o": exact["o"], **gradients}
 
 
 def sdpa_backward(case: MhaBackward, given: dict[str, Any]) -> Built:
@@ -89,15 +96,18 @@ def sdpa_backward(case: MhaBackward, given: dict[str, Any]) -> Built:
     scale = None
     if of.scale is not None:
         scale = built.number(SCALE, True, "scale") if of.scale_by == "value" else SCALE
-    d_bias = None
-    if case.d_bias and of.bias is not None:
+    d_bias, more = None, added(of, t)
+    wants_bias = case.d_bias and of.bias is not None
+    if wants_bias and of.has_function:
+        more["score_mod_gradients"] = [t["bias"]]
+    elif wants_bias:
         d_bias = graph.tensor(t["bias"].get_dim(), data_type=of.data_type, name="dBias")
     alignment = cudnn.diagonal_alignment
     gradients = graph.sdpa_backward(
         *(t[role] for role in ("q", "k", "v", "o", "dO", "stats")),
         attn_scale=scale,
-        bias=t.get("bias", t.get("mask")),
         dBias=d_bias,
+        **more,
         use_padding_mask=bool(of.padding),
         seq_len_q=t.get("len_q"),
         seq_len_kv=t.get("len_k"),
@@ -106,7 +116,8 @@ def sdpa_backward(case: MhaBackward, given: dict[str, Any]) -> Built:
         diagonal_alignment=alignment.BOTTOM_RIGHT if of.bottom_right else alignment.TOP_LEFT,
         dropout=dropout,
     )
-    built.outputs = dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+    roles = ("dQ", "dK", "dV", "dBias")
+    built.outputs = dict(zip(roles, gradients, strict=False))
     if d_bias is not None:
         built.outputs["dBias"] = d_bias
     for output in built.outputs.values():
@@ -267,23 +278,6 @@ class Primitives:
         return self.built
 
 
-#: Of gradients: relative, and of the largest of all.
-_TOLERANCES = {
-    "float64": (1e-6, 1e-6),
-    "float32": (1e-3, 1e-4),
-    "float16": (2e-2, 1e-2),
-    "bfloat16": (1e-1, 6e-2),
-}
-
-
-def assert_near(dtype: str, expected: dict[str, Any], got: dict[str, Any]) -> None:
-    """Within what rounding to a type may do."""
-    relative, absolute = _TOLERANCES[dtype]
-    most = max(float(abs(x).max()) for x in expected.values())
-    for role, x in expected.items():
-        np.testing.assert_allclose(got[role], x, relative, absolute * most, err_msg=role)
-
-
 def check_backward(case: MhaBackward, caller: Caller) -> None:
     """Fails unless primitives are lowered to the problem of ``sdpa_backward``, and give, on the
     CPU, its very bits, and anywhere nearly what it gives in float64 on the CPU."""
@@ -298,8 +292,8 @@ def check_backward(case: MhaBackward, caller: Caller) -> None:
         for role, x in expected.items():
             if found.graph.lowered.target.kind == "cpu":
                 np.testing.assert_array_equal(got[role], x, err_msg=role)
-        wide, exact = in_float64(case)
-        assert_near(case.of.dtype, sdpa_backward(wide, exact).run(Caller("numpy")), got)
+        exact = in_float64(case)
+        assert_near(case.of.dtype, {role: exact[role] for role in got}, got)
     except BaseException:
         print(f'pytest tests/test_repro.py --repro "{case!r}"')
         raise

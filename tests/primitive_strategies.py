@@ -27,7 +27,6 @@ def mhas(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> Mha:
     """Any attention of primitive operations; ``fixed`` pins fields."""
     dtypes, longest = _PROFILES[profile]
     heads_k, heads_v, groups = (draw(st.sampled_from((1, 2))) for _ in range(3))
-    bias = draw(st.none() | st.tuples(*4 * [st.booleans()]))
     drawn: dict[str, Any] = {
         "dtype": draw(st.sampled_from(dtypes)),
         "batch": draw(st.integers(1, 3)),
@@ -41,13 +40,14 @@ def mhas(draw: st.DrawFn, profile: str = "cpu", **fixed: Any) -> Mha:
         "k": draw(st.sampled_from(("declared", "transpose", "reshape"))),
         "scale": draw(st.sampled_from((None, "q", "k", "scores"))),
         "scale_by": draw(st.sampled_from(("constant", "value", "div"))),
-        "bias": bias,
+        "bias": draw(st.none() | st.tuples(*4 * [st.booleans()])),
         "padding": draw(st.sampled_from(("", "", "q", "k", "qk"))),
         "overrides": draw(st.booleans()),
         "causal": draw(_BOUNDS),
         "window": draw(st.none() | st.integers(1, 12)),
         "bottom_right": draw(st.booleans()),
-        "mask": bias is None and draw(st.booleans()),
+        "mask": draw(st.booleans()),
+        "mask_keys": draw(st.sampled_from((False, False, True))),
         "joined": draw(st.booleans()),
         "softmax": draw(st.sampled_from(("primitives", "node"))),
         "dropout": draw(st.sampled_from((None, "rng", "mask"))),
@@ -173,7 +173,7 @@ _WHERE = st.sampled_from(
     ]
 )
 _PLACES = st.recursive(
-    _WHERE,
+    _WHERE | st.just("marks"),
     lambda x: (
         st.tuples(st.just("logical_not"), x)
         | st.tuples(st.sampled_from(("logical_and", "logical_or")), x, x)

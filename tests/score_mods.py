@@ -17,6 +17,7 @@ Tree = Any
 TENSORS = {
     "slopes": ("h", "float32"),
     "table": ("bhqk", "bfloat16"),
+    "marks": ("hqk", "bool"),
     "rows": ("bq", "float16"),
     "columns": ("hk", "float32"),
     "factor": ("", "float32"),
@@ -39,6 +40,8 @@ def mod_data(case: Any, library: Any, name: str, seed: int, tail: float) -> Any:
         size = math.prod(dim)
         numbers = [float(n * 3 // max(dim) + case.seed % 2) for n in range(size)]
         return library.values(numbers, "float32").reshape(dim)
+    if name == "marks":
+        return library.cast(library.normal(dim, seed) > -0.8, "float32")
     data = 0.5 * library.normal(dim, seed)
     if dim[0] == case.batch and "b" in axes:
         for entry, (m, n) in enumerate(zip(case.lengths_q(), case.lengths_kv(), strict=True)):
@@ -228,6 +231,8 @@ def on_arrays(
 
 def holds(tree: Tree, leaf: Callable[[str], Dual], like: Any, xp: Any) -> Any:
     """Where a mask is true."""
+    if isinstance(tree, str):
+        return leaf(tree).value != 0
     operation, *operands = tree
     if operation == "logical_not":
         return ~holds(operands[0], leaf, like, xp)

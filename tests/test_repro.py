@@ -13,8 +13,9 @@ from tests.drivers import check, gpu_library, run_graph
 from tests.flash import FlashCase
 from tests.kvcache import CacheCase, check_cache
 from tests.libraries import Library
-from tests.mha import Mha, check_mha
+from tests.mha import Mha
 from tests.mha_backward import MhaBackward, check_backward
+from tests.mha_checks import check_mha
 from tests.states import States, check_states
 
 

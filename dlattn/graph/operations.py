@@ -72,8 +72,8 @@ class Operations(Primitives):
                 ``None`` means 1.
             bias: added to scores: HALF, BFLOAT16 or FLOAT, (B, Hq, Sq, Skv), of which any size may
                 be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e29 counts as
-                masked. BOOLEAN and UINT8 mask where they are 0. What lies beyond actual lengths is
-                not read.
+                masked. BOOLEAN and UINT8 mask where they are 0; beside numbers, score_mod can mask
+                by such a tensor. What lies beyond actual lengths is not read.
             block_mask: a bit for each block of 128 queries and 128 keys, lowest bit first: 1 where
                 the block is attended to. UINT8, (B or 1, Hq or 1, ceil(Sq / 128),
                 ceil(ceil(Skv / 128) / 8)), any strides. Blocks that are not cost next to nothing.

@@ -16,7 +16,15 @@ from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.reference import Reference
-from dlattn.problem import Direction, Geometry, Problem, TensorSpec
+from dlattn.problem import (
+    SCORE_GRADIENT_ROLES,
+    Direction,
+    Geometry,
+    Problem,
+    ScoreBlocks,
+    ScoreProgram,
+    TensorSpec,
+)
 from dlattn.records import dataclass
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.target import Target
@@ -67,6 +75,7 @@ def links(problem: Problem, geometry: Geometry) -> list[Link]:
         return []
     made = {"o": _packed("o", (batch, heads, seq_q, problem.head_dim_v), problem.dtype)}
     unread = ["stats", "dO", "dQ", "dK", "dV", "dBias", "dropout_scale_inv", "rng_dump"]
+    unread += SCORE_GRADIENT_ROLES
     scale = geometry.dropout_scale
     if "stats" not in tensors:
         made["stats"] = stats
@@ -74,10 +83,11 @@ def links(problem: Problem, geometry: Geometry) -> list[Link]:
         scale = 1.0
     given = {role: spec for role, spec in tensors.items() if role not in unread}
     forward = replace(
-        problem,
+        _without_slopes(problem),
         direction=Direction.FORWARD,
         stats=row_type if "stats" in made else None,
         d_bias=None,
+        score_gradients=(),
         deterministic=False,
     )
     return [
@@ -87,6 +97,16 @@ def links(problem: Problem, geometry: Geometry) -> list[Link]:
             replace(geometry, tensors={**tensors, **made}),
         ),
     ]
+
+
+def _without_slopes(problem: Problem) -> Problem:
+    """With functions of scores as a forward has them."""
+    edits = (it.of_forward if isinstance(it, ScoreProgram) else it for it in problem.edits)
+    masks = (
+        replace(it, program=it.program.of_forward) if isinstance(it, ScoreBlocks) else it
+        for it in problem.masks
+    )
+    return replace(problem, edits=tuple(edits), masks=tuple(masks))
 
 
 def _packed(name: str, dim: tuple[int, ...], dtype: data_type) -> TensorSpec:

@@ -98,6 +98,11 @@ class ScoreProgram(Edit):
         return largest_magnitude(self.lines, self.slope)
 
     @property
+    def of_forward(self) -> ScoreProgram:
+        """What a forward has of it: the result's lines come before those of the derivative."""
+        return replace(self, lines=self.lines[: self.result + 1], slope=None)
+
+    @property
     def gathers(self) -> bool:
         """Whether it reads elements of queries or keys, of which there are many."""
         results = (self.result,) if self.slope is None else (self.result, self.slope)

@@ -14,13 +14,14 @@ _SAME = ("cmp_eq", "documents_q", "documents_k")
 _NEAR = ("binary_select", "s", ("mul", "s", 0.5), ("cmp_lt", ("abs", ("sub", "row", "col")), 64))
 
 #: A cap; documents; documents and a table that masks; a table that is added; activations,
-#: positions, slopes and rows together.
+#: positions, slopes and rows together; a table that is added where another tensor does not mask.
 MODS = {
     "capped": (_CAP, None),
     "documents": ("s", _SAME),
     "marked": ("s", ("logical_and", _SAME, ("cmp_lt", "table", 0.5))),
     "table": (("add", "s", "table"), None),
     "bent": (("add", ("sigmoid", _NEAR), ("mul", "slopes", ("sub", "col", "row"))), _SAME),
+    "masked": (("add", "s", "table"), "marks"),
 }
 
 
@@ -79,5 +80,5 @@ def _problem(name: str, direction: Direction, gradients: bool = False) -> Proble
 
 _TYPES = {
     "float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16", "int32": "INT32",
-    "int64": "INT64",
+    "int64": "INT64", "bool": "BOOLEAN",
 }  # fmt: skip

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 
 from tests.callers import gpu_callers
-from tests.mha import Mha, check_mha
+from tests.mha import Mha
+from tests.mha_checks import check_mha
 from tests.primitive_strategies import mhas
-from tests.reference.test_mha import SUBSETS
+from tests.reference.test_mha import NAMES, SUBSETS
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("subset", range(len(SUBSETS)))
+@pytest.mark.parametrize("subset", range(len(SUBSETS)), ids=NAMES)
 @pytest.mark.parametrize("seq", [64, 300, 1024])
 def test_every_subset(seq: int, subset: int) -> None:
     """Every subset of the parts, of head dimension 64."""

@@ -13,7 +13,7 @@ from tests.mha import Mha
 from tests.mha_backward import MhaBackward, check_backward
 from tests.mha_bprop import check_bprop
 from tests.primitive_strategies import backwards
-from tests.reference.test_mha import SUBSETS
+from tests.reference.test_mha import NAMES, SUBSETS
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ FORMS = (check_backward, check_bprop)
 
 
 @pytest.mark.parametrize("check", FORMS)
-@pytest.mark.parametrize("subset", range(len(SUBSETS)))
+@pytest.mark.parametrize("subset", range(len(SUBSETS)), ids=NAMES)
 @pytest.mark.parametrize("seq", [64, 300, 1024, 4096])
 def test_every_subset(check: Callable[..., Any], seq: int, subset: int) -> None:
     """Every subset of the parts, of head dimension 64: forward and backward."""

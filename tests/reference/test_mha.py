@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.callers import Caller
-from tests.mha import Mha, check_meaning, check_mha
+from tests.mha import Mha
+from tests.mha_checks import check_meaning, check_mha
 from tests.primitive_strategies import mhas
 
 #: Every subset of the optional parts of cuDNN's Mha-fprop.
@@ -20,10 +21,10 @@ PARTS = {
     "bias": (None, (True, True, True, True)),
     "dropout": (None, "rng"),
 }
-SUBSETS = [
-    dict(zip(PARTS, chosen, strict=True))
-    for chosen in product(*PARTS.values())
-    if not (chosen[3] and chosen[4])  # sdpa has one tensor for a bias and for a mask
+SUBSETS = [dict(zip(PARTS, chosen, strict=True)) for chosen in product(*PARTS.values())]
+#: Which parts there are in each.
+NAMES = [
+    "-".join(name for name, part in parts.items() if part != PARTS[name][0]) for parts in SUBSETS
 ]
 
 

@@ -40,6 +40,7 @@ def test_attention_on_a_gpu(on_gpu: None) -> None:
     for case in (
         Mha(dtype="float16", heads_q=2, head_dim_v=16),
         Mha(dtype="bfloat16", causal=0, padding="qk", scale="k", dropout="rng", fill="value"),
+        Mha(dtype="float16", bias=(True,) * 4, mask=True, mask_keys=True, dropout="rng"),
     ):
         made = mha(case).graph
         made.create_execution_plans()
@@ -196,7 +197,16 @@ def _mask_of_integers(made: Any) -> None:
     made.matmul(made.mul(weights, mask, name="drop"), v).set_output(True)
 
 
+def _nine_masks(made: Any) -> None:
+    p, low = scores(made), made.tensor_scalar(-1e20)
+    for n in range(9):
+        mask = made.tensor((1, 1, 8, 16), data_type=cudnn.data_type.BOOLEAN, name=f"mask{n}")
+        p = made.binary_select(p, low, mask)
+    ended(made, p)
+
+
 MISFITS = {
+    _nine_masks: "matmul 'bmm2' ends an attention with 9 tensors that are added or that mask",
     _mask_of_integers: "mul 'drop' multiplies weights by another mask than one of floats",
     _rounded_bias: "identity 'whole' rounds to data_type.INT8",
     _rounded_positions: "gen_index 'rows' rounds to data_type.HALF",

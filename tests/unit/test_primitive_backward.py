@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import dlattn as cudnn
 from dlattn.errors import InvalidVariantPackError
 from dlattn.graph import placement
+from dlattn.plans.chain import links
 from dlattn.problem import Problem, Program, Stored, StoredSigns
 from dlattn.runtime.target import KNOWN
 from tests.callers import Caller
@@ -44,15 +46,44 @@ def anywhere(built: Built) -> Any:
 def test_plans_on_a_gpu(on_gpu: None) -> None:
     """The flash form has the kernels of ``sdpa_backward``; S is made, and read, by a chain."""
     case = MhaBackward(Mha(**HALF, causal=0, dropout="rng", scale="scores"), again=True)
-    found = anywhere(Primitives(case, given(case)).declared())
-    found.create_execution_plans()
-    assert found.get_plan_name_at_index(0) == "bwd_sm90"
+    masked = replace(case.of, bias=FULL, mask=True, mask_keys=True)
+    for of in (case.of, masked):
+        it = replace(case, of=of, d_bias=True)
+        found = anywhere(Primitives(it, given(it)).declared())
+        found.create_execution_plans()
+        assert found.get_plan_name_at_index(0) == "bwd_sm90"
     graphs = [primitives(case.of, given(case), opaque=True), Bprop(case, given(case)).declared()]
     for built in graphs:
         graph = anywhere(built)
         graph.create_execution_plans()
         assert graph.get_plan_name_at_index(0) == "chain"
         assert graph.get_workspace_size() > 0
+
+
+def test_o_of_a_function_is_made(on_gpu: None) -> None:
+    """The forward that a backward without o begins with has the forward's function of scores, and
+    so its kernel; and gives no gradients."""
+    of = Mha(**HALF, bias=FULL, mask=True, mask_keys=True, stats=True, softmax="node")
+    case = MhaBackward(of, d_bias=True, delta="p")
+    backward = anywhere(Primitives(case, given(case)).declared())
+    forward = anywhere(primitives(of, given(case))).lowered.problem
+    first, last = links(backward.lowered.problem, backward.lowered.geometry)
+    assert first.problem.edits[1] == forward.edits[1]
+    assert first.problem.masks == forward.masks
+    assert not first.problem.score_gradients and len(last.problem.score_gradients) == 1
+    backward.create_execution_plans()
+    assert backward.get_plan_name_at_index(0) == "chain"
+
+
+def test_type_of_d_bias() -> None:
+    """dBias has the graph's io type unless it is set, whatever the bias has: beside a mask, too."""
+    for mask in (False, True):
+        case = MhaBackward(Mha(**HALF, bias=FULL, mask=mask, nans=False), d_bias=True)
+        arrays = given(case)
+        arrays["bias"] = arrays["bias"].astype(np.float32)
+        built = Primitives(case, arrays).declared()
+        built.graph.build()
+        assert built.outputs["dBias"].get_data_type() is cudnn.data_type.HALF
 
 
 def test_s_beside_statistics(on_gpu: None) -> None:

@@ -12,6 +12,7 @@ from dlattn.dtypes import data_type
 from dlattn.graph.lower import HostNumber, Lowered, lower, spec_of
 from dlattn.graph.nodes import AttentionNode, sdpa_node
 from dlattn.graph.operations import Operations
+from dlattn.graph.primitives import added
 from dlattn.graph.primitives.match import read
 from dlattn.graph.primitives.meanings import (
     Drawn,
@@ -43,8 +44,9 @@ class Attention:
 
     Attributes:
         node: the same as an ``sdpa`` or ``sdpa_backward`` node. Of a k or v that is given
-            transposed, and of S, it has a tensor of its own, in place of the graph's. A backward
-            may have no o; that of S has S as its bias, and as its keep mask, and no statistics.
+            transposed, of S, and of the dBias of a bias that a function reads, it has a tensor of
+            its own, in place of the graph's. A backward may have no o; that of S has S as its bias,
+            and as its keep mask, and no statistics.
         declared: role -> the graph's tensor, of those.
         numbers: as in :class:`dlattn.graph.lower.Lowered`.
     """
@@ -85,7 +87,7 @@ def of_stored(problem: Problem) -> Problem:
 
 
 def plain(t: Tensor) -> Tensor:
-    """S, as a tensor that anybody may read."""
+    """A tensor of the graph, of which nothing is left to infer, and which anybody may read."""
     unordered = replace(t.attributes, reordering_type=tensor_reordering.NONE, inferred=frozenset())
     return Tensor(unordered)
 
@@ -173,7 +175,7 @@ def _attention(
         "compute_data_type": compute,
         **_dropout(node, weights, numbers),
     }
-    found_node = sdpa_node(node.name, given)
+    found_node = added.with_function(sdpa_node(node.name, given), scores)
     made = {role: plain(t) if is_opaque(t) else t for role, t in sorted(outputs.items())}
     declared = {role: t for role, t in outputs.items() if is_opaque(t)}
     return Attention(
@@ -244,11 +246,8 @@ def masks(
                 f"ends an attention of which a product has the length {length.get_name()}, but no "
                 "padding mask has; mask positions beyond it.",
             )
-    biases = [*([] if scores.bias is None else [scores.bias]), *scores.keep.masks]
-    if len(biases) > 1:
-        raise Misfit(node, "ends an attention with a bias and a mask tensor, or two; give one.")
     return {
-        "bias": biases[0] if biases else None,
+        "bias": added.bias(node, scores),
         "use_padding_mask": found.seq_len_q is not None or found.seq_len_kv is not None,
         "seq_len_q": found.seq_len_q,
         "seq_len_kv": found.seq_len_kv,

@@ -11,6 +11,7 @@ from typing import Any
 from dlattn.graph.lower import HostNumber
 from dlattn.graph.nodes import sdpa_backward_node
 from dlattn.graph.operations import Operations
+from dlattn.graph.primitives import added
 from dlattn.graph.primitives.backward_scales import scales
 from dlattn.graph.primitives.fuse import (
     Attention,
@@ -71,6 +72,7 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
     if dump is not None and not _is_same_mask(dropped.mask, dump.means):
         raise Misfit(dump.node, f"writes {dump.tensor.get_name()}, by which nothing is dropped.")
     numbers: list[HostNumber] = mask_numbers(scores)
+    d_bias = outputs["dBias"].tensor if "dBias" in outputs else None
     given: dict[str, Any] = {
         **_defaults(),
         "q": scores.q.tensor,
@@ -79,23 +81,31 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
         "dO": gradient.d_o.tensor,
         **masks(dq.node, scores, _lengths(gradient, dq, dk, dv)),
         **forward,
-        "dBias": outputs["dBias"].tensor if "dBias" in outputs else None,
         "rng_dump": outputs["rng_dump"].tensor if "rng_dump" in outputs else None,
         "compute_data_type": compute_type(known, dq.node),
         **scales(scores, dropped, dv, of_scores, numbers),
     }
     numbers += _zeros(dropped, of_scores)
-    _check_bias(given["bias"], outputs, isinstance(dropped.of, Stored))
+    is_argument = given["bias"] is not None
+    bias = given["bias"] if is_argument else scores.bias
+    _check_bias(bias, outputs, isinstance(dropped.of, Stored))
+    given["dBias"] = d_bias if is_argument else None
     # What the forward has not left is made once more.
     lacks = [role for role in ("o", "stats") if given[role] is None]
     q = scores.q.tensor
     node = sdpa_backward_node(dq.node.name, given | dict.fromkeys(lacks, q))
+    if not is_argument:
+        node = added.with_function(node, scores, None if d_bias is None else plain(d_bias))
     graphs = {"k": scores.k.tensor, "v": gradient.v.tensor}
     inputs = {role: t for role, t in node.inputs.items() if role not in lacks}
     if isinstance(dropped.of, Stored):
         graphs |= dict.fromkeys({"bias", "dropout_mask"} & inputs.keys(), dropped.of.s)
-    made = {role: outputs[role].tensor for role in node.outputs}
-    declared = {role: t for role, t in graphs.items() if t is not inputs[role]}
+    made = {
+        role: outputs[role].tensor if role in outputs else t for role, t in node.outputs.items()
+    }
+    graphs |= {role: d_bias for role in made.keys() - outputs.keys() if d_bias is not None}
+    own = {**inputs, **made}
+    declared = {role: t for role, t in graphs.items() if t is not own[role]}
     unique = {(number.tensor, number.wanted): number for number in numbers}
     found = replace(node, inputs=inputs, outputs=made)
     return Attention(found, declared, tuple(unique.values()))
