@@ -124,6 +124,17 @@ def test_raw_addresses(call):
             call({call.q: wrong})
 
 
+def test_alignment_is_looked_at_every_time(call):
+    """Also of a tensor that is laid out as the last one."""
+    for extra, fits in ((0, True), (2, False), (16, True), (8, False)):
+        x = aligned_bytes(DIM[0] * 1024, extra).view(np.float16).reshape(DIM)
+        if fits:
+            assert call({call.q: x}).pointers["q"] == address(x)
+        else:
+            with pytest.raises(ValueError, match="q .*expected an address aligned to 16 bytes"):
+                call({call.q: x})
+
+
 def test_a_number_for_a_host_scalar(call):
     """A Python float is read like a host scalar of the declared type."""
     pointers = {}

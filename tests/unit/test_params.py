@@ -8,7 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlattn.dtypes import data_type
+from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.params import address_slot, few_terms, params_for
+from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.target import KNOWN
 from tests.builders import make_tensors
 from tests.cases import Case
 from tests.drivers import geometry_of
@@ -48,6 +52,21 @@ def test_numbers_are_those_of_the_geometry(case: Case) -> None:
     for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"):
         ref, (batch, head, row, _) = getattr(params, role), geometry.tensors[role].stride
         assert (ref.batch, ref.head, ref.row) == (batch, head, row), role
+
+
+def test_addresses_begin_where_plans_say() -> None:
+    """Maps of ragged tensors begin before them, parts of a tensor behind: what is added to an
+    address is, in a call whose roles are known and in one that names them."""
+    like = TensorSpec("x", (1, 1, 64, 64), (4096, 4096, 64, 1), data_type.HALF)
+    geometry = Geometry(dict.fromkeys("qkvo", like))
+    problem = Problem(Direction.FORWARD, data_type.HALF, 64, 64, (Scale(),), (Padding(),))
+    plan = FwdSm80(problem, geometry, KNOWN["sm_90a"])
+    plan._operations, field = [], ctypes.c_uint64()
+    plan._slots.append(("k", field, -256))
+    plan.bind({role: (at, 32) for at, role in enumerate("qkvo")})([4096, 8192, 12288, 16384], 0, 0)
+    assert (plan._params.q.data, plan._params.k.data, field.value) == (4128, 8224, 8224 - 256)
+    plan.execute(dict(zip("qkvo", (4096, 65536, 12288, 16384), strict=True)), 0, 0)
+    assert (plan._params.q.data, plan._params.k.data, field.value) == (4096, 65536, 65536 - 256)
 
 
 @given(exponent=st.floats(-20, 10), sign=st.sampled_from((-1, 1)))

@@ -89,8 +89,21 @@ def test_entries_share_a_mask(dims: Any, entries: tuple[int, int]) -> None:
     assert steps == (12 * heads * (batch > 1), 12 * (heads > 1), 4, 1)
     given = plan._params.given_block_mask
     assert (given.row != 0) == ("block_mask" in dims)
+    places = [begin for _, begin in plan.score_blocks.places(plan._params)]
+    assert places == [0, 12 * batch * heads]
     bytes_of_masks = 2 * 12 * batch * heads
     assert plan.score_blocks.nbytes == -(-bytes_of_masks // 256) * 256
+
+
+def test_masks_lie_behind_what_is_told_of_sequences() -> None:
+    """Of a ragged problem, whose first kernel writes there, too."""
+    plan = plan_for(FwdSm80, documents(FwdSm80, ragged=True), "sm_80")
+    assert plan.ragged is not None and plan.score_blocks is not None
+    begins = [begin for _, begin in plan._places]
+    masks = len(plan.score_blocks.places(plan._params))
+    behind = plan.scratch_bytes + plan.ragged.nbytes
+    assert max(begins[:-masks]) < behind == begins[-masks]
+    assert plan.workspace_size == behind + plan.score_blocks.nbytes
 
 
 def test_long_sequences() -> None:
