@@ -150,21 +150,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // Beyond the actual length, but inside the tensor, lies whatever the user left there: zero
-  // probabilities do not silence NaN, zero values do. Every consumer clears for itself. What lies beyond
-  // a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a page, it does.
-  DLATTN_DEVICE void clear_padding(const Work& work, const Place<stages>& place) {
-    const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
-    if (all && !Problem::paged_v) return;
-    const int first = work.length.kv - work.last_tile * tile_k;
-    if (first >= tile_k) return;
-    const int stage = place.stage;
-    mbarrier_wait(shared.v_ring.full[stage], place.parity);
-    shared.v[stage].clear_rows(first, threadIdx.x % 128, 128);
-    fence_proxy_async();
-    named_barrier_sync(Base::values_cleared + warpgroup, 128);
-  }
-
   static DLATTN_DEVICE bool may_guess(const ScoreValues& values) {
     if constexpr (Score::guesses) return Score::can_guess(values);
     return false;
@@ -418,7 +403,6 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         begin_chain(state, work, values, softmax);
       }
       for (bool more = true; more;) {
-        if (!work.empty()) clear_padding(work, state.v);
         state.output.clear();
 #pragma unroll 1
         for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;

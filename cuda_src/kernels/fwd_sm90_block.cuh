@@ -163,12 +163,13 @@ struct FwdSm90Block {
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
     uint64 nearly_loaded[item_stages];  // the keys of an item
+    uint64 padded_values;               // a tile of v has landed, of which some rows are to be cleared
     int item_count;  // where blocks ask for items; the scheduler has no register for it
     int counts;      // this block has seen the mark beside the counter of items; not of a ragged problem
   };
 
   // Named barriers, by event; + warpgroup.
-  enum Barrier { turn = 2, values_cleared = 6 };
+  enum Barrier { turn = 2 };
 
   const MappedFwdParams& m;
   const Params& p;
@@ -206,6 +207,7 @@ struct FwdSm90Block {
       shared.item_ring.init(3 + 4 * consumers);
       for (Ring<1>& ring : shared.bias_ring) ring.init(4);
       for (uint64& loaded : shared.nearly_loaded) mbarrier_init(loaded, 1);
+      mbarrier_init(shared.padded_values, 1);
       fence_mbarrier_init();
     }
     __syncthreads();

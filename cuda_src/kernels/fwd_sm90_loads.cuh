@@ -290,10 +290,32 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     }
   }
 
+  // Whether a tile is of values, some of which lie beyond the actual length, but inside the tensor. What
+  // lies beyond a sequence of a ragged tensor, or beyond the tensor, the copy engine does not load; of a
+  // page, it does.
+  DLATTN_DEVICE bool is_padded(Mapped tensor, const Work& work, int tile) const {
+    if (tensor != Mapped::v || tile != work.last_tile) return false;
+    const bool all = p.seq_len_kv.data == nullptr || p.v.template is_ragged<Problem::ragged>();
+    return (!all || Problem::paged_v) && (tile + 1) * tile_k > work.length.kv;
+  }
+
+  // There lies whatever the user left: zero probabilities do not silence NaN, zero values do. The loader
+  // clears them, because it is ahead of the consumers, and tells these of the tile only then.
+  DLATTN_DEVICE void clear_padding(const Work& work, const Place<stages>& place,
+                                   Place<1>& padded) {
+    mbarrier_wait(shared.padded_values, padded.parity);
+    padded.advance();
+    shared.v[place.stage].clear_rows(work.length.kv - work.last_tile * tile_k, threadIdx.x % 32, 32);
+    fence_proxy_async();
+    __syncwarp();
+    release(shared.v_ring.full[place.stage]);
+  }
+
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                Mapped tensor, int heads_per_key) {
     Place<stages> place;
+    Place<1> padded;
     for_each_work([&](const Work& work, const auto& item_place) {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
@@ -302,9 +324,13 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         before = tile_before(work, tile);
         tell_progress(item_place, work, tile, told);
         if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
-        fill(ring, place, Tile::bytes, [&](int stage, uint64& full) {
-          tiles[stage].load(map, full, entry.row + tile * tile_k, head, entry.batch);
+        const bool clears = is_padded(tensor, work, tile);
+        uint64& landed = clears ? shared.padded_values : ring.full[place.stage];
+        order(ring, place, landed, Tile::bytes, [&](int stage, uint64& landed) {
+          tiles[stage].load(map, landed, entry.row + tile * tile_k, head, entry.batch);
         });
+        if (clears) clear_padding(work, place, padded);
+        place.advance();
       }
     });
   }
@@ -314,6 +340,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
                                  Mapped tensor, const PageTableRef& table, int heads_per_key) {
     Place<stages> place;
+    Place<1> padded;
     for_each_work([&](const Work& work, const auto& item_place) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
@@ -327,10 +354,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         if (before >= work.first_tile) {
           next = boxes.number_of_lane(before * tile_k, work.length.kv);
         }
-        uint64& full = ring.full[place.stage];
         if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
-        order(ring, place, full, Tile::bytes, [](int, uint64&) {});
-        boxes.load_by_warp(tiles[place.stage], map, full, tile * tile_k, head, number);
+        const bool clears = is_padded(tensor, work, tile);
+        uint64& landed = clears ? shared.padded_values : ring.full[place.stage];
+        order(ring, place, landed, Tile::bytes, [](int, uint64&) {});
+        boxes.load_by_warp(tiles[place.stage], map, landed, tile * tile_k, head, number);
+        if (clears) clear_padding(work, place, padded);
         place.advance();
       }
     });

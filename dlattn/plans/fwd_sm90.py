@@ -88,7 +88,7 @@ class Sm90FwdTiling:
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (64 * (1 + self.consumers) + 2 * 8)
         rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
-        barriers = 8 * 3 + 2 * 8 * rings
+        barriers = 8 * 4 + 2 * 8 * rings
         asking = 2 * 4
         visits = 4 * self.stages if problem.has_blocks else self.stages
         bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
