@@ -19,7 +19,7 @@ Array = NDArray[Any]
 ALL_KEYS = (0, 2**31 - 1, 0)
 #: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
 #: another load of q, another first product, and the way of outputs through memory.
-LEAST_PART, PARTS_COST = 512, 640
+LEAST_PART, PARTS_COST = 512, 480
 
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
 FIXED_COST = 0.7
