@@ -72,7 +72,7 @@ def mha_bwd(
         q, k, v: as given to the forward; or as it returned them, if v has q's head size.
         out, softmax_lse: as the forward returned them; out may be padded like v. Rows without keys
             may have an lse of +inf or of -inf.
-        dq_, dk_, dv_: memory for the gradients; ``None`` makes it.
+        dq_, dk_, dv_: memory for the gradients, of which no input is a part; ``None`` makes it.
         deterministic: the same bits in every run; on CUDA only Hopper can.
         philox_seed, philox_offset: of dropout: the state that the forward returned, and anything;
             or seed and offset, one integer in each.

@@ -82,7 +82,7 @@ def mha_fwd(
             too; as all tensors with a stride of 1 in the last dimension, and any other strides.
         k: (batch_size, seqlen_k, num_heads_k, head_size).
         v: (batch_size, seqlen_k, num_heads_k, head_size), or with a head_size of its own.
-        out_: memory for the output; ``None`` makes it.
+        out_: memory for the output, of which no input is a part; ``None`` makes it.
         alibi_slopes_: fp32, (num_heads,) or (batch_size, num_heads): scores get
             ``-slope * |i + seqlen_k - seqlen_q - j|``. With a causal mask FlashAttention-2 adds
             ``slope * j``: the same output, and a softmax_lse that differs by a number of the row.

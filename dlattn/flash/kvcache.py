@@ -103,7 +103,7 @@ def flash_attn_with_kvcache(
         num_splits: a hint, which changes no result; dlattn decides itself.
         return_softmax_lse: return the log-sum-exp, too.
         sinks: (num_heads,), fp32, dlattn's own: one more score of each row, without a value.
-        out: dlattn's own: memory for the output.
+        out: dlattn's own: memory for the output, of which no input is a part.
 
     Returns:
         The output, like q (of v_cache's head_size), or with ``return_softmax_lse`` a pair of it and

@@ -78,7 +78,7 @@ def attention_backward(
             broadcasts.
         sinks_gradient: give the gradient of the sinks, too: (H), fp32.
         deterministic: the same bits in every run; on Hopper alone, and always on the CPU.
-        dq, dk, dv: memory for the gradients.
+        dq, dk, dv: memory for the gradients, of which no input is a part.
 
     Returns:
         The gradients of q, k and v, in their shapes and types, and of what was asked for. Rows past

@@ -83,7 +83,7 @@ def attention(
         dropout: ``(p, seed, offset)``, the mask of :func:`dlattn.philox_dropout_mask`; seed and
             offset are integers, or int32 or int64 tensors of one element.
         return_lse: return the log-sum-exp, too.
-        out: memory for the output.
+        out: memory for the output, of which no input is a part.
 
     Returns:
         The output, in the layout, type, framework and order in memory of q, or ``out``; with
