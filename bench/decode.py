@@ -33,7 +33,8 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: ``heads`` of q, and of k and v; ``page`` rows of a page, or none."""
+    """One problem: ``heads`` of q, and of k and v; ``page`` rows of a page, or none. Lengths are
+    on the device if ``lengths``, and of pages always."""
 
     batch: int
     heads: tuple[int, int]
@@ -41,6 +42,11 @@ class Row:
     queries: int = 1
     page: int | None = None
     head_dim: int = 128
+    lengths: bool = False
+
+    @property
+    def reads_lengths(self) -> bool:
+        return self.lengths or self.page is not None
 
     @property
     def bytes(self) -> int:
@@ -50,8 +56,8 @@ class Row:
     @property
     def name(self) -> str:
         heads = "/".join(map(str, self.heads))
-        page = "" if self.page is None else f" page{self.page}"
-        return f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}{page}"
+        kind = " lengths" if self.lengths else "" if self.page is None else f" page{self.page}"
+        return f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}{kind}"
 
     def tflops(self, direction: str, ms: float) -> float:
         """TFLOP/s of a call that took ``ms`` milliseconds: two products."""
@@ -65,15 +71,17 @@ _SIZES = {
     (32, 32): ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (16, 4096), (64, 1024),
                (64, 8192)),
 }  # fmt: skip
-#: Those of one query, without pages and in pages of 64; smaller pages; several queries.
+_KINDS: tuple[dict[str, Any], ...] = ({}, {"lengths": True}, {"page": 64})
+#: Those of one query: plain, with lengths on the device, and with these in pages of 64; smaller
+#: pages; several queries.
 ROWS = (
     *(
-        Row(batch, heads, keys, page=page)
+        Row(batch, heads, keys, **kind)
         for heads, sizes in _SIZES.items()
-        for (batch, keys), page in product(sizes, (None, 64))
+        for (batch, keys), kind in product(sizes, _KINDS)
     ),
     *(Row(batch, (64, 8), keys, page=16) for batch, keys in ((8, 8192), (64, 1024))),
-    *(Row(8, (64, 8), 8192, 8, page) for page in (None, 64)),
+    *(Row(8, (64, 8), 8192, 8, **kind) for kind in _KINDS),
     Row(16, (32, 32), 4096, 8),
 )
 
@@ -127,21 +135,18 @@ def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
         "diagonal_alignment": dlattn.diagonal_alignment.BOTTOM_RIGHT,
         "diagonal_band_right_bound": 0,
     }
-    fixed = {}
+    given = {}
+    if row.reads_lengths:
+        options["use_padding_mask"] = True
+        given["seq_len_q"] = torch.full_like(data.lengths, row.queries).view(-1, 1, 1, 1)
+        given["seq_len_kv"] = data.lengths.view(-1, 1, 1, 1)
     if data.table is not None:
-        queries = torch.full_like(data.lengths, row.queries)
-        given = {
-            "seq_len_q": queries.view(-1, 1, 1, 1),
-            "seq_len_kv": data.lengths.view(-1, 1, 1, 1),
-            "paged_attention_k_table": data.table.view(row.batch, 1, -1, 1),
-            "paged_attention_v_table": data.table.view(row.batch, 1, -1, 1),
-        }
-        declared = {role: like(dlattn, graph, t) for role, t in given.items()}
-        options |= declared | {
-            "use_padding_mask": True,
-            "paged_attention_max_seq_len_kv": row.keys,
-        }
-        fixed = {declared[role]: t for role, t in given.items()}
+        options["paged_attention_max_seq_len_kv"] = row.keys
+        for role in ("paged_attention_k_table", "paged_attention_v_table"):
+            given[role] = data.table.view(row.batch, 1, -1, 1)
+    declared = {role: like(dlattn, graph, t) for role, t in given.items()}
+    fixed = {declared[role]: t for role, t in given.items()}
+    options |= declared
     output, _ = graph.sdpa(*inputs, attn_scale=row.head_dim**-0.5, is_inference=True, **options)
     o = data.o[0].transpose(1, 2)
     output.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
@@ -167,8 +172,10 @@ def flash3_calls(row: Row, data: Data) -> Calls:
         "softmax_scale": row.head_dim**-0.5,
         "is_causal": row.queries > 1,
     }
+    if row.reads_lengths:
+        options["seqused_k"] = data.lengths
     if data.table is not None:
-        options |= {"seqused_k": data.lengths, "page_table": data.table}
+        options["page_table"] = data.table
     forward = torch.ops.flash_attn_3.fwd
     return [
         lambda q=q, k=k, v=v, o=o: forward(q, k, v, out=o, **options)[0]
@@ -180,8 +187,8 @@ def flash2_calls(row: Row, data: Data) -> Calls:
     """FlashAttention-2 as torch ships it, into memory of its own; it knows no pages."""
     import torch
 
-    if data.table is not None:
-        raise ValueError("torch's operator takes no pages.")
+    if row.reads_lengths:
+        raise ValueError("torch's operator takes neither pages nor lengths.")
     forward, sizes = torch.ops.aten._flash_attention_forward, (row.queries, row.keys)
     arguments = (None, None, *sizes, 0.0, row.queries > 1, False)
     return [
@@ -282,5 +289,5 @@ def _measure(measured: Measured, row: Row, names: Iterable[str], rounds: int) ->
 
 def jobs() -> list[Job]:
     """All rows, those of 8192 keys first."""
-    ordered = sorted(ROWS, key=lambda row: (row.keys != 8192, row.page is not None, row.keys))
+    ordered = sorted(ROWS, key=lambda row: (row.keys != 8192, row.reads_lengths, row.keys))
     return [DecodeJob(row) for row in ordered]

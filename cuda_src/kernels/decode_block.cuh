@@ -82,11 +82,12 @@ struct DecodeBlock {
         row_group(warp % row_groups),
         loads(place) {}
 
-  // What is read first, lengths and page numbers, as if sequences were full, is asked for while a kernel
-  // before may still write it: L2 has what is current. Where it is has then been found, too.
-  static DLATTN_DEVICE void prefetch_tables(const Params& p, const Tiles& place, int warp) {
+  // What is read first, queries, lengths and page numbers, as if sequences were full, is asked for while a
+  // kernel before may still write it: L2 has what is current. Where it is has then been found, too.
+  static DLATTN_DEVICE void prefetch_first(const Params& p, const Tiles& place, int warp) {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
+    if (!ragged && place.left > 0 && warp == 0) prefetch_queries(p, place);
     const int first = place.first_key() + 16 * warp;
     if (!may_guess(p) || place.left == 0 || first >= place.keys.last) return;
     if constexpr (Problem::paged_k) {
@@ -119,13 +120,15 @@ struct DecodeBlock {
   }
   // Of an item that copies have just come to: long before they are read, when products wait for them.
   DLATTN_DEVICE void prefetch_queries() const {
-    if (!has_registers || team + row_group > 0) return;
+    if (has_registers && team + row_group == 0) prefetch_queries(p, loads);
+  }
+  static DLATTN_DEVICE void prefetch_queries(const Params& p, const Tiles& at) {
     constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);
-    const int existing = loads.length.q * p.heads_per_block * lines;
+    const int existing = at.length.q * p.heads_per_block * lines;
     for (int i = threadIdx.x; i < existing; i += 32) {
-      const int row = i / lines, head = first_head(loads) + row % p.heads_per_block;
-      const int query = row / p.heads_per_block;
-      prefetch_l2(p.q.template rows<T, ragged>(loads.batch, head, query) + i % lines * line);
+      const int row = i / lines, query = row / p.heads_per_block;
+      const int head = at.group() * p.heads_per_block + row % p.heads_per_block;
+      prefetch_l2(p.q.template rows<T, ragged>(at.batch, head, query) + i % lines * line);
     }
   }
 

@@ -65,7 +65,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
                                  const Tiles& place, int warp) {
     if constexpr (Tiling::boxes) Base::open_ring(m, shared.full[warp]);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
-    Base::prefetch_tables(m.p, place, warp);
+    Base::prefetch_first(m.p, place, warp);
   }
 
   DLATTN_DEVICE Row row_of(int row) const {

@@ -6,7 +6,9 @@ Random cases (``test_random.py``) draw few queries, too, but seldom keys for mor
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import dlattn
@@ -114,3 +116,66 @@ def test_a_workspace_serves_again(keys: int) -> None:
         results.append(cupy.empty_like(q))
         graph.execute(dict(zip((*inputs, output), (q, k, v, results[-1]), strict=True)), workspace)
     assert all((result == results[0]).all() for result in results)
+
+
+#: Lets the next kernel begin, and only a millisecond later writes what that one reads.
+_LATE = r"""
+extern "C" __global__ void write_late(int* to, const int* from, int count) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < 1000; ++i) __nanosleep(1000);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.parametrize("batch, keys", [(1, 2000), (5, 700), (5, 6000), (40, 3000)])
+@pytest.mark.parametrize("written", ["lengths", "pages", "queries"])
+def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written: str) -> None:
+    """Also what it writes after the decode has begun."""
+    cupy = pytest.importorskip("cupy")
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("kernels begin before the one in front has ended from sm_90 on")
+    rng, page = np.random.default_rng(batch + keys), 16
+    pages = -(-keys // page)
+
+    def normal(*shape: int) -> Any:
+        return cupy.asarray(rng.standard_normal(shape), dtype=cupy.float16)
+
+    def drawn() -> dict[str, Any]:
+        numbers = {
+            "lengths": rng.integers(0, keys + 1, (batch, 1, 1, 1)),
+            "pages": rng.permutation(batch * pages).reshape(batch, 1, pages, 1),
+        }
+        new = {name: cupy.asarray(of, dtype=cupy.int32) for name, of in numbers.items()}
+        return {**new, "queries": normal(batch, 16, 1, 128)}
+
+    k, v = (normal(batch * pages, 2, page, 128) for _ in range(2))
+    now = drawn()
+    one = cupy.ones((batch, 1, 1, 1), dtype=cupy.int32)
+    given = (now["queries"], k, v, one, now["lengths"], now["pages"])
+    graph = dlattn.pygraph(
+        io_data_type=dlattn.data_type.HALF,
+        intermediate_data_type=dlattn.data_type.FLOAT,
+        compute_data_type=dlattn.data_type.FLOAT,
+    )
+    inputs = [graph.tensor_like(tensor) for tensor in given]
+    output, _ = graph.sdpa(
+        *inputs[:3], attn_scale=0.09, is_inference=True, use_padding_mask=True,
+        seq_len_q=inputs[3], seq_len_kv=inputs[4], paged_attention_k_table=inputs[5],
+        paged_attention_v_table=inputs[5], paged_attention_max_seq_len_kv=keys,
+    )  # fmt: skip
+    o = cupy.empty_like(given[0])
+    output.set_output(True).set_dim(o.shape).set_stride([stride // 2 for stride in o.strides])
+    graph.build([dlattn.heur_mode.A])
+    assert graph.get_plan_name_at_index(0) == "decode"
+    workspace = cupy.zeros(max(1, graph.get_workspace_size()), cupy.uint8)
+    pack = dict(zip((*inputs, output), (*given, o), strict=True))
+    write = cupy.RawKernel(_LATE, "write_late")
+    for _ in range(5):
+        to, new = (of[written].view(cupy.int32) for of in (now, drawn()))
+        write((1,), (128,), (to, new, np.int32(to.size)))
+        graph.execute(pack, workspace)
+        begun_early = o.copy()
+        cupy.cuda.Device().synchronize()
+        graph.execute(pack, workspace)
+        assert (begun_early == o).all()
