@@ -2,7 +2,6 @@
 // assert the size that Python computed.
 #pragma once
 
-#include "attn/mask_refs.cuh"
 #include "attn/refs.cuh"
 
 namespace dlattn {
@@ -35,9 +34,8 @@ struct Params {
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
-  float* dq_accum;  // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
-  int*
-      dq_arrivals;  // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
+  float* dq_accum;    // (pairs with a place, heads_per_block, query tiles, tile): fp32 sums
+  int* dq_arrivals;   // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
   int* dq_stored;     // (pairs with a place): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
@@ -64,13 +62,10 @@ struct Params {
   // the user gave, or null; and bits like those of block_mask, of blocks that it masks nothing of.
   BlockMaskRef given_block_mask;
   unsigned char* whole_blocks;
-  // Of a Hopper forward: which keys of visited blocks the function keeps of each query, and its items.
-  KeptKeysRef kept_keys;
-  LongestFirstRef longest_first;
   BiasRef d_score_mod[8];  // the gradients of what it reads
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
-  float* key_sums;      // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
+  float* key_sums;  // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
   int whole_items;  // of a Hopper backward: from here on, items have parts of groups or of queries, and add to those sums
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item

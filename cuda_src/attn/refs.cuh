@@ -186,6 +186,21 @@ struct RaggedRef {
   int unused;
 };
 
+// A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.
+struct BlockMaskRef {
+  const unsigned char* data;  // (batch, heads_q, blocks of queries, bytes of blocks of keys)
+  int64 batch, head, row, column;
+
+  DLATTN_DEVICE bool keeps(int b, int h, int queries, int keys) const {
+    return bit(data, b, h, queries, keys);
+  }
+  // Of bits that lie like those of the mask.
+  DLATTN_DEVICE bool bit(const unsigned char* bits, int b, int h, int queries, int keys) const {
+    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
+    return __ldg(bits + offset) >> keys % 8 & 1;
+  }
+};
+
 // What blocks of a decode leave to each other (kernels/decode.cuh). Of a forward whose blocks ask for
 // tiles there is one mark: they are being counted.
 struct PartsRef {

@@ -132,28 +132,6 @@ struct AskedOf<Problem, count, rows_are_keys> {
   using Type = MaskedRows<typename Problem::ElementMask, count, rows_are_keys>;
 };
 
-// The keys that a lane's two rows keep, where kernels/score_rows.cuh has found that out.
-struct KeptKeys {
-  Interval of_row[2];
-
-  DLATTN_DEVICE KeptKeys(const Params& p, const Position& first) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = least(first.query + 8 * r, first.length_q - 1);
-      of_row[r] = p.kept_keys.load(first.batch, first.head, row);
-    }
-  }
-  // Those of all rows of the warp are intervals.
-  DLATTN_DEVICE bool are_known() const {
-    return __all_sync(0xffffffffu,
-                      of_row[0].first <= of_row[0].last && of_row[1].first <= of_row[1].last);
-  }
-  // Of the elements that the lane has in a tile of 128 keys or fewer.
-  DLATTN_DEVICE KeptElements elements(int first_key) const {
-    return {{kept_elements(of_row[0], first_key), kept_elements(of_row[1], first_key)}};
-  }
-};
-
 // Elements of a warp's tile that the mask drops become `value`.
 template <class Mask, int m_tiles, int n_tiles>
 DLATTN_DEVICE void drop_masked(Accumulator<m_tiles, n_tiles>& tile, float value,

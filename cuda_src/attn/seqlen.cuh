@@ -25,11 +25,6 @@ struct Lengths {
   // Full ones.
   DLATTN_DEVICE explicit Lengths(const Params& p) : Lengths(p, p.seq_q, p.seq_kv) {}
 
-  // Those that a block mask is made for.
-  static DLATTN_DEVICE Lengths of_mask(const Params& p, int batch) {
-    return p.block_mask.is_shared(p.batch) ? Lengths(p) : Lengths(p, batch);
-  }
-
   // Known ones.
   static DLATTN_DEVICE Lengths of(const Params& p, int length_q, int length_kv) {
     return {p, length_q, length_kv};

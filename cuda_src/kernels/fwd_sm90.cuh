@@ -54,6 +54,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Sums = Softmax::Sums;
   using Kept = dlattn::Kept<Problem>;
+  using Asked = typename AskedOf<Problem, tile_k / 4, false>::Type;
   // The next query tile is loaded while one is at work.
   static constexpr bool chains = q_stages > 1;
   // Exponents come from raw products at once, but in the first tile of a row and where it has gaps.
@@ -186,25 +187,20 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return Base::Tiles::skips ? state.visit.before : tile - 1;
   }
 
-  DLATTN_DEVICE void begin_scores(State& state, int tile) {
+  // Starts them, and asks what a user's function masks, if it masks some: the answer is made while products
+  // are under way.
+  DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
+                                   const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
     state.visit = this->visit(state.k.stage, tile);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage][warpgroup], 0, shared.k[state.k.stage]);
+    Asked asked;
+    if (state.visit.partial) asked = Asked(position(work, tile), values);
+    return asked;
   }
-  // What a user's function keeps of a tile, if it masks some; where the keys of a row are no interval, it is
-  // computed of each element. While products are under way, and not before: a load on its way holds up
-  // what starts them.
-  DLATTN_DEVICE Kept kept_elements_of(const State& state, const Work& work, int tile,
-                                      const ScoreValues& values) {
-    if constexpr (MasksElements<Problem>) {
-      if (state.visit.partial) {
-        const Position first = position(work, tile);
-        const KeptKeys keys(p, first);
-        if (keys.are_known()) return keys.elements(first.key);
-        return MaskedRows<typename Problem::ElementMask, tile_k / 4, false>(first, values).kept();
-      }
-    }
+  DLATTN_DEVICE Kept answer(const State& state, const Asked& asked) {
+    if (state.visit.partial) return asked.kept();
     return {};
   }
 
@@ -339,10 +335,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE bool step(State& state, const Work& work, int tile, const ScoreValues& values,
                           Softmax& softmax) {
     Sums sums;
-    begin_scores(state, tile);
+    const Asked asked = begin_scores(state, work, tile, values);
     begin_output(state);
     pass_turn();
-    const Kept kept = kept_elements_of(state, work, tile, values);
+    const Kept kept = answer(state, asked);
     wgmma_wait<1>();
     bool grew = take_scores(state, sums, work, tile, first, kept, values, softmax);
     const bool retake = !first && !Softmax::exact && softmax.overflown(sums);
@@ -389,9 +385,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // The first scores of a query tile, with no output of another to compute meanwhile.
   DLATTN_DEVICE void begin_chain(State& state, const Work& work, const ScoreValues& values,
                                  Softmax& softmax) {
-    begin_scores(state, work.last_tile);
+    const Asked asked = begin_scores(state, work, work.last_tile, values);
     pass_turn();
-    const Kept kept = kept_elements_of(state, work, work.last_tile, values);
+    const Kept kept = answer(state, asked);
     wgmma_wait<0>();
     Sums sums;
     take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);
@@ -512,7 +508,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
 
   Kernel kernel(params, shared);
   kernel.init();
-  if constexpr (Problem::ragged || MasksElements<Problem>) await_kernel_before();
+  if constexpr (Problem::ragged) await_kernel_before();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();
     kernel.produce();

@@ -170,38 +170,13 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
     for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
-      offer_asked(place, item(walk.batch, walk.rest, groups), number);
+      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / groups;
+      offer_asked(place, {tile, walk.rest % groups * this->heads_per_tile(), walk.batch}, number);
     }
   }
-  // Of an entry, the item of a number.
-  DLATTN_DEVICE WorkItem item(int batch, int number, int groups) const {
-    if constexpr (orders_items) return ordered_item(batch, number);
-    const int tile = tiles_with_queries(batch) - 1 - number / groups;
-    return {tile, number % groups * this->heads_per_tile(), batch};
-  }
-  DLATTN_DEVICE int tiles_with_queries(int batch) const {
-    const bool share = orders_items && p.block_mask.is_shared(p.batch);
-    return ceil_div(share ? p.seq_q : p.seq_len_q.at(batch, p.seq_q), tile_q);
-  }
 
-  // A kernel before has put tiles of queries in classes, of all heads or of each.
-  static constexpr bool orders_items = MasksElements<Problem> && !Problem::ragged;
-  DLATTN_DEVICE WorkItem ordered_item(int batch, int number) const {
-    static_assert(tile_q == block_size || !orders_items);
-    const LongestFirstRef& order = p.longest_first;
-    const bool heads_share = p.block_mask.head == 0;
-    const int first = p.block_mask.batch == 0 ? 0 : batch * LongestFirstRef::classes;
-    BatchWalk classes, words;  // in the place of entries
-    classes.find(heads_share ? number / p.heads_q : number, LongestFirstRef::classes,
-                 [&](int i) { return order.counts[first + i]; });
-    const uint32* members = order.members + int64(first + classes.batch) * order.words;
-    words.find(classes.rest, order.words, [&](int i) { return __popc(members[i]); });
-    uint32 word = uniform(members[words.batch]);
-#pragma unroll 1
-    for (int i = 0; i < words.rest; ++i) word &= word - 1;
-    const int found = 32 * words.batch + __ffs(word) - 1;
-    if (heads_share) return {found, number % p.heads_q, batch};
-    return {found / p.heads_q, found % p.heads_q, batch};
+  DLATTN_DEVICE int tiles_with_queries(int batch) const {
+    return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
   }
 
   // Looks at some of all tiles, of which each block has every n-th, and stores the rows that no consumer

@@ -13,7 +13,6 @@
 #include "attn/problem.cuh"
 #include "attn/ranges.cuh"
 #include "attn/seqlen.cuh"
-#include "ptx/grid.cuh"
 
 namespace dlattn {
 
@@ -73,7 +72,6 @@ DLATTN_DEVICE auto read(const BiasRef& tensor, int64 step, int batch, int head, 
 template <class Problem, class Tiling>
 DLATTN_DEVICE void score_blocks(const Params& p) {
   using Blocks = typename Problem::Blocks;  // dlattn/plans/score_blocks.py
-  launch_dependents();
   constexpr int side = 32;
   __shared__ typename Blocks::Queries s_queries[side];
   __shared__ typename Blocks::Keys s_keys[side];
@@ -81,10 +79,8 @@ DLATTN_DEVICE void score_blocks(const Params& p) {
   const int first_row = int(blockIdx.x) / patches * side;
   const int first_column = int(blockIdx.x) % patches * side;
   const int head = blockIdx.y, batch = blockIdx.z, warp = warp_index(), lane = threadIdx.x % 32;
-  const Lengths length = Lengths::of_mask(p, batch);
-  if (p.longest_first.counts != nullptr && blockIdx.x == 0 && head == 0) {
-    p.longest_first.clear(batch, threadIdx.x, 32 * Tiling::warps);
-  }
+  // Entries that share the mask have it as long as the longest may be.
+  const Lengths length = p.block_mask.batch == 0 && p.batch > 1 ? Lengths(p) : Lengths(p, batch);
   const auto positions = [](int block, int end) {
     return Interval{block * block_size, least((block + 1) * block_size, end)};
   };

@@ -156,23 +156,6 @@ class BlockMaskRef(BiasRef):
     """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
 
 
-class KeptKeysRef(ctypes.Structure):
-    """Two numbers for each query: (B, H, S_q)."""
-
-    _fields_ = [("data", ctypes.c_uint64), ("batch", ctypes.c_int64), ("head", ctypes.c_int64)]
-
-
-class LongestFirstRef(ctypes.Structure):
-    """Which items each class has, and how many."""
-
-    _fields_ = [
-        ("counts", ctypes.c_uint64),
-        ("members", ctypes.c_uint64),
-        ("words", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    ]
-
-
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -222,8 +205,6 @@ class Params(ctypes.Structure):
         *((role, BiasRef) for role in SCORE_MOD_ROLES),
         ("given_block_mask", BlockMaskRef),
         ("whole_blocks", ctypes.c_uint64),
-        ("kept_keys", KeptKeysRef),
-        ("longest_first", LongestFirstRef),
         *((role, BiasRef) for role in SCORE_GRADIENT_ROLES),
         ("dbias_parts", ctypes.c_uint64),
         ("dbias_arrivals", ctypes.c_uint64),

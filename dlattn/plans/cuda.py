@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Bound, Places, Plan
-from dlattn.plans.params import Place, Scratch, address_slot, number_at, number_slot, params_for
+from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
@@ -156,10 +156,10 @@ class CudaPlan(Plan):
 
     @cached_property
     def workspace_size(self) -> int:
-        return self.scratch_bytes + sum(scratch.nbytes for scratch in self.first_scratch)
+        return self.scratch_bytes + sum(scratch.nbytes for scratch in self._first_scratch)
 
     @property
-    def first_scratch(self) -> list[Scratch]:
+    def _first_scratch(self) -> list[RaggedScratch | ScoreBlocksScratch]:
         """What the first kernels write, after what is for the others."""
         return [scratch for scratch in (self.ragged, self.score_blocks) if scratch is not None]
 
@@ -181,7 +181,7 @@ class CudaPlan(Plan):
     def _places(self) -> list[Place]:
         """The same of all that is in the workspace."""
         places, begin = self.scratch_places(), self.scratch_bytes
-        for scratch in self.first_scratch:
+        for scratch in self._first_scratch:
             places += [(slot, begin + offset) for slot, offset in scratch.places(self._params)]
             begin += scratch.nbytes
         return places

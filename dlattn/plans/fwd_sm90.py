@@ -19,10 +19,9 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
-from dlattn.plans.params import Place, Scratch, places_of
+from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, table, tile_costs
-from dlattn.plans.score_rows import ScoreRowsScratch, ScoreRowsTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
@@ -215,8 +214,6 @@ class FwdSm90(MappedPlan):
         )
         self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = secrets.randbits(64) | 1
-        if self.score_rows is not None:
-            self.score_rows.describe(self._params)
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         if "debug_softmax" not in geometry.tensors:
@@ -277,28 +274,6 @@ class FwdSm90(MappedPlan):
         return RaggedScratch(self.geometry, items=items)
 
     @cached_property
-    def score_rows(self) -> ScoreRowsScratch | None:
-        """Which keys each query keeps, of what a user's function masks."""
-        blocks = self.score_blocks
-        if blocks is None or not blocks.blocks.elements:
-            return None
-        return ScoreRowsScratch(self.problem, blocks)
-
-    @property
-    def first_scratch(self) -> list[Scratch]:
-        rows = self.score_rows
-        return super().first_scratch + ([] if rows is None else [rows])
-
-    def first_kernels(self) -> list[KernelLaunch]:
-        kernels, rows = super().first_kernels(), self.score_rows
-        if rows is not None:
-            threads = ScoreRowsTiling().threads
-            kernels += [
-                KernelLaunch(rows.source(), rows.grid, threads, 0, plain=True, programmatic=True)
-            ]
-        return kernels
-
-    @cached_property
     def scratch_bytes(self) -> int:
         return 256 if self._asks_for_tiles else 0  # the counter of tiles asked for, and its mark
 
@@ -323,8 +298,9 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        grid, waits = (self._blocks, 1, 1), self.problem.ragged or self.score_rows is not None
-        return [KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=waits)]
+        grid, ragged = (self._blocks, 1, 1), self.problem.ragged
+        launch = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
+        return [launch]
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -104,15 +104,6 @@ def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint
 
 #: A view of a field that holds an address, and how far that is from where scratch memory begins.
 Place = tuple[ctypes.c_uint64, int]
-
-
-class Scratch(Protocol):
-    """Memory that a first kernel writes for the others."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def places(self, params: Params) -> list[Place]: ...
 
 
 def places_of(arrays: Iterable[tuple[ctypes.Structure, str, int]]) -> list[Place]:

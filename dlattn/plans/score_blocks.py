@@ -38,7 +38,7 @@ _SIDE = 32
 class ScoreBlocksTiling:
     """How a thread block divides its work (``ScoreBlocksTiling`` in the kernel)."""
 
-    warps: int = 32
+    warps: int = 8
     min_blocks: int = 1
 
     @property
@@ -67,7 +67,7 @@ class ScoreBlocksScratch:
         return 4 * -(-self.geometry.seq_kv // (_SIDE * BLOCK))
 
     @cached_property
-    def entries(self) -> tuple[int, int]:
+    def _entries(self) -> tuple[int, int]:
         """Batch entries and heads that have a mask of their own; 1 if all share one."""
         program, tensors = self.blocks.program, self.geometry.tensors
         _, conditions = masked_last(program)
@@ -87,7 +87,7 @@ class ScoreBlocksScratch:
 
     @property
     def _mask_bytes(self) -> int:
-        batch, heads = self.entries
+        batch, heads = self._entries
         return batch * heads * self._rows * self._row_bytes
 
     @property
@@ -96,14 +96,14 @@ class ScoreBlocksScratch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        batch, heads = self.entries
+        batch, heads = self._entries
         columns = self._row_bytes // 4
         return columns * -(-self._rows // _SIDE), heads, batch
 
     def describe(self, params: Params) -> None:
         """Writes the mask's strides; one that the user gives becomes part of it."""
         params.given_block_mask = params.block_mask
-        batch, heads = self.entries
+        batch, heads = self._entries
         head = self._rows * self._row_bytes
         params.block_mask = BlockMaskRef(
             0, heads * head * (batch > 1), head * (heads > 1), self._row_bytes, 1

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 import dlattn as cudnn
 from dlattn.dtypes import data_type, from_any
 from dlattn.plans.fwd_sm80 import FwdSm80
-from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
-    BLOCK,
     Direction,
     Geometry,
     Padding,
@@ -28,7 +26,7 @@ from dlattn.problem import (
 from dlattn.runtime.target import default_target
 from tests.drivers import check, gpu_library, run_graph
 from tests.score_mod_examples import assert_gradients_are_as_given, examples
-from tests.unit.test_score_blocks import CONDITIONS, EXACT, HEADS, kept, program, tensors
+from tests.unit.test_score_blocks import CONDITIONS, EXACT, HEADS, program, tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -54,16 +52,13 @@ def bits(data: Any, shape: tuple[int, ...]) -> Any:
     return rows[..., : shape[-1]].astype(bool)
 
 
-def told(
-    family: type[Any], tree: Any, seq_q: int, seq_kv: int, seed: int, wild: bool
-) -> tuple[Any, Any, Values] | None:
-    """A plan, what its first kernels write, and what the function's NumPy twin is computed of; none
-    if nothing is known of where the function masks."""
+def assert_told_alike(tree: Any, seq_q: int, seq_kv: int, seed: int, wild: bool) -> None:
+    """The first kernel says of every block what the function's NumPy twin says."""
     cupy = pytest.importorskip("cupy")
     made, names = program(tree)
     blocks = skipped_blocks(made)
     if blocks is None:
-        return None
+        return
     data = tensors(seq_q, seq_kv, seed, wild)
     arrays = {f"score_mod_{i}": cupy.asarray(data[name]) for i, name in enumerate(names)}
     shapes = {"q": (1, HEADS, seq_q, 64), "k": (1, 1, seq_kv, 64)}
@@ -77,7 +72,7 @@ def told(
     }
     edits, masks = (Scale(), made), (Padding(), blocks)
     problem = Problem(Direction.FORWARD, data_type.HALF, 64, 64, edits, masks)
-    plan = family(problem, Geometry(specs), replace(default_target(), index=0))
+    plan = FwdSm80(problem, Geometry(specs), replace(default_target(), index=0))
     plan.build()
     workspace = cupy.full(plan.workspace_size, 0x5A, cupy.uint8)
     pointers = {role: x.data.ptr for role, x in arrays.items()}
@@ -86,58 +81,14 @@ def told(
     len_q, len_kv = (np.full((1, 1, 1, 1), size) for size in (seq_q, seq_kv))
     read = tuple(data[name] for name in names)
     values = Values(1.0, len_q, len_kv, heads_q=HEADS, score_tensors=read)
-    return plan, cupy.asnumpy(workspace)[plan.scratch_bytes :], values
-
-
-def assert_told_alike(tree: Any, seq_q: int, seq_kv: int, seed: int, wild: bool) -> None:
-    """The first kernel says of every block what the function's NumPy twin says."""
-    found = told(FwdSm80, tree, seq_q, seq_kv, seed, wild)
-    if found is None:
-        return
-    plan, written, values = found
-    truth = plan.score_blocks.blocks.truth(0, values)
+    truth = blocks.truth(0, values)
+    assert plan.score_blocks is not None
     _, heads, _ = plan.score_blocks.grid
     shape = (heads, *truth.maybe.shape[2:])
     size = heads * shape[1] * (4 * -(-seq_kv // 4096))
-    for got, want in zip((written[:size], written[size : 2 * size]), truth, strict=True):
+    told = cupy.asnumpy(workspace)[plan.scratch_bytes :]
+    for got, want in zip((told[:size], told[size : 2 * size]), truth, strict=True):
         np.testing.assert_array_equal(bits(got, shape), np.broadcast_to(want[0], shape))
-
-
-def interval(keys: Any, elements: Any) -> tuple[int, int]:
-    """The keys that are kept, of some in their order; or what says that they are no interval."""
-    kept_at = np.flatnonzero(elements)
-    if not kept_at.size:
-        return 0, 0
-    first, last = kept_at[[0, -1]]
-    return (keys[first], keys[last] + 1) if last - first < kept_at.size else (0, -1)
-
-
-#: Of which rows keep the first and the last keys, every other one, or whole blocks with gaps.
-GAPS = {
-    "outside": ("cmp_gt", ("abs_whole", ("sub_whole", "row", "col")), 60),
-    "other keys": ("cmp_eq", ("mod_whole", "col", 2), ("mod_whole", "row", 2)),
-}
-
-
-@pytest.mark.parametrize("name", [*EXACT, *GAPS])
-@pytest.mark.parametrize("seq_q, seq_kv", [(300, 131), (200, 9000)])
-def test_rows(name: str, seq_q: int, seq_kv: int) -> None:
-    """A Hopper forward is told which keys of visited blocks each query keeps, if they are an
-    interval."""
-    if default_target().capability != (9, 0):
-        pytest.skip("other kernels ask the function")
-    found = told(FwdSm90, (EXACT | GAPS)[name], seq_q, seq_kv, 1, wild=False)
-    assert found is not None
-    plan, written, values = found
-    of_rows, heads, _ = plan.score_rows.grid
-    shape = (heads, of_rows, -(-seq_kv // BLOCK))
-    elements = kept(plan.score_blocks.blocks, values)[0]
-    visited = np.broadcast_to(plan.score_blocks.blocks.truth(0, values).maybe[0], shape)
-    begin = plan.score_blocks.nbytes
-    got = written[begin : begin + 8 * heads * seq_q].view(np.int32).reshape(heads, seq_q, 2)
-    for head, row in np.ndindex(heads, seq_q):
-        keys = np.flatnonzero(np.repeat(visited[head, row // BLOCK], BLOCK)[:seq_kv])
-        assert tuple(got[head, row]) == interval(keys, elements[head, row, keys])
 
 
 @pytest.mark.parametrize("name", EXACT)

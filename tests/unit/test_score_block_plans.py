@@ -14,7 +14,6 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.score_rows import CLASSES
 from dlattn.problem import (
     BlockMask,
     Geometry,
@@ -55,22 +54,17 @@ def with_reads(plan: CudaPlan, dims: dict[str, tuple[int, ...]]) -> CudaPlan:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kernel_more(family: type[CudaPlan]) -> None:
-    """The first kernel tells of blocks, before a Hopper forward a second one of rows; the others
-    are those of a problem with a block mask, in as much workspace and what the masks take."""
+    """The first kernel tells of blocks; the others are those of a problem with a block mask, in as
+    much workspace and what the mask takes."""
     problem, arch = documents(family), FAMILIES[family]
     plan = plan_for(family, problem, arch)
     first, *others = (kernel.source for kernel in (*plan.first_kernels(), *plan.kernels()))
     assert first.name == "dlattn_score_blocks"
-    of_rows = 0
-    if family is FwdSm90:
-        assert others.pop(0).name == "dlattn_score_rows"
-        # An interval for each row; of each class a number and a word of bits; all in 256s.
-        of_rows = -(-(8 * 300 + 4 * CLASSES * (1 + 1)) // 256) * 256
     given = replace(problem.without_score_blocks, masks=(Padding(), BlockMask()))
     like = plan_for(family, given, arch)
     assert [source.name for source in others] == [kernel.source.name for kernel in like.kernels()]
     # 3 x 3 blocks: two bits for each, in rows of a word.
-    assert plan.workspace_size == like.workspace_size + 256 + of_rows
+    assert plan.workspace_size == like.workspace_size + 256
     assert plan.score_blocks is not None and plan.score_blocks.grid == (1, 1, 1)
 
 
@@ -116,19 +110,3 @@ def test_what_has_no_registers() -> None:
         assert plan.score_blocks is None and not plan.problem.has_blocks
         assert not plan.first_kernels()
     assert plan_for(BwdSm80, documents(BwdSm80, dropout=Philox()), "sm_80").score_blocks
-
-
-def test_rows_have_entries_of_the_mask() -> None:
-    """Intervals and items are as many as there are masks; those of ragged problems are numbered by
-    another kernel."""
-    reads = {"score_mod_0": (2, 1, 1, 300), "score_mod_1": (1, 4, 300, 1)}
-    plan = with_reads(plan_for(FwdSm90, documents(FwdSm90), "sm_90a"), reads)
-    assert isinstance(plan, FwdSm90) and plan.score_rows is not None
-    assert plan.score_rows.grid == (3, 4, 2)
-    of_items = 2 * CLASSES * (1 + 1)
-    assert plan.score_rows.nbytes == -(-(8 * 2 * 4 * 300 + 4 * of_items) // 256) * 256
-    keys = plan._params.kept_keys
-    assert (keys.batch, keys.head) == (4 * 300, 300) and plan._params.longest_first.words == 1
-    ragged = plan_for(FwdSm90, documents(FwdSm90, ragged=True), "sm_90a")
-    assert isinstance(ragged, FwdSm90) and ragged.score_rows is not None
-    assert len(ragged.score_rows.places(ragged._params)) == 1
