@@ -38,7 +38,7 @@ _SIDE = 32
 class ScoreBlocksTiling:
     """How a thread block divides its work (``ScoreBlocksTiling`` in the kernel)."""
 
-    warps: int = 8
+    warps: int = 32
     min_blocks: int = 1
 
     @property
