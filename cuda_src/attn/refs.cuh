@@ -183,7 +183,7 @@ struct RaggedRef {
   const int *cu_seqlens_q, *cu_seqlens_kv;
   RaggedEntry* entries;  // (batch)
   int* bundles;          // the batch entry of each; or null
-  int4* items;           // how many, of bundles too; then of each tile, head, batch, bundle; or null
+  int4* items;           // how many, bundles too; then of each tile, head, batch, bundle; or null
   MappedEntry* mapped;   // (mapped_tensors, batch); or null
   int tile_q;            // rows of a query tile
   int row_tiles;         // that the workspace has room for, of one head

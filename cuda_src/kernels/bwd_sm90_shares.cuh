@@ -65,8 +65,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   static constexpr int end_of_item = -1;  // in the place of a sum
 
-  // The place of a pair's sums, or a bundle's, is its own: what had it before has stored its dQ, and left
-  // zeros.
+  // The place of a pair's sums, or a bundle's, is its own: what had it before has stored its dQ, and
+  // left zeros.
   DLATTN_DEVICE void await_place(WorkItem item) const { await_place(pair(item)); }
   DLATTN_DEVICE void await_own_place(WorkItem item) const {
     if constexpr (Problem::ragged) {
@@ -175,8 +175,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   static DLATTN_DEVICE bool is_counted(const Share& share) {
     return share.pieces > 0 || (Problem::ragged && share.tile == 0);
   }
-  // What a share adds to the stored tiles of its place. Every place is counted as full: the first share
-  // has those tiles that do not exist.
+  // What a share adds to the stored tiles of its place. Every place is counted as full: the first
+  // share has those tiles that do not exist.
   DLATTN_DEVICE int counted_tiles(const Share& share, int tiles) const {
     if constexpr (Problem::ragged) {
       if (share.tile == 0) return tiles + query_tiles_per_pair() - share.bundled_tiles;
@@ -227,8 +227,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are divided
-  // among the items of the bundle dq_lag later. What another share is not counted with has no first tile.
+  // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are
+  // divided among the items of the bundle dq_lag later. What another share is not counted with has no
+  // first tile.
   DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
     if (gives_orders()) {
       described.tile = -1;
@@ -291,8 +292,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Stores these rows as dQ; leaves zeros in the sum, unless nobody will have its place. load(n) is this
-  // lane's part of columns [8 n, 8 n + 8).
+  // Stores these rows as dQ; leaves zeros in the sum, unless nobody will have its place. load(n) is
+  // this lane's part of columns [8 n, 8 n + 8).
   template <bool is_rest = false, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;

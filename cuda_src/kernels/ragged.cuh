@@ -87,8 +87,8 @@ struct Ragged {
     return r.items_of_keys ? most(1, ceil_div(kv, r.item_rows)) : ceil_div(q, r.item_rows);
   }
 
-  // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many groups
-  // of this one?
+  // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many
+  // groups of this one?
   DLATTN_DEVICE int bundled(int q) const {
     const int fit = ceil_div(p.seq_q, r.tile_q) / most(1, ceil_div(q, r.tile_q));
     return least(fit, p.heads_q / p.heads_per_block);
