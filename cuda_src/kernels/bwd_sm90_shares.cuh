@@ -297,8 +297,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   template <bool is_rest = false, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
-    // Of ragged problems, few need the division, which takes the query worker long.
-    if (Problem::ragged ? tile >= query_tiles_of(share) : p.heads_per_block > 1) {
+    if (Problem::ragged || p.heads_per_block > 1) {
       const int tiles_per_head = query_tiles_of(share);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
