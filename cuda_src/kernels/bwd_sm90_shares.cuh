@@ -292,9 +292,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Stores these rows as dQ; leaves zeros in the sum, unless nobody will have its place. load(n) is
-  // this lane's part of columns [8 n, 8 n + 8).
-  template <bool is_rest = false, class Load>
+  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns
+  // [8 n, 8 n + 8).
+  template <class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (Problem::ragged || p.heads_per_block > 1) {
@@ -304,7 +304,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
     store_piece(head_of(share, head), tile, piece_of_share % dq_pieces, load, [&](int n) {
-      if constexpr (!is_rest) g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
+      g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
     });
   }
 
@@ -471,7 +471,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // All workers, when no item is left: shares that go with no item. Their places stay theirs.
+  // All workers, when no item is left: shares that go with no item.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
     const int query_worker = Base::warpgroup_index() - 1;
@@ -489,9 +489,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 #pragma unroll 1
       for (; piece < pieces; piece += 3) {
         const LoadedRows rows = load_rows(shared.rest, piece);
-        store_rows<true>(shared.rest, piece, [&](int n) { return rows.at[n]; });
+        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
       }
       named_barrier_sync(Base::share_stored, 128 * 3);
+      if (tells && Base::warp_of_group() == 0 && is_counted(shared.rest)) free_sums(shared.rest);
     }
   }
 };
