@@ -180,7 +180,7 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     if problem.has_aligned_bias and max(dim_qk, dim_v) <= 128 and not problem.keeps_scores:
         return _walking(problem, Sm90BwdTiling(stages_bias=True))
     reads_to_drop = isinstance(problem.dropout, GivenMask)
-    looks = problem.dropout and (reads_to_drop or problem.adds_to_scores)
+    looks = problem.reads_tables or problem.dropout and (reads_to_drop or problem.adds_to_scores)
     walks = problem.has_blocks and problem.deterministic and not problem.adds_to_scores
     if max(dim_qk, dim_v) == 64 and not (problem.keeps_scores or walks or looks):
         if problem.head_dim_qk <= 32:
