@@ -346,21 +346,19 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     }
   }
 
-  // Blocks of a cluster may start late: their items are numbered when they start.
+  // The first item is asked for, too: a block that starts late, because other kernels are on its
+  // multiprocessor, must not have one that blocks wait for.
   static DLATTN_DEVICE int next_item(const Params& p) {
     int item = 0;
     if (threadIdx.x % 32 == 0) item = fetch_add(p.items_taken, 1);
-    return uniform(item) + (cluster == 1 ? gridDim.x : 0);
+    return uniform(item);
   }
 
   // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
   template <class Kernel, class Work>
   static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
     const bool takes = rank() == 0;
-    int item = blockIdx.x;
-    if constexpr (cluster > 1) {
-      if (takes) item = next_item(m.p);
-    }
+    int item = takes ? next_item(m.p) : none_left;
     if constexpr (Problem::ragged) {
       if (threadIdx.x % 32 == 0) shared.item_count = m.p.ragged.items[0].x;
       __syncwarp();
