@@ -182,9 +182,9 @@ def _has_aligned_bias(case: Case) -> bool:
     dim, stride = case.bias_dim(), case.bias_stride()
     gaps = [step for size, step in zip(dim[:3], stride, strict=False) if size > 1]
     return (
-        case.bias in ("bfloat16", "float16")
+        case.bias != "float32"
         and (dim[2], dim[3] > 1, stride[3]) == (case.seq_q, True, 1)
-        and all(step % 8 == 0 for step in gaps)
+        and all(step * Library().dtype(case.bias).itemsize % 16 == 0 for step in gaps)
     )
 
 

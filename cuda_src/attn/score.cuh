@@ -88,6 +88,10 @@ struct Edits<> {
   static DLATTN_DEVICE float add(float base, const At&, const ScoreValues&) {
     return base;
   }
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At&) {
+    return exponent;
+  }
 };
 
 // What a pack takes from its edits after the scale, and a soft cap.
@@ -120,7 +124,8 @@ struct Scaled : Before<Rest...> {
   static DLATTN_DEVICE float inner(Edits<>::AnyForm, float raw, const ScoreValues&) { return raw; }
   template <class At>
   static DLATTN_DEVICE float outer(float raw, const At& at, const ScoreValues& values, float base) {
-    return fmaf(raw, Scale::of(values) * log2_e, Edits<Rest...>::add(base, at, values));
+    const float added = Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(fmaf(raw, Scale::of(values) * log2_e, added), at);
   }
   template <class At>
   static DLATTN_DEVICE float exponent(Edits<>::AnyForm, float raw, const At& at,
@@ -192,12 +197,13 @@ struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...>, SoftCapForms {
   template <class At>
   static DLATTN_DEVICE float outer(float inner, const At& at, const ScoreValues& values,
                                    float base) {
-    return inner + Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(inner + Edits<Rest...>::add(base, at, values), at);
   }
   template <class Form, class At>
   static DLATTN_DEVICE float exponent(Form& form, float raw, const At& at,
                                       const ScoreValues& values, float base) {
-    return fmaf(raw, form.ratio(raw, values), Edits<Rest...>::add(base, at, values));
+    const float added = Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(fmaf(raw, form.ratio(raw, values), added), at);
   }
   template <class At>
   static DLATTN_DEVICE float exponent(Exact& form, float raw, const At& at,
@@ -233,6 +239,10 @@ struct Edits<First, Rest...> : Edits<> {
   template <class At>
   static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues& values) {
     return Edits<Rest...>::add(First::add(base, at, values), at, values);
+  }
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At& at) {
+    return Edits<Rest...>::keep(First::keep(exponent, at), at);
   }
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {

@@ -74,7 +74,7 @@ struct BwdDBias {
   // The elements of the bias that a lane's scores are added to, two neighbouring keys at a time. Where
   // there is none, the nearest that exists: no branch, and the mask drops what becomes of it.
   struct StagedBias {
-    using Position = BiasedPosition;
+    using Position = BiasedPosition<float>;
     using Element = typename Score::BiasElement;
     static constexpr bool is_short = sizeof(Element) == 2;
     using Pair = Either<is_short, uint32, float2>;

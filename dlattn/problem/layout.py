@@ -66,7 +66,7 @@ def bias_edit(
         seq_q: queries of the call.
     """
     contiguous = dim[3] > 1 and stride[3] == 1
-    is_short = dtype in (data_type.HALF, data_type.BFLOAT16)
+    is_short = itemsize(dtype) <= 2
     has_rows = dim[2] == seq_q and (seq_q == 1 or stride[2] != 0)
     aligned = is_short and contiguous and has_rows and is_wide(dim, stride, dtype, alignment, False)
     return Bias(dtype, contiguous, aligned)

@@ -130,9 +130,14 @@ class Problem:
         return any(isinstance(edit, (Bias, ScoreProgram)) for edit in self.edits)
 
     @property
+    def bias(self) -> Bias | None:
+        """What is added to scores, or drops some of them."""
+        return next((edit for edit in self.edits if isinstance(edit, Bias)), None)
+
+    @property
     def has_aligned_bias(self) -> bool:
         """Whether the copy engine can move tiles of the bias."""
-        return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
+        return self.bias is not None and self.bias.aligned
 
     @property
     def has_blocks(self) -> bool:

@@ -213,8 +213,8 @@ class Bias(Edit):
     Attributes:
         dtype: of the elements; UINT8 is boolean, too.
         contiguous: neighbouring keys are neighbours in memory.
-        aligned: the copy engine can move tiles of it: 16-bit numbers, contiguous, a row for each
-            query, on 16-byte boundaries.
+        aligned: the copy engine can move tiles of it: booleans or 16-bit numbers, contiguous, a row
+            for each query, on 16-byte boundaries.
         staged: and the plan does that.
     """
 
