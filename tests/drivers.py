@@ -169,9 +169,9 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
         edits.append(SoftCap())
     if case.bias:
         contiguous = case.bias_dim()[3] > 1 and case.bias_stride()[3] == 1
-        edits.append(
-            Bias(from_any(Library().dtype(case.bias)), contiguous, _has_aligned_bias(case))
-        )
+        aligned, one_row = _has_aligned_bias(case), case.bias_dim()[2] < case.seq_q
+        dtype = from_any(Library().dtype(case.bias))
+        edits.append(Bias(dtype, contiguous, aligned, one_row=aligned and one_row))
     if case.alibi:
         edits.append(Alibi(symmetric=case.alibi != "cudnn"))
     return tuple(edits)
@@ -183,7 +183,7 @@ def _has_aligned_bias(case: Case) -> bool:
     gaps = [step for size, step in zip(dim[:3], stride, strict=False) if size > 1]
     return (
         case.bias != "float32"
-        and (dim[2], dim[3] > 1, stride[3]) == (case.seq_q, True, 1)
+        and (dim[3] > 1, stride[3]) == (True, 1)
         and all(step * Library().dtype(case.bias).itemsize % 16 == 0 for step in gaps)
     )
 

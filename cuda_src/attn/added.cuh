@@ -15,7 +15,6 @@ namespace dlattn {
 struct Added {
   static constexpr bool constant_derivative = true, reads_positions = true, reads_memory = false,
                         stages_bias = false;
-  using BiasElement = unsigned short;  // of none
   template <class At>
   static DLATTN_DEVICE float backward(float grad, float, const At&, const ScoreValues&) {
     return grad;
@@ -51,12 +50,14 @@ struct Alibi : Added {
 };
 
 // A number for each element is added; a bool drops the elements for which it is false. Keys are
-// contiguous, or have any stride. Or the kernel has read it, by tiles.
-template <class T, bool contiguous, bool staged>
+// contiguous, or have any stride. Or the kernel has read it, by tiles; of one row, if that is there for
+// all queries.
+template <class T, bool contiguous, bool staged, bool one_row_ = false>
 struct Bias : Added {
   static constexpr bool drops = same_type<T, bool>;
   static constexpr bool reads_memory = true, stages_bias = staged;
-  using BiasElement = T;
+  using Element = T;
+  static constexpr bool one_row = one_row_;
 
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {

@@ -53,7 +53,7 @@ struct BwdDBiasSm90 {
   using Q_K = Operands<Problem::head_dim_qk>;
   using DO_V = Operands<Problem::head_dim_v>;
   using Slot = Operands<most(Problem::head_dim_qk, Problem::head_dim_v)>;
-  using BiasTile = SlabTile<typename Score::BiasElement, tile_q, tile_k>;
+  using BiasTile = StagedTile<typename Score::StagedBias, tile_q, tile_k>;
 
   // Of the main kernel's query tiles, one after the other.
   struct RowStats {
@@ -181,7 +181,7 @@ struct BwdDBiasSm90 {
     Score::in_form(range, values, [&](auto form) {
 #pragma unroll
       for (int pair = 0; pair < tile_k / 8; pair += 2) {
-        const StagedRows<typename Score::BiasElement> bias(shared.bias, first_row(), 8 * pair);
+        const auto bias = staged_rows(shared.bias, first_row(), 8 * pair);
 #pragma unroll
         for (int n = pair; n < pair + 2; ++n)
 #pragma unroll

@@ -171,9 +171,9 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   // Of a lane's four elements of column n.
   DLATTN_DEVICE auto bias_of_column(int stage, Piece piece, int n) {
     if constexpr (Score::stages_bias) {
-      using Staged = StagedColumns<typename Score::BiasElement>;
-      return BiasOfColumn<Staged>{Staged(shared.bias[stage], piece.query + 8 * n,
-                                         piece.key + Base::first_row_of_warp())};
+      const auto staged = staged_columns(shared.bias[stage], piece.query + 8 * n,
+                                         piece.key + Base::first_row_of_warp());
+      return BiasOfColumn<decltype(staged)>{staged};
     } else {
       return NoBias();
     }

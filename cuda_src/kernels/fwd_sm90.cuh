@@ -114,7 +114,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   }
   DLATTN_DEVICE auto staged_bias(int pair) {
     if constexpr (stages_bias) {
-      return StagedRows<typename Score::BiasElement>(shared.bias[warpgroup], first_row(), 8 * pair);
+      return staged_rows(shared.bias[warpgroup], first_row(), 8 * pair);
     } else {
       return typename Base::Nothing();
     }

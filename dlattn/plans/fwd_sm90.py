@@ -18,7 +18,7 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan, bias_tile_bytes, slab_bytes, staged
+from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, sharing_blocks, table, tile_costs
@@ -93,7 +93,7 @@ class Sm90FwdTiling:
         visits = 4 * self.stages if problem.has_blocks else self.stages
         bias = self.consumers
         if self.stages_bias:
-            bias = bias_tile_bytes(problem, self.tile_q, self.tile_k)
+            bias *= bias_tile_bytes(problem, 64, self.tile_k)
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
         return round_up(tiles + items + visits + barriers + asking, 1024)
 
@@ -245,7 +245,7 @@ class FwdSm90(MappedPlan):
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
         rows = {"q": 64, **keys, "o": ZERO_ROWS}
-        return rows | {"bias": 64} if tiling.stages_bias else rows
+        return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""

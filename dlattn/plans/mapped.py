@@ -33,9 +33,15 @@ def slab_bytes(rows: int, columns: int, element_bytes: int = 2) -> int:
 
 
 def bias_tile_bytes(problem: Problem, rows: int, columns: int) -> int:
-    """Bytes of a tile of the bias in shared memory."""
+    """Bytes of a tile of the bias (``StagedTile`` in ``cuda_src/attn/staged_bias.cuh``)."""
     assert problem.bias is not None
+    rows = LEAST_PAGE if problem.bias.one_row else rows
     return slab_bytes(rows, columns, itemsize(problem.bias.dtype))
+
+
+def bias_rows(problem: Problem, rows: int) -> int:
+    """Rows that a copy of the bias moves, for so many queries."""
+    return 1 if problem.bias is not None and problem.bias.one_row else rows
 
 
 def staged(problem: Problem) -> Problem:

@@ -67,6 +67,6 @@ def bias_edit(
     """
     contiguous = dim[3] > 1 and stride[3] == 1
     is_short = itemsize(dtype) <= 2
-    has_rows = dim[2] == seq_q and (seq_q == 1 or stride[2] != 0)
-    aligned = is_short and contiguous and has_rows and is_wide(dim, stride, dtype, alignment, False)
-    return Bias(dtype, contiguous, aligned)
+    aligned = is_short and contiguous and is_wide(dim, stride, dtype, alignment, False)
+    repeats = dim[2] < seq_q or (seq_q > 1 and stride[2] == 0)
+    return Bias(dtype, contiguous, aligned, one_row=aligned and repeats)

@@ -140,6 +140,11 @@ class Problem:
         return self.bias is not None and self.bias.aligned
 
     @property
+    def has_aligned_rows(self) -> bool:
+        """The same, and each query has a row of its own."""
+        return self.bias is not None and self.bias.aligned and not self.bias.one_row
+
+    @property
     def has_blocks(self) -> bool:
         """Whether a mask drops whole blocks, which tiles must divide."""
         return any(isinstance(mask, BlockMask) for mask in self.masks)

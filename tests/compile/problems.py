@@ -70,6 +70,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
     "rows": (Bias(data_type.HALF, contiguous=True),),
     "mask": (Bias(data_type.BOOLEAN, contiguous=True, aligned=True),),
+    "mask of keys": (Bias(data_type.BOOLEAN, contiguous=True, aligned=True, one_row=True),),
     "any mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
