@@ -11,7 +11,6 @@
 #include "attn/staged_bias.cuh"
 #include "kernels/bwd_dbias_walk.cuh"
 #include "kernels/bwd_sm90_block.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/quad.cuh"

@@ -7,7 +7,6 @@
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_outputs.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
 
