@@ -40,7 +40,7 @@ struct StagedRows {
   uint32 words[4];
 
   template <class Tile>
-  DLATTN_DEVICE StagedRows(const Tile& tile, uint32 row, uint32 column) {
+  DLATTN_DEVICE StagedRows(const Tile& tile, int row, int column) {
     const int lane = opaque(threadIdx.x % 32);
     ldmatrix_x4<false>(words, tile.unit_address(row + lane % 16, column / 8 + lane / 16));
   }
@@ -57,7 +57,7 @@ struct StagedRows<bool> {
   uint32 pairs[4];
 
   template <class Tile>
-  DLATTN_DEVICE StagedRows(const Tile& tile, uint32 row, uint32 column) {
+  DLATTN_DEVICE StagedRows(const Tile& tile, int row, int column) {
     const int lane = opaque(threadIdx.x % 32);
     const uint32 first = tile.unit_address(row + lane / 4, column / 16) + lane % 4 * 2;
 #pragma unroll
@@ -71,7 +71,7 @@ struct StagedRows<bool> {
 };
 
 template <class Tile>
-DLATTN_DEVICE auto staged_rows(const Tile& tile, uint32 row, uint32 column) {
+DLATTN_DEVICE auto staged_rows(const Tile& tile, int row, int column) {
   return StagedRows<typename Tile::Element>(tile, row, column);
 }
 
@@ -82,7 +82,7 @@ struct StagedColumns {
   uint32 words[2];
 
   template <class Tile>
-  DLATTN_DEVICE StagedColumns(const Tile& tile, uint32 query, uint32 key) {
+  DLATTN_DEVICE StagedColumns(const Tile& tile, int query, int key) {
     const int lane = opaque(threadIdx.x % 32);
     ldmatrix_x2<true>(words, tile.unit_address(query + lane % 8, key / 8 + lane / 8 % 2));
   }
@@ -96,7 +96,7 @@ struct StagedColumns<bool> {
   uint32 bytes[4];
 
   template <class Tile>
-  DLATTN_DEVICE StagedColumns(const Tile& tile, uint32 query, uint32 key) {
+  DLATTN_DEVICE StagedColumns(const Tile& tile, int query, int key) {
     const int lane = opaque(threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -108,7 +108,7 @@ struct StagedColumns<bool> {
 };
 
 template <class Tile>
-DLATTN_DEVICE auto staged_columns(const Tile& tile, uint32 query, uint32 key) {
+DLATTN_DEVICE auto staged_columns(const Tile& tile, int query, int key) {
   return StagedColumns<typename Tile::Element>(tile, query, key);
 }
 
