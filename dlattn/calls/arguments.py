@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from dlattn.problem import PAGE_TABLES, TensorSpec
@@ -233,6 +235,31 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgumentError(f"{name}: expected an integer, got {value!r:.100}.") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """An option that is true or false; ``None`` is false, and 0 and 1 are what they are to Python.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise InvalidArgumentError(f"{name}: expected True or False, got {value!r:.100}.")
+
+
+def choice(name: str, value: Any, known: Iterable[str]) -> str:
+    """An option that is one of some words.
+
+    Raises:
+        InvalidArgumentError: it is none of them.
+    """
+    words = list(known)
+    if not isinstance(value, str) or value not in words:
+        raise InvalidArgumentError(f"{name}: expected one of {words}, got {value!r:.100}.")
+    return value
 
 
 def number(name: str, value: Any) -> float:
