@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from dlattn.calls.arguments import number
+from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
 from dlattn.one_call.arguments import Options, pair, shared
@@ -103,7 +103,7 @@ def attention(
         dropout_rate,
         shared(lengths, cu_seqlens),
     )
-    static = _Static(options, return_lse, deterministic)
+    static = _Static(options, return_lse, flag("deterministic", deterministic))
     _check(static, arrays)
     there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
     return _attention(static, there)
