@@ -220,6 +220,25 @@ def _check_company(first: Argument, other: Argument) -> None:
         )
 
 
+def check_apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> None:
+    """Refuse memory for a result that begins where another tensor does. (Views that interleave,
+    such as of q, k and v in one tensor, begin apart; what else overlaps is the caller's to avoid.)
+
+    Raises:
+        InvalidArgumentError: some does.
+    """
+    written, begins = set(outputs), dict[int, str]()
+    for name, it in given.items():
+        if 0 in it.shape:
+            continue
+        other = begins.setdefault(it.seen.ptr, name)
+        if other != name and not written.isdisjoint((name, other)):
+            raise InvalidArgumentError(
+                f"{name}: it begins where {other} does, at {it.seen.ptr:#x}, and one of them is "
+                "written to while the other is in use; give memory of its own."
+            )
+
+
 def are_aligned(arguments: Iterable[Argument]) -> bool:
     """Whether every tensor of 16-bit elements lies at a multiple of 16 bytes."""
     return all(it.seen.ptr % 16 == 0 for it in arguments if itemsize(it.dtype) == 2)

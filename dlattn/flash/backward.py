@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
+from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -72,7 +72,8 @@ def mha_bwd(
         q, k, v: as given to the forward; or as it returned them, if v has q's head size.
         out, softmax_lse: as the forward returned them; out may be padded like v. Rows without keys
             may have an lse of +inf or of -inf.
-        dq_, dk_, dv_: memory for the gradients, of which no input is a part; ``None`` makes it.
+        dq_, dk_, dv_: memory for the gradients, each its own, of which no input is a part; ``None``
+            makes it.
         deterministic: the same bits in every run; on CUDA only Hopper can.
         philox_seed, philox_offset: of dropout: the state that the forward returned, and anything;
             or seed and offset, one integer in each.
@@ -235,6 +236,7 @@ def _prepare(
     shapes = (layout.queries(columns[0]), layout.keys(columns[1]), layout.keys(columns[2]))
     for name, shape in zip(("dq_", "dk_", "dv_"), shapes, strict=True):
         check_output(given.get(name), shape, f"the gradient of {name[1]} of the original head size")
+    check_apart(given, ("dq_", "dk_", "dv_"))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout)
     offsets: dict[str, int] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
+from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -255,6 +255,7 @@ def _prepare(
     dtype = element_type(given, "q", "k", "v", "out_")
     columns = v.shape[-1]
     check_output(out_, layout.queries(columns), "that of q, of v's head_size")
+    check_apart(given, ("out_",))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}

@@ -13,6 +13,7 @@ from dlattn.calls.arguments import (
     Argument,
     admit,
     are_aligned,
+    check_apart,
     flag,
     integer,
     plain_spec,
@@ -162,6 +163,7 @@ def _prepare(*given: Any) -> Call:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
+    check_apart(there, ("out",))
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))

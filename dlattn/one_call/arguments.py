@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
+    check_apart,
     choice,
     flag,
     integer,
@@ -249,12 +250,13 @@ def run(
     return call(tensors, addresses)
 
 
-def check_outputs(outputs: Iterable[Output]) -> None:
+def check_outputs(outputs: Sequence[Output], there: Mapping[str, Argument]) -> None:
     """Refuse memory of the caller's that cannot take the results."""
     for it in outputs:
         if it.given is not None:
             it.given.expect_shape(it.shape, "that of the output")
             it.given.expect_output()
+    check_apart(there, (it.given.name for it in outputs if it.given is not None))
 
 
 def _row_tensors(there: Mapping[str, Argument], sizes: Sizes) -> dict[str, tuple[str, TensorSpec]]:

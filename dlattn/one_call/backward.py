@@ -78,7 +78,7 @@ def attention_backward(
             broadcasts.
         sinks_gradient: give the gradient of the sinks, too: (H), fp32.
         deterministic: the same bits in every run; on Hopper alone, and always on the CPU.
-        dq, dk, dv: memory for the gradients, of which no input is a part.
+        dq, dk, dv: memory for the gradients, each its own, of which no input is a part.
 
     Returns:
         The gradients of q, k and v, in their shapes and types, and of what was asked for. Rows past
@@ -144,7 +144,7 @@ def wanted(
             there[name].expect_type(it.lse_type)
             there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
-    check_outputs(outputs)
+    check_outputs(outputs, there)
     if sizes.is_empty:
         return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
