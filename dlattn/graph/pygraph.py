@@ -145,8 +145,9 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         The best plan for the shapes runs, whichever runs the declared ones: with few queries, that
         for decoding. It is made at the first call with these shapes (up to a few milliseconds, and
         then it may allocate) and kept. Kernels are compiled then only if none of the graph's has
-        run before: those of another plan, or of strides that are aligned otherwise; NVRTC takes
-        about a second. ``get_workspace_size`` with the same arguments does all that in advance.
+        run before: those of another plan, of strides that are aligned otherwise, or on Hopper of a
+        backward with much more or less to do; NVRTC takes about a second. ``get_workspace_size``
+        with the same arguments does all that in advance.
 
         Raises:
             InvalidVariantPackError: memory is missing, or is not what the graph, or the call,
