@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, admit
+from dlattn.calls.arguments import Argument, Laid, admit, choice
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type, itemsize
@@ -69,8 +69,7 @@ def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, layout: A
     values = (o1, lse1, o2, lse2, o, lse)
     names = ("o1", "lse1", "o2", "lse2", "out[0]", "out[1]")
     given = admit(("o1", "lse1"), dict(zip(names, values, strict=True)))
-    if layout not in _AXES:
-        raise InvalidArgumentError(f"layout: expected one of {list(_AXES)}, got {layout!r:.100}.")
+    choice("layout", layout, _AXES)
     states = given["o1"].shape[:1] if o2 is None else ()
     rank, least = len(given["o1"].shape) - len(states), 3
     if 0 in states or rank < least or (layout == "thd" and rank > least):

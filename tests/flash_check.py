@@ -18,7 +18,6 @@ def check(case: FlashCase, caller: Caller) -> None:
 
     Whatever fails, the line to repeat it with is printed.
     """
-    tally.count("calls")
     try:
         _check(FlashCall(case, caller))
     except BaseException:
@@ -49,6 +48,7 @@ def _check(call: FlashCall) -> None:
     forward = mha_varlen_fwd if case.packed else mha_fwd
     q, k, v = (placed[role] for role in "qkv")
     state = case.as_case().philox()
+    tally.count(f"{forward.__name__} calls")
     results = forward(
         *(q, k, v, None if out_ is None else out_.tensor), sinks=sinks, gen_=state, **options
     )
@@ -72,6 +72,7 @@ def _check(call: FlashCall) -> None:
         q, k, v = q_padded, k_padded, v_padded
     memories = [call.result(placed[role].shape) for role in "qkv"]
     dq_, dk_, dv_ = (None if it is None else it.tensor for it in memories)
+    tally.count(f"{backward.__name__} calls")
     *gradients, softmax_d = backward(
         placed["dout"], q, k, v, out, lse, dq_, dk_, dv_,
         deterministic=case.deterministic, **_spelled(call, results[5], state), **options,

@@ -27,7 +27,8 @@ def flash_cases(
     else:
         lens_q, lens_k = ((draw(length),) * batch for _ in range(2))
     if packed:
-        page = draw(st.sampled_from((None, None, None, *PAGE_SIZES)))
+        # Gradients are of keys without pages.
+        page = draw(st.sampled_from((*len(PAGE_SIZES) * (None,), *PAGE_SIZES)))
     head_size = draw(st.sampled_from((*HEAD_DIMS[::8], 64, 128)) | st.integers(1, 256))
     layout = draw(st.sampled_from(("plain", "plain", "of more heads", "heads first", "odd")))
     bound = st.sampled_from((-1, -1, -1, 0, 1)) | st.integers(0, sizes.longest)
@@ -67,22 +68,43 @@ def flash_cases(
     return replace(case, **fixed)
 
 
-#: What changes a kernel's code.
+#: What changes a kernel's code, besides the scale's sign and which sides of a window are bounds.
 _KIND = (
-    *("dtype", "head_size", "head_size_v", "page", "causal", "left", "right", "softcap", "alibi"),
-    *("sinks", "dropout", "layout", "deterministic"),
+    *("dtype", "head_size", "head_size_v", "page", "causal", "softcap", "alibi", "sinks"),
+    *("dropout", "layout", "deterministic"),
 )
 
 
 @st.composite
 def flash_families(
-    draw: st.DrawFn, packed: bool = False, size: int = 8, **fixed: Any
+    draw: st.DrawFn, packed: bool = False, size: int = 24, **fixed: Any
 ) -> tuple[FlashCase, ...]:
-    """From half of ``size`` to ``size`` calls on a GPU whose kernels few compilations make."""
+    """From half of ``size`` to ``size`` calls on a GPU, no two alike, whose kernels few
+    compilations make."""
     first = draw(flash_cases("gpu", packed, **fixed))
     alike = {name: getattr(first, name) for name in _KIND}
-    others = flash_cases("gpu", packed, **{**fixed, **alike})
-    return (first, *draw(st.lists(others, min_size=size // 2 - 1, max_size=size - 1)))
+    cases = flash_cases("gpu", packed, **{**fixed, **alike}).map(lambda it: _like(first, it))
+    return tuple(draw(st.lists(cases, min_size=size // 2, max_size=size, unique=True)))
+
+
+def _like(first: FlashCase, case: FlashCase) -> FlashCase:
+    """A case with a scale of the first one's sign, and bounds on the same sides."""
+
+    def positive(scale: float | None) -> bool:
+        return scale is None or scale > 0
+
+    def side(of_first: int, own: int) -> int:
+        most, keys = first.longest[1], case.longest[1]
+        if (0 <= of_first < most) == (0 <= own < keys):
+            return own
+        return of_first % keys if 0 <= of_first < most and keys else -1
+
+    return replace(
+        case,
+        scale=case.scale if positive(case.scale) == positive(first.scale) else first.scale,
+        left=side(first.left, case.left),
+        right=side(first.right, case.right),
+    )
 
 
 @st.composite

@@ -81,6 +81,9 @@ _MAX, _SUM = "score_max", "score_sum_exp"
 _ROW_OUTPUTS: tuple[tuple[str, ...], ...] = ((), (), (), (_MAX,), (_SUM,), (_MAX, _SUM))
 
 
+#: Those of a bias, or of a mask of dropout's, that are not of size 1.
+_AXES = ("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", "")
+
 _RAGGED = (
     (*RAGGED_Q, *RAGGED_KV),
     (*RAGGED_Q, *RAGGED_KV),
@@ -99,12 +102,12 @@ def cases(profile: str = "cpu", **fixed: Any) -> st.SearchStrategy[Case]:
 def families(
     draw: st.DrawFn, profile: str = "cpu", size: int = 4, least: int = 1
 ) -> tuple[Case, ...]:
-    """From ``least`` to ``size`` cases that share all that changes a kernel's code, so that one
-    compilation serves them."""
+    """From ``least`` to ``size`` cases, no two alike, that share all that changes a kernel's code,
+    so that one compilation serves them."""
     kind = draw(_kinds(PROFILES[profile]))
     aligned = draw(st.sampled_from((True, True, False)))
-    members = st.lists(_members(PROFILES[profile], kind, aligned), min_size=least, max_size=size)
-    return tuple(draw(members))
+    members = _members(PROFILES[profile], kind, aligned)
+    return tuple(draw(st.lists(members, min_size=least, max_size=size, unique=True)))
 
 
 def for_hopper(case: Case) -> Case:
@@ -149,6 +152,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         alibi=draw(st.sampled_from((None, None, None, "cudnn", "H"))),
         bias=bias,
         d_bias=draw(st.sampled_from((None, *_FLOATS))) if bias in _FLOATS else None,
+        bias_axes=draw(st.sampled_from(_AXES)),
         bias_layout=draw(st.sampled_from(("keys", "aligned", "aligned", "queries"))),
         blocks=draw(st.sampled_from((*[None] * 5, 0.5))),
         left=draw(st.sampled_from((None, None, 1))),
@@ -164,6 +168,7 @@ def _kinds(draw: st.DrawFn, profile: Profile) -> Case:
         deterministic=draw(st.sampled_from((False, False, True))),
         dropout=dropout,
         dropout_algorithm=draw(st.sampled_from(algorithms)),
+        dropout_axes=draw(st.sampled_from(_AXES)),
         dropout_layout=draw(st.sampled_from(("keys", "keys", "queries"))),
     )
 
@@ -190,10 +195,10 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
     len_dtype = st.sampled_from(("int32", "int32", "int64"))
     chosen_logits, offset = draw(st.sampled_from(logits)), draw(st.sampled_from(offsets))
     sinks = (0.0, -3.0, offset, offset + chosen_logits)
-    axes = st.sampled_from(("bhqk", "bhqk", "hqk", "qk", "bk", "bq", "k", ""))
     # FlashAttention's algorithm always keeps some.
     likely = (0.1, 0.1, 0.5, 0.9, 1e-5, *((1.0,) * (kind.dropout_algorithm != "flash")))
     probability = st.sampled_from(likely) if kind.dropout else st.just(0.0)
+    given_mask = kind.dropout and not kind.is_random
     return replace(
         kind,
         batch=batch,
@@ -204,7 +209,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         seq_kv=seq_kv,
         softcap=None if kind.softcap is None else draw(st.sampled_from((0.5, 3.0, 30.0, 50.0))),
         alibi=draw(st.sampled_from(("H", "BH", "BH11"))) if kind.alibi == "H" else kind.alibi,
-        bias_axes=draw(axes) if kind.bias else "bhqk",
+        bias_axes=draw(_axes(kind.bias_axes)) if kind.bias else "bhqk",
         blocks=None if kind.blocks is None else draw(st.sampled_from((0.1, 0.5, 0.9))),
         blocks_axes=draw(st.sampled_from(("bh", "bh", "b", "h", ""))) if kind.blocks else "bh",
         blocks_layout=draw(st.sampled_from(("keys", "queries"))) if kind.blocks else "keys",
@@ -230,7 +235,7 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         dropout=draw(probability) if kind.is_random else kind.dropout,
         dropout_as=draw(st.sampled_from(("device", "device", "host", "value"))),
         dropout_dtypes=draw(st.tuples(len_dtype, len_dtype)),
-        dropout_axes=draw(axes) if kind.dropout and not kind.is_random else "bhqk",
+        dropout_axes=draw(_axes(kind.dropout_axes)) if given_mask else "bhqk",
         rng_dump=kind.dropout is not None and draw(st.booleans()),
         debug_softmax=draw(st.sampled_from((False, False, False, True))),
         logits=chosen_logits,
@@ -239,6 +244,11 @@ def _members(draw: st.DrawFn, profile: Profile, kind: Case, aligned: bool) -> Ca
         tails=draw(st.sampled_from(("nan", "inf", "huge"))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def _axes(of_kind: str) -> st.SearchStrategy[str]:
+    """Keys are one of them, or are not, as of the kind: kernels read rows, or broadcast numbers."""
+    return st.sampled_from([axes for axes in _AXES if ("k" in axes) == ("k" in of_kind)])
 
 
 def _ragged(kind: Case) -> st.SearchStrategy[tuple[str, ...]]:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 #: Name -> one number for each time that it was counted, or what was measured.
@@ -15,8 +15,9 @@ Counts = dict[str, list[float]]
 
 _counts: defaultdict[str, list[float]] = defaultdict(list)
 _deadline = math.inf
+_tried: set[Hashable] = set()
 
-_Case = TypeVar("_Case")
+_Case = TypeVar("_Case", bound=Hashable)
 
 
 def is_random(family: Sequence[Any]) -> bool:
@@ -28,14 +29,18 @@ def begin(seconds: float) -> None:
     """A test, which may begin no case after so many seconds."""
     global _deadline
     _deadline = time.monotonic() + seconds
+    _tried.clear()
 
 
-def in_time(cases: Iterable[_Case]) -> Iterator[_Case]:
-    """Those of them that may begin."""
+def new(cases: Iterable[_Case]) -> Iterator[_Case]:
+    """Those of them that the test has not tried, while there is time: Hypothesis varies what it
+    drew before, and two of three cases are ones that it had."""
     for case in cases:
         if time.monotonic() > _deadline:
             return
-        yield case
+        if case not in _tried:
+            _tried.add(case)
+            yield case
 
 
 def count(name: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
 from dlattn.problem import PAGE_TABLES, TensorSpec
@@ -218,6 +220,25 @@ def _check_company(first: Argument, other: Argument) -> None:
         )
 
 
+def check_apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> None:
+    """Refuse memory for a result that begins where another tensor does. (Views that interleave,
+    such as of q, k and v in one tensor, begin apart; what else overlaps is the caller's to avoid.)
+
+    Raises:
+        InvalidArgumentError: some does.
+    """
+    written, begins = set(outputs), dict[int, str]()
+    for name, it in given.items():
+        if 0 in it.shape:
+            continue
+        other = begins.setdefault(it.seen.ptr, name)
+        if other != name and not written.isdisjoint((name, other)):
+            raise InvalidArgumentError(
+                f"{name}: it begins where {other} does, at {it.seen.ptr:#x}, and one of them is "
+                "written to while the other is in use; give memory of its own."
+            )
+
+
 def are_aligned(arguments: Iterable[Argument]) -> bool:
     """Whether every tensor of 16-bit elements lies at a multiple of 16 bytes."""
     return all(it.seen.ptr % 16 == 0 for it in arguments if itemsize(it.dtype) == 2)
@@ -233,6 +254,31 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgumentError(f"{name}: expected an integer, got {value!r:.100}.") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """An option that is true or false; ``None`` is false, and 0 and 1 are what they are to Python.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise InvalidArgumentError(f"{name}: expected True or False, got {value!r:.100}.")
+
+
+def choice(name: str, value: Any, known: Iterable[str]) -> str:
+    """An option that is one of some words.
+
+    Raises:
+        InvalidArgumentError: it is none of them.
+    """
+    words = list(known)
+    if not isinstance(value, str) or value not in words:
+        raise InvalidArgumentError(f"{name}: expected one of {words}, got {value!r:.100}.")
+    return value
 
 
 def number(name: str, value: Any) -> float:

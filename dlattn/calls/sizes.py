@@ -74,7 +74,11 @@ class Sizes:
 
 
 def plain_sizes(there: Mapping[str, Argument], layout: str, most: tuple[Any, Any]) -> Sizes:
-    if "cu_seqlens of q" in there or "cu_seqlens of k and v" in there or most != (None, None):
+    if (
+        "cu_seqlens of q" in there
+        or "cu_seqlens of k and v" in there
+        or any(bound is not None for bound in most)
+    ):
         raise InvalidArgumentError(
             f"cu_seqlens and max_seqlens describe packed sequences; leave them out of layout "
             f"{layout!r}, or give layout 'thd'."

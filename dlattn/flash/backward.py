@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, soft_cap
+from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
-from dlattn.flash.dropout import dropout_of, state_roles
+from dlattn.flash.dropout import dropout_of, drops, state_roles
 from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
     Options,
@@ -72,7 +72,8 @@ def mha_bwd(
         q, k, v: as given to the forward; or as it returned them, if v has q's head size.
         out, softmax_lse: as the forward returned them; out may be padded like v. Rows without keys
             may have an lse of +inf or of -inf.
-        dq_, dk_, dv_: memory for the gradients, of which no input is a part; ``None`` makes it.
+        dq_, dk_, dv_: memory for the gradients, each its own, of which no input is a part; ``None``
+            makes it.
         deterministic: the same bits in every run; on CUDA only Hopper can.
         philox_seed, philox_offset: of dropout: the state that the forward returned, and anything;
             or seed and offset, one integer in each.
@@ -87,7 +88,7 @@ def mha_bwd(
         InvalidArgumentError: an argument is wrong, or contradicts another.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
-    state = (philox_seed, philox_offset) if p_dropout else (None, None)
+    state = (philox_seed, philox_offset) if drops(p_dropout) else (None, None)
     tensors = (
         q, k, v, dout, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, seqused_q, seqused_k, *state,
     )  # fmt: skip
@@ -143,7 +144,7 @@ def mha_varlen_bwd(
             leave the tensors. (On a device, no sequence leaves the tensors.)
         cudnnGraphNotSupportedError: as of :func:`mha_bwd`.
     """
-    state = (philox_seed, philox_offset) if p_dropout else (None, None)
+    state = (philox_seed, philox_offset) if drops(p_dropout) else (None, None)
     tensors = (
         q, k, v, dout, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, seqused_q, seqused_k, *state,
         cu_seqlens_q, cu_seqlens_k,
@@ -235,6 +236,7 @@ def _prepare(
     shapes = (layout.queries(columns[0]), layout.keys(columns[1]), layout.keys(columns[2]))
     for name, shape in zip(("dq_", "dk_", "dv_"), shapes, strict=True):
         check_output(given.get(name), shape, f"the gradient of {name[1]} of the original head size")
+    check_apart(given, ("dq_", "dk_", "dv_"))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout)
     offsets: dict[str, int] = {}
@@ -247,7 +249,7 @@ def _prepare(
         q.shape[-1] != padded_size(q.shape[-1])
     ):
         return Backward(None)
-    zero = 0.0 if options.zero_tensors or layout.is_empty else None
+    zero = 0.0 if flag("zero_tensors", options.zero_tensors) or layout.is_empty else None
     d_q, d_k, d_v = (
         Output(role, shape, dtype, given.get(name), zero, order=given[name[1]])
         for role, name, shape in zip(("dQ", "dK", "dV"), ("dq_", "dk_", "dv_"), shapes, strict=True)
@@ -264,7 +266,7 @@ def _prepare(
         softcap=softcap,
         dropout=dropout,
         numbers=numbers,
-        deterministic=bool(options.deterministic),
+        deterministic=flag("deterministic", options.deterministic),
         most_tokens_q=layout.tokens_q,
         most_tokens_kv=layout.most_tokens_k,
         aligned=are_aligned(given.values()),

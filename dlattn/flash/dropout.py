@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Argument, number
+from dlattn.calls.arguments import Argument, flag, number
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Dropout, FlashDropout, TensorSpec
@@ -19,6 +19,15 @@ OFFSETS_PER_HEAD = 32
 
 _STATES = {(data_type.UINT64, 2), (data_type.INT64, 2), (data_type.INT32, 4)}
 _INTEGERS = (data_type.UINT64, data_type.INT64, data_type.INT32)
+
+
+def drops(p_dropout: Any) -> bool:
+    """Whether anything is dropped.
+
+    Raises:
+        InvalidArgumentError: p is no number.
+    """
+    return bool(p_dropout if type(p_dropout) is float else number("p_dropout", p_dropout))
 
 
 def dropout_of(
@@ -33,7 +42,7 @@ def dropout_of(
     p = number("p_dropout", p_dropout)
     if not 0 <= p < 1:
         raise InvalidArgumentError(f"p_dropout: expected at least 0 and below 1, got {p}.")
-    if return_softmax and p == 0:
+    if flag("return_softmax", return_softmax) and p == 0:
         raise InvalidArgumentError(
             "return_softmax: it shows what dropout dropped, and p_dropout is 0; pass False."
         )

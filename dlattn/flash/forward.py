@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, soft_cap
+from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
-from dlattn.flash.dropout import drawn_state, dropout_of, no_state, state_roles, unused
+from dlattn.flash.dropout import drawn_state, dropout_of, drops, no_state, state_roles, unused
 from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
     Options,
@@ -120,7 +120,7 @@ def mha_fwd(
         InvalidArgumentError: an argument is wrong, or contradicts another.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
-    state = _state(gen_, q, q) if p_dropout else None
+    state = _state(gen_, q, q) if drops(p_dropout) else None
     tensors: tuple[Any, ...] = (q, k, v, out_)
     if not (alibi_slopes_ is seqused_q is seqused_k is sinks is state is None):
         tensors += (alibi_slopes_, seqused_q, seqused_k, sinks, state)
@@ -188,7 +188,7 @@ def mha_varlen_fwd(
         InvalidVariantPackError: in host memory, a page that there is not.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
-    state = _state(gen_, q, cu_seqlens_q) if p_dropout else None
+    state = _state(gen_, q, cu_seqlens_q) if drops(p_dropout) else None
     tensors: tuple[Any, ...] = (q, k, v, out_, cu_seqlens_q, cu_seqlens_k)
     if not (block_table_ is alibi_slopes_ is seqused_q is seqused_k is sinks is state is None):
         tensors += (block_table_, alibi_slopes_, seqused_q, seqused_k, sinks, state)
@@ -255,6 +255,7 @@ def _prepare(
     dtype = element_type(given, "q", "k", "v", "out_")
     columns = v.shape[-1]
     check_output(out_, layout.queries(columns), "that of q, of v's head_size")
+    check_apart(given, ("out_",))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}
@@ -302,7 +303,7 @@ def _fills(
     """What out and softmax_lse hold before a plan runs, if one does."""
     if layout.is_empty:
         return 0.0, given.get("sinks", inf)
-    return (0.0, -inf) if options.zero_tensors else (None, None)
+    return (0.0, -inf) if flag("zero_tensors", options.zero_tensors) else (None, None)
 
 
 _dense_calls = CallCache(_prepare_dense)

@@ -13,6 +13,8 @@ from dlattn.calls.arguments import (
     Argument,
     admit,
     are_aligned,
+    check_apart,
+    flag,
     integer,
     plain_spec,
     soft_cap,
@@ -159,9 +161,11 @@ def _prepare(*given: Any) -> Call:
         raise InvalidArgumentError(f"window_size: expected (left, right), got {window!r:.100}.")
     if integer("num_splits", splits) < 0:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
+    interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
+    check_apart(there, ("out",))
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
-    if wants_lse:
+    if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))
 
     append = _append_specs(there, cache, is_number)
@@ -190,7 +194,7 @@ def _prepare(*given: Any) -> Call:
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
         return Call(values, device, alone, outputs, attention)
-    rotation = Rotation(bool(interleaved), _queries_move(causal, window, sizes))
+    rotation = Rotation(interleaved, _queries_move(causal, window, sizes))
     writes = Append(
         {**append, **between},
         target,

@@ -9,6 +9,7 @@ from dlattn.calls.arguments import (
     Argument,
     admit,
     check_page_size,
+    flag,
     integer,
     number,
     page_tables,
@@ -166,7 +167,7 @@ def window_of(layout: Layout, options: Options) -> tuple[int | None, int | None]
         )
     left = integer("window_size_left", options.window_size_left)
     right = integer("window_size_right", options.window_size_right)
-    return layout.window(bool(options.is_causal), left, right)
+    return layout.window(flag("is_causal", options.is_causal), left, right)
 
 
 def role_options(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, InvalidVariantPackError
+from dlattn.graph.checks import flag, integer, integers, member, text
 from dlattn.graph.nodes import TENSOR_ARGUMENTS, AttentionNode, sdpa_backward_node, sdpa_node
 from dlattn.graph.operations import Operations
-from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
+from dlattn.graph.tensor import Attributes, Tensor, packed_strides
 from dlattn.graph.vocabulary import scalar_type as ScalarType
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.problem.score import is_float32
@@ -76,9 +77,10 @@ class Declarations(Operations):
 
         Raises:
             InvalidGraphError: dim and stride differ in length, or the type means nothing.
+            TypeError: an argument has the wrong Python type.
         """
-        dim = integers(dim, "dim")
-        stride = packed_strides(dim) if stride is None else integers(stride, "stride")
+        dim = integers("dim", dim)
+        stride = packed_strides(dim) if stride is None else integers("stride", stride)
         if len(dim) != len(stride):
             raise InvalidGraphError(
                 f"Tensor {name!r} has dim {dim} and stride {stride}; expected one stride per "
@@ -88,15 +90,14 @@ class Declarations(Operations):
             Attributes(
                 dim=dim,
                 stride=stride,
-                is_virtual=bool(is_virtual),
-                is_pass_by_value=bool(is_pass_by_value),
-                reordering_type=reordering_type,
+                is_virtual=flag("is_virtual", is_virtual),
+                is_pass_by_value=flag("is_pass_by_value", is_pass_by_value),
             )
         )
-        declared.set_name(name).set_data_type(data_type)
+        declared.set_name(name).set_data_type(data_type).set_reordering_type(reordering_type)
         if ragged_offset is not None:
             declared.set_ragged_offset(ragged_offset)
-        if uid >= 0:
+        if integer("uid", uid) >= 0:
             declared.set_uid(uid)
         return self._keep(declared)
 
@@ -134,6 +135,7 @@ class Declarations(Operations):
         """
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"tensor_scalar takes an int or a float; got {value!r}.")
+        member("scalar_type", scalar_type, ScalarType)
         whole = isinstance(value, int)
         holds = -(2**63) <= value < 2**63 if whole else is_float32(value) or not isfinite(value)
         if not holds:
@@ -159,6 +161,7 @@ class Declarations(Operations):
         Raises:
             InvalidArgumentError: there is none.
         """
+        uid = integer("uid", uid)
         for t in self._tensors:
             if t.attributes.uid == uid:
                 return copy.copy(t)
@@ -180,12 +183,16 @@ class Declarations(Operations):
                     f"{operation}: {argument} must be a tensor of the graph, made by tensor() or "
                     f"tensor_like(); got a {type(value).__qualname__}."
                 )
-        for value in given.get("score_mod_gradients") or ():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{operation}: score_mod_gradients must be tensors of the graph that score_mod "
-                    f"reads; got a {type(value).__qualname__}."
-                )
+        if given["name"] is not None:
+            text("name", given["name"])
+        asked = given.get("score_mod_gradients")
+        if asked is not None and not (
+            isinstance(asked, Sequence) and all(isinstance(x, Tensor) for x in asked)
+        ):
+            raise TypeError(
+                f"{operation}: score_mod_gradients must be tensors of the graph that score_mod "
+                f"reads; got {asked!r:.100}."
+            )
         node = self._node(operation, given)
         self._nodes.append(node)
         self._calls.append(given)

@@ -65,7 +65,7 @@ def dropout_argument(operation: str, given: Mapping[str, Any]) -> DropoutArgumen
         TypeError: an entry is neither a tensor of the graph nor a number.
     """
     entries, algorithm = given["dropout"], given["dropout_algorithm"]
-    if algorithm is not None and algorithm not in ALGORITHMS:
+    if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in ALGORITHMS):
         raise InvalidArgumentError(
             f"{operation}: dropout_algorithm must be one of {', '.join(map(repr, ALGORITHMS))}; "
             f"got {algorithm!r}."

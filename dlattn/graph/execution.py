@@ -137,6 +137,8 @@ class Execution:
         self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
     ) -> None:
         """Run the plan once; see ``pygraph.execute``."""
+        if type(pack) is not dict:
+            _check_pack(pack)
         stream, look = explicit_stream(handle), self._look
         known = None if look is None else look(*map(pack.get, self._keys))
         if known is not None:
@@ -170,6 +172,7 @@ class Execution:
         self, pack: Mapping[Any, Any], workspace: Any = None
     ) -> Iterator[Sequence[Operation]]:
         """What a call would enqueue; see :meth:`dlattn.plans.base.Runnable.operations`."""
+        _check_pack(pack)
         kept = self.addresses(pack)  # numbers of the pack live as long as the inputs do
         with self.plan.operations(kept.pointers, self.workspace_address(workspace)) as operations:
             yield operations
@@ -214,6 +217,14 @@ class Elsewhere(Execution):
         raise InvalidArgumentError(
             f"The graph was built for a device that is only described, {self.plan.target.arch}, "
             "and cannot be executed here; deserialize() what serialize() returns where it is."
+        )
+
+
+def _check_pack(pack: Any) -> None:
+    if not isinstance(pack, Mapping):
+        raise InvalidVariantPackError(
+            "variant_pack: expected a dict from the graph's tensors, or their uids, to memory, got "
+            f"{'None' if pack is None else f'a {type(pack).__module__}.{type(pack).__qualname__}'}."
         )
 
 

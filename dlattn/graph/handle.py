@@ -88,12 +88,13 @@ def _state(handle: int) -> _State:
 
 
 def _target(device: int | str) -> Target:
-    name = f"cuda:{device}" if isinstance(device, int) else device
+    whole = isinstance(device, int) and not isinstance(device, bool)
+    name = f"cuda:{device}" if whole else device if isinstance(device, str) else ""
     kind, _, ordinal = name.partition(":")
     if name == "cpu":
         return CPU
     if kind == "cuda" and (ordinal or "0").isdecimal():
         return cuda_target(int(ordinal or "0"))
     raise InvalidArgumentError(
-        f"device must be 'cpu', 'cuda', 'cuda:<ordinal>' or an int; got {device!r}."
+        f"device must be 'cpu', 'cuda', 'cuda:<ordinal>' or an int; got {device!r:.100}."
     )

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from dlattn.dtypes import data_type
+from dlattn.graph.checks import integer, member, members
 from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.pygraph import pygraph
 from dlattn.graph.tensor import tensor
@@ -42,15 +43,29 @@ def jit(heur_modes: heur_mode | Iterable[heur_mode] = heur_mode.A) -> Callable[.
     """Decorate a function that returns ``(graph, tensors)``: build the graph if that is not done.
 
     The decorated function returns ``(graph, [uid of each tensor])`` (cuDNN frontend 1.23 ``jit``).
+
+    Raises:
+        TypeError: a heuristic is no ``heur_mode``, or the function is none, or returns no such
+            pair.
     """
-    modes = [heur_modes] if isinstance(heur_modes, heur_mode) else list(heur_modes)
+    one = isinstance(heur_modes, heur_mode)
+    modes = members("heur_modes", [heur_modes] if one else heur_modes, heur_mode)
 
     def decorate(
         declare: Callable[..., tuple[pygraph, Iterable[tensor]]],
     ) -> Callable[..., tuple[pygraph, list[int]]]:
+        _check_callable("jit: the function", declare)
+
         @wraps(declare)
         def built(*args: Any, **kwargs: Any) -> tuple[pygraph, list[int]]:
-            declared, tensors = declare(*args, **kwargs)
+            returned = declare(*args, **kwargs)
+            if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+                raise TypeError(
+                    f"{declare!r:.100} must return (graph, tensors), as jit decorated it; got "
+                    f"{returned!r:.100}."
+                )
+            declared, tensors = member("graph", returned[0], pygraph), returned[1]
+            tensors = members("tensors", tensors, tensor)
             if declared.get_execution_plan_count() <= 0:
                 declared.build(modes)
             return declared, [t.get_uid() for t in tensors]
@@ -66,9 +81,15 @@ def graph_cache(
     """Memoise a function by ``key_fn`` of its arguments; the oldest entry leaves first.
 
     The key must hold all that the graph depends on: shapes, strides, dtypes and device.
+
+    Raises:
+        TypeError: ``key_fn`` cannot be called, or ``maxsize`` is no integer.
     """
+    _check_callable("key_fn", key_fn)
+    maxsize = integer("maxsize", maxsize)
 
     def decorate(make: Callable[..., Result]) -> Callable[..., Result]:
+        _check_callable("graph_cache: the function", make)
         made: dict[Hashable, Result] = {}
 
         @wraps(make)
@@ -86,6 +107,11 @@ def graph_cache(
         return cached
 
     return decorate
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be callable; got {value!r:.100}.")
 
 
 def backend_version() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.graph.checks import integer, mapping, member, members
 from dlattn.graph.declarations import Declarations
 from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
@@ -56,10 +57,7 @@ class Lifecycle(Declarations):
             TypeError: a heuristic is no ``heur_mode``.
             InvalidGraphError, cudnnGraphNotSupportedError: as of :meth:`validate`.
         """
-        modes = list(heuristics)
-        for mode in modes:
-            if not isinstance(mode, heur_mode):
-                raise TypeError(f"create_execution_plans takes heur_mode members; got {mode!r}.")
+        modes = members("heuristics", heuristics, heur_mode)
         wanted = [(engine, 0) for engine in range(self.get_engine_count())]
         if heur_mode.AUTOTUNED in modes:
             from dlattn.graph.autotune import recall
@@ -80,15 +78,16 @@ class Lifecycle(Declarations):
             InvalidArgumentError: there is no such engine.
             cudnnGraphNotSupportedError: the engine has no such knob, or not that setting of it.
         """
+        knobs = {} if knobs is None else mapping("knobs", knobs)
         known = {knob.type: knob for knob in self.get_knobs_for_engine(engine_id)}
-        for kind, setting in (knobs or {}).items():
+        for kind, setting in knobs.items():
             if kind not in known or setting not in range(known[kind].max_value + 1):
                 have = ", ".join(map(str, known.values())) or "none"
                 raise cudnnGraphNotSupportedError(
                     f"Engine {engine_id} ({self._makers[engine_id].name}) cannot set {kind} to "
                     f"{setting}; it has the knobs {have}."
                 )
-        configuration = int((knobs or {}).get(knob_type.KERNEL_CFG, 0))
+        configuration = int(knobs.get(knob_type.KERNEL_CFG, 0))
         self._plan([(engine_id, configuration)], keep_others=True)
 
     def check_support(self) -> None:
@@ -105,7 +104,7 @@ class Lifecycle(Declarations):
         Raises:
             CompileError: NVRTC refused a kernel.
         """
-        self._planned().build(policy)
+        self._planned().build(member("policy", policy, build_plan_policy))
 
     def build(self, heuristics: Iterable[heur_mode] | None = None) -> None:
         """All steps at once."""
@@ -129,7 +128,7 @@ class Lifecycle(Declarations):
         Raises:
             InvalidArgumentError: there is no such engine.
         """
-        if not 0 <= engine_id < self.get_engine_count():
+        if not 0 <= integer("engine_id", engine_id) < self.get_engine_count():
             raise InvalidArgumentError(
                 f"There is no engine {engine_id}; {len(self._makers)} can run this graph, counted "
                 "from 0."
@@ -153,7 +152,7 @@ class Lifecycle(Declarations):
         Of the declared shapes; with dlattn's own arguments, of a call of ``execute`` with these
         shapes, for which all is then ready.
         """
-        if override_uids is not None:
+        if not (override_uids is override_shapes is override_strides is None):
             return self._overriding().workspace_size(
                 override_uids, override_shapes, override_strides
             )
@@ -177,32 +176,33 @@ class Lifecycle(Declarations):
 
     def select_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
         """Keep only plans that have every note."""
-        wanted = set(notes)
+        wanted = set(members("notes", notes, behavior_note))
         self._filter(lambda plan: wanted <= behavior_notes(plan))
 
     def deselect_behavior_notes(self, notes: Iterable[behavior_note]) -> None:
         """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
+        unwanted = set(members("notes", notes, behavior_note))
         self._filter(lambda plan: not unwanted & behavior_notes(plan))
 
     def select_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
         """Keep only plans that have every note."""
-        wanted = set(notes)
+        wanted = set(members("notes", notes, numerical_note))
         self._filter(lambda plan: wanted <= numerical_notes(plan))
 
     def deselect_numeric_notes(self, notes: Iterable[numerical_note]) -> None:
         """Keep only plans that have none of the notes."""
-        unwanted = set(notes)
+        unwanted = set(members("notes", notes, numerical_note))
         self._filter(lambda plan: not unwanted & numerical_notes(plan))
 
     def deselect_engines(self, names: Iterable[str]) -> None:
         """Keep only plans with other names than these; an engine's name is that of all its
         configurations."""
-        unwanted = set(names)
+        unwanted = set(members("names", names, str))
         self._filter(lambda plan: not {plan.name, plan.title} & unwanted)
 
     def deselect_workspace_greater_than(self, nbytes: int) -> None:
         """Keep only plans that need at most this much workspace."""
+        nbytes = integer("nbytes", nbytes)
         self._filter(lambda plan: plan.workspace_size <= nbytes)
 
     # Details ----------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
+from dlattn.graph.checks import flag
 from dlattn.graph.dropout import DropoutArgument, dropout_argument
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import attention_implementation, diagonal_alignment
@@ -158,7 +157,7 @@ def sdpa_node(name: str, given: Mapping[str, Any]) -> AttentionNode:
         TypeError: an argument has the wrong Python type.
     """
     wants_stats = _wants_stats(given["generate_stats"], given["is_inference"])
-    _flag("unfuse_fma", given["unfuse_fma"])
+    flag("unfuse_fma", given["unfuse_fma"])
     if not isinstance(given["implementation"], attention_implementation):
         raise TypeError(
             "implementation must be a dlattn.attention_implementation; got "
@@ -232,7 +231,7 @@ def _node(
     for role in _OPTIONAL_INPUTS:
         if given[role] is not None:
             inputs[role] = given[role]
-    alibi = _flag("use_alibi_mask", given["use_alibi_mask"])
+    alibi = flag("use_alibi_mask", given["use_alibi_mask"])
     if alibi and "alibi_slopes" in inputs:
         raise InvalidArgumentError(
             "use_alibi_mask=True means cuDNN's slopes, but alibi_slopes was given too; give one of "
@@ -259,16 +258,14 @@ def _node(
         attn_scale=_number("attn_scale", 1.0 if scale is None else scale),
         softcap=_softcap(given["softcap"]),
         alibi=alibi,
-        padding=_flag("use_padding_mask", given["use_padding_mask"]),
+        padding=flag("use_padding_mask", given["use_padding_mask"]),
         max_seq_kv=_bound(
             "paged_attention_max_seq_len_kv", given["paged_attention_max_seq_len_kv"], least=1
         ),
         diagonal=_diagonal(given),
         dropout=dropout,
         compute_data_type=from_any(given["compute_data_type"]),
-        deterministic=_flag(
-            "use_deterministic_algorithm", given.get("use_deterministic_algorithm")
-        ),
+        deterministic=flag("use_deterministic_algorithm", given.get("use_deterministic_algorithm")),
         max_total={
             argument: total
             for argument in ("max_total_seq_len_q", "max_total_seq_len_kv")
@@ -312,8 +309,8 @@ def _wants_stats(generate_stats: Any, is_inference: Any) -> bool:
 
 def _diagonal(given: Mapping[str, Any]) -> Diagonal:
     """The band that flags, alignment and bounds describe together."""
-    top_left = _flag("use_causal_mask", given["use_causal_mask"])
-    bottom_right = _flag("use_causal_mask_bottom_right", given["use_causal_mask_bottom_right"])
+    top_left = flag("use_causal_mask", given["use_causal_mask"])
+    bottom_right = flag("use_causal_mask_bottom_right", given["use_causal_mask_bottom_right"])
     alignment = given["diagonal_alignment"]
     if alignment is None:
         alignment = diagonal_alignment.TOP_LEFT
@@ -330,9 +327,9 @@ def _diagonal(given: Mapping[str, Any]) -> Diagonal:
             "use_causal_mask and use_causal_mask_bottom_right are both True; choose one."
         )
     if (top_left or bottom_right) and right is not None:
-        flag = "use_causal_mask" if top_left else "use_causal_mask_bottom_right"
+        mask = "use_causal_mask" if top_left else "use_causal_mask_bottom_right"
         raise InvalidArgumentError(
-            f"{flag} means diagonal_band_right_bound=0, but diagonal_band_right_bound={right} was "
+            f"{mask} means diagonal_band_right_bound=0, but diagonal_band_right_bound={right} was "
             "given too; give one of them."
         )
     if top_left and alignment is diagonal_alignment.BOTTOM_RIGHT:
@@ -365,12 +362,6 @@ def _bound(name: str, value: Any, least: int | None = None) -> int | None:
             f"{name} must be at least {least}, or None to leave it out; got {bound}."
         )
     return bound
-
-
-def _flag(name: str, value: Any) -> bool:
-    if value is None or (isinstance(value, (int, np.bool_)) and value in (0, 1)):
-        return bool(value)
-    raise TypeError(f"{name} must be True, False or None; got {value!r}.")
 
 
 def _number(name: str, value: Any) -> float:

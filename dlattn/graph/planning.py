@@ -7,6 +7,7 @@ from functools import partial
 
 from dlattn.config import settings
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.graph.checks import integer
 from dlattn.graph.execution import Elsewhere, Execution
 from dlattn.graph.kernel_cache import KernelCache
 from dlattn.graph.lower import Lowered
@@ -141,7 +142,7 @@ class Planning:
         Raises:
             InvalidArgumentError: there is none.
         """
-        if not 0 <= index < len(self._plans):
+        if not 0 <= integer("index", index) < len(self._plans):
             raise InvalidArgumentError(
                 f"There is no plan {index}; the graph has {len(self._plans)}, counted from 0."
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
+from dlattn.graph.checks import flag, integer, text
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.kernel_cache import checked
 from dlattn.graph.lower import Lowered
@@ -60,7 +61,8 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         is_dynamic_shape_enabled: bool = False,
         is_override_shape_enabled: bool = False,
     ) -> None:
-        super().__init__(name)
+        super().__init__(text("name", name))
+        flag("is_dynamic_shape_enabled", is_dynamic_shape_enabled)
         explicit_stream(handle)  # an unknown handle is an error now, not at execute
         self._types = {
             "io_data_type": from_any(io_data_type),
@@ -72,7 +74,8 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         self._sm_count = sm_count
         self._kernel_cache = checked(kernel_cache)
         self._device_property = device_property
-        self._overrides = Overrides(self) if is_override_shape_enabled else None
+        overrides = flag("is_override_shape_enabled", is_override_shape_enabled)
+        self._overrides = Overrides(self) if overrides else None
 
     # From declarations to plans ---------------------------------------------------------------
 
@@ -142,8 +145,9 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         The best plan for the shapes runs, whichever runs the declared ones: with few queries, that
         for decoding. It is made at the first call with these shapes (up to a few milliseconds, and
         then it may allocate) and kept. Kernels are compiled then only if none of the graph's has
-        run before: those of another plan, or of strides that are aligned otherwise; NVRTC takes
-        about a second. ``get_workspace_size`` with the same arguments does all that in advance.
+        run before: those of another plan, of strides that are aligned otherwise, or on Hopper of a
+        backward with much more or less to do; NVRTC takes about a second. ``get_workspace_size``
+        with the same arguments does all that in advance.
 
         Raises:
             InvalidVariantPackError: memory is missing, or is not what the graph, or the call,
@@ -215,7 +219,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         """
         from dlattn.graph.autotune import autotune
 
-        if rounds < 1:
+        if integer("rounds", rounds) < 1:
             raise InvalidArgumentError(f"rounds: expected at least 1, got {rounds}.")
         planning = self._plan_every_configuration()
         arguments = (variant_pack, workspace, self._handle if handle is None else handle)

@@ -19,8 +19,9 @@ from dlattn.dtypes import data_type, from_any
 from dlattn.enums import VocabularyEnum
 from dlattn.errors import DlattnError, InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph import vocabulary
+from dlattn.graph.checks import integers
 from dlattn.graph.declarations import Declarations, tensor_arguments
-from dlattn.graph.tensor import Attributes, Tensor, integers, packed_strides
+from dlattn.graph.tensor import Attributes, Tensor, packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
     """
     known = {t.attributes.uid: t for t in graph._tensors}
     said: dict[int, dict[str, tuple[int, ...]]] = {}
-    uids = integers(() if uids is None else uids, "override_uids")
+    uids = integers("override_uids", () if uids is None else uids)
     for field, what, given in (("dim", "shapes", shapes), ("stride", "strides", strides)):
         if given is None:
             continue
@@ -295,7 +296,7 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
                 "for each."
             )
         for uid, sizes in zip(uids, given, strict=True):
-            said.setdefault(uid, {})[field] = integers(sizes, f"override_{what} of uid {uid}")
+            said.setdefault(uid, {})[field] = integers(f"override_{what} of uid {uid}", sizes)
     unknown = [uid for uid in uids if uid not in known]
     if unknown:
         raise InvalidGraphError(

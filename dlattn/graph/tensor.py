@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError
+from dlattn.graph.checks import flag, integer, integers, member, text
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.records import dataclass
 
@@ -80,6 +80,8 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
     __slots__ = ("_frozen", "attributes")
 
     def __init__(self, attributes: Attributes | None = None) -> None:
+        if attributes is not None and not isinstance(attributes, Attributes):
+            raise TypeError(f"attributes must be Attributes or None; got {attributes!r:.100}.")
         self.attributes = Attributes() if attributes is None else attributes
         self._frozen = False
 
@@ -93,9 +95,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         Raises:
             TypeError: it is no str.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"A tensor's name must be a str; got {name!r}.")
-        return self._set(name=name)
+        return self._set(name=text("name", name))
 
     def get_data_type(self) -> data_type:
         """The element type; ``NOT_SET`` until it is set or inferred."""
@@ -111,7 +111,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_dim(self, dim: Iterable[int]) -> tensor:
         """Set the shape, in elements; of packed storage, with the longest length."""
-        return self._set(dim=integers(dim, "dim"))
+        return self._set(dim=integers("dim", dim))
 
     def get_stride(self) -> list[int]:
         """The strides, in elements; empty until they are set or inferred."""
@@ -119,7 +119,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_stride(self, stride: Iterable[int]) -> tensor:
         """Set the strides, in elements; those of dimensions of size 1 mean nothing."""
-        return self._set(stride=integers(stride, "stride"))
+        return self._set(stride=integers("stride", stride))
 
     def get_is_virtual(self) -> bool:
         """Whether it has no memory of its own: an operation's result that is no output."""
@@ -127,11 +127,11 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_is_virtual(self, is_virtual: bool) -> tensor:
         """The opposite of :meth:`set_output`."""
-        return self._set(is_virtual=bool(is_virtual))
+        return self._set(is_virtual=flag("is_virtual", is_virtual))
 
     def set_output(self, is_output: bool) -> tensor:
         """Make an operation's result an output of the graph, which needs memory in every pack."""
-        return self.set_is_virtual(not is_output)
+        return self.set_is_virtual(not flag("is_output", is_output))
 
     def get_is_pass_by_value(self) -> bool:
         """Whether the value is read from host memory."""
@@ -139,7 +139,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_is_pass_by_value(self, is_pass_by_value: bool) -> tensor:
         """Say that the value is read from host memory when the graph is executed."""
-        return self._set(is_pass_by_value=bool(is_pass_by_value))
+        return self._set(is_pass_by_value=flag("is_pass_by_value", is_pass_by_value))
 
     def get_has_compile_time_constant(self) -> bool:
         """Whether it is a ``tensor_scalar`` of ``scalar_type.COMPILE_TIME_CONST``."""
@@ -151,7 +151,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_uid(self, uid: int) -> tensor:
         """Set the key in variant packs; ``IntEnum`` members are welcome."""
-        return self._set(uid=operator.index(uid), uid_from_user=True)
+        return self._set(uid=integer("uid", uid), uid_from_user=True)
 
     def get_reordering_type(self) -> tensor_reordering:
         """The order of elements."""
@@ -159,7 +159,8 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
 
     def set_reordering_type(self, reordering_type: tensor_reordering) -> tensor:
         """Set the order of elements; other than ``NONE`` only that of S, ``F16x16``, is run."""
-        return self._set(reordering_type=reordering_type)
+        kind = member("reordering_type", reordering_type, tensor_reordering)
+        return self._set(reordering_type=kind)
 
     def get_alignment(self) -> int:
         """The alignment of addresses, in bytes; 16 unless set."""
@@ -171,7 +172,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
         Raises:
             InvalidGraphError: it is no power of two.
         """
-        alignment = operator.index(alignment)
+        alignment = integer("alignment", alignment)
         if alignment < 1 or alignment & (alignment - 1):
             raise InvalidGraphError(
                 f"The alignment of {self._said()} must be a power of two in bytes; got {alignment}."
@@ -189,7 +190,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> tensor:
         """Set a vectorised layout, as cuDNN has it; plans read none but a count of 1."""
         return self._set(
-            vector_count=operator.index(count), vector_dimension=operator.index(dimension)
+            vector_count=integer("count", count), vector_dimension=integer("dimension", dimension)
         )
 
     def set_ragged_offset(self, ragged_offset: tensor) -> tensor:
@@ -204,7 +205,7 @@ class tensor:  # noqa: N801 - cuDNN's public spelling
             TypeError: it is no tensor of a graph.
         """
         if ragged_offset is not None and not isinstance(ragged_offset, tensor):
-            raise TypeError(f"A ragged offset must be a graph tensor; got {ragged_offset!r}.")
+            raise TypeError(f"ragged_offset must be a graph tensor; got {ragged_offset!r:.100}.")
         return self._set(ragged_offset=ragged_offset)
 
     def __repr__(self) -> str:
@@ -252,18 +253,6 @@ def described(t: tensor) -> dict[str, Any]:
         "uid": t.get_uid(),
         "uid_assigned": it.uid is not None,
     }
-
-
-def integers(values: Iterable[int], what: str) -> tuple[int, ...]:
-    """A tuple of Python ints from any sequence of integers, ``torch.Size`` included.
-
-    Raises:
-        TypeError: not a sequence, or not of integers.
-    """
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise TypeError(f"{what} must be a sequence of integers; got {values!r}.") from None
 
 
 def packed_strides(dim: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError
+from dlattn.graph.checks import flag, text
 from dlattn.graph.declarations import tensor_arguments
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.names import Names, said_name
@@ -64,16 +65,17 @@ class Graph(Operations):
         self._handle = _handle(handle)
         self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
         self._heuristics = heuristics
-        self._workspace_alloc = workspace_alloc
+        self._workspace_alloc = flag("workspace_alloc", workspace_alloc)
         self._workspace: Any = None
         self._names = Names()
         self._counts: Counter[str] = Counter()
         self._nodes: set[str] = set()
         self._inputs: list[Tensor] | None = None
         self._outputs: list[Tensor] | None = None
-        self._asked: tuple[Sequence[Any] | None, Sequence[Any] | None] = (inputs, outputs)
+        self._asked: tuple[Sequence[Any] | None, Sequence[Any] | None] = (None, None)
         self._is_open = False
         self._is_built = False
+        self.set_io_tuples(inputs, outputs)
 
     # Declaring --------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class Graph(Operations):
         if self._workspace_alloc and like is not None and self.get_workspace_size():
             self._workspace = allocate_bytes(like, self.get_workspace_size())
         self._names.release()
-        if self._asked != (None, None):
+        if any(side is not None for side in self._asked):
             self.set_io_tuples(*self._asked)
 
     def tensor(
@@ -142,6 +144,8 @@ class Graph(Operations):
 
     def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
         self._check_open()
+        if given["name"] is not None:
+            text("name", given["name"])
         node = given["name"] or f"{operation}.{self._counts[operation]}"
         if node in self._nodes:
             raise InvalidGraphError(f"Two nodes are named {node!r}; give each its own name.")
@@ -192,7 +196,11 @@ class Graph(Operations):
         Raises:
             InvalidGraphError: an entry is unknown, virtual, given twice or on the wrong side, or a
                 tensor is left out.
+            TypeError: one of the two is no sequence.
         """
+        for side, asked in (("inputs", inputs), ("outputs", outputs)):
+            if isinstance(asked, str) or not isinstance(asked, Iterable | None):
+                raise TypeError(f"{side} must be a sequence of names; got {asked!r:.100}.")
         if not self._is_built:
             self._asked = (inputs, outputs)
             return
@@ -360,7 +368,7 @@ class Graph(Operations):
         for t in self._graph._tensors:
             self._names.add(t)
         self._is_built = True
-        if self._asked != (None, None):
+        if any(side is not None for side in self._asked):
             self.set_io_tuples(*self._asked)
 
     def __repr__(self) -> str:
@@ -375,10 +383,10 @@ class Graph(Operations):
 
 
 def _handle(handle: int | str | None) -> int | None:
-    if handle is None or handle == "auto":
+    if handle is None or (isinstance(handle, str) and handle == "auto"):
         return None
     if isinstance(handle, int):
         return handle
     raise InvalidArgumentError(
-        f"handle must be None, 'auto' or from create_handle(); got {handle!r}."
+        f"handle must be None, 'auto' or from create_handle(); got {handle!r:.100}."
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
+from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
 from dlattn.one_call.arguments import Options, pair, shared
@@ -69,6 +70,7 @@ def attention(
     """
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     seed = offset = None
+    dropout_rate = number("dropout_rate", dropout_rate)
     if not 0 <= dropout_rate <= 1:
         raise InvalidArgumentError(
             f"dropout_rate: expected at least 0 and at most 1, got {dropout_rate}."
@@ -76,7 +78,12 @@ def attention(
     if dropout_rate:
         if dropout_key is None:
             raise InvalidArgumentError("dropout_key: expected a key of jax.random, got None.")
-        bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        try:
+            bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"dropout_key: expected a key of jax.random, got {dropout_key!r:.100}: {error}"
+            ) from error
         seed, offset = jax.lax.bitcast_convert_type(bits, jnp.int32).reshape(2, 1)
     arrays = {
         "q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -93,13 +100,27 @@ def attention(
         scale,
         softcap,
         pair(max_seqlens),
-        float(dropout_rate),
+        dropout_rate,
         shared(lengths, cu_seqlens),
     )
-    static = _Static(options, return_lse, deterministic)
+    static = _Static(options, return_lse, flag("deterministic", deterministic))
     _check(static, arrays)
-    there = {name: jnp.asarray(x) for name, x in arrays.items() if x is not None}
+    there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
     return _attention(static, there)
+
+
+def as_array(name: str, value: Any) -> Any:
+    """An argument as ``jax.numpy`` takes it.
+
+    Raises:
+        InvalidArgumentError: it is no array, and nothing that JAX makes one of.
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"{name}: expected an array, got {value!r:.100}: {error}"
+        ) from error
 
 
 def _check(static: _Static, arrays: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
-from dlattn.jax.differentiable import attention
+from dlattn.jax.differentiable import as_array, attention
 
 
 def dot_product_attention(
@@ -61,7 +62,13 @@ def dot_product_attention(
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    is_causal, return_residual = (
+        flag("is_causal", is_causal),
+        flag("return_residual", return_residual),
+    )
     single = query.ndim == 3
     if single:
         query, key, value = query[None], key[None], value[None]
@@ -72,11 +79,16 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"local_window_size: expected a number or a pair, got {local_window_size!r:.100}."
         )
-    if mask is not None and jnp.asarray(mask).dtype != jnp.bool_:
+    bias, mask = (x if x is None else as_array(n, x) for n, x in (("bias", bias), ("mask", mask)))
+    if mask is not None and mask.dtype != jnp.bool_:
         raise InvalidArgumentError(
-            f"mask: expected booleans, got {jnp.asarray(mask).dtype}; give numbers as bias."
+            f"mask: expected booleans, got {mask.dtype}; give numbers as bias."
         )
     if isinstance(scale, jax.Array):
+        if scale.ndim:
+            raise InvalidArgumentError(
+                f"scale: expected a number, or an array of no dimensions, got shape {scale.shape}."
+            )
         query, scale = query * scale.astype(query.dtype), 1.0
     found = attention(
         query,

@@ -14,7 +14,8 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from dlattn.calls.arguments import Argument
 from dlattn.calls.call import built, cu_seqlens_check
-from dlattn.dtypes import data_type, to_numpy
+from dlattn.dtypes import to_numpy
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.one_call import backward, forward
 from dlattn.one_call.arguments import Options, Wanted
 from dlattn.plans.base import Plan
@@ -129,7 +130,7 @@ def _traced(
 ) -> _Traced:
     names, wanted = _DIRECTIONS[direction]
     there = {
-        name: Argument(name, names.index(name), "jax", _imagined(shape, dtype, platform))
+        name: Argument(name, names.index(name), "jax", _imagined(name, shape, dtype, platform))
         for name, shape, dtype in looks
     }
     found = wanted(there, (None,) * len(names), options, *asked)
@@ -140,9 +141,16 @@ def _traced(
     return _Traced(found, names, list(there), platform == "cpu")
 
 
-def _imagined(shape: tuple[int, ...], dtype: Any, platform: str) -> TensorView:
-    """A buffer as XLA will make it."""
-    element: data_type = ELEMENT_TYPES[dtype]
+def _imagined(name: str, shape: tuple[int, ...], dtype: Any, platform: str) -> TensorView:
+    """A buffer as XLA will make it.
+
+    Raises:
+        InvalidArgumentError: of a type that dlattn has no use for.
+    """
+    try:
+        element = ELEMENT_TYPES[dtype]
+    except InvalidVariantPackError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from error
     return TensorView(_ALIGNED, shape, compact_strides(shape), element, (platform, 0), False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -12,6 +12,9 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
+    check_apart,
+    choice,
+    flag,
     integer,
     number,
     page_tables,
@@ -174,11 +177,7 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
     Raises:
         InvalidArgumentError: they contradict each other.
     """
-    for name, known in (("layout", _LAYOUTS), ("alignment", _ALIGNMENTS)):
-        if (value := getattr(options, name)) not in known:
-            raise InvalidArgumentError(
-                f"{name}: expected one of {list(known)}, got {value!r:.100}."
-            )
+    check_words(options.layout, options.alignment)
     rows = [there[name] for name in _ROWS if name in there]
     on_cpu = there["q"].seen.device[0] == "cpu"
     dtype = same_type(rows, CPU_TYPES if on_cpu else KERNEL_TYPES)
@@ -205,6 +204,16 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
             positions[role] = there[name].position if name in there else len(values)
             values = values if name in there else (*values, _HOST_NUMBER)
     return Described(values, there, options, dtype, sizes, bias, tensors, positions)
+
+
+def check_words(layout: Any, alignment: Any) -> None:
+    """Refuse words that mean nothing.
+
+    Raises:
+        InvalidArgumentError: one does.
+    """
+    choice("layout", layout, _LAYOUTS)
+    choice("alignment", alignment, _ALIGNMENTS)
 
 
 def call_of(
@@ -241,12 +250,13 @@ def run(
     return call(tensors, addresses)
 
 
-def check_outputs(outputs: Iterable[Output]) -> None:
+def check_outputs(outputs: Sequence[Output], there: Mapping[str, Argument]) -> None:
     """Refuse memory of the caller's that cannot take the results."""
     for it in outputs:
         if it.given is not None:
             it.given.expect_shape(it.shape, "that of the output")
             it.given.expect_output()
+    check_apart(there, (it.given.name for it in outputs if it.given is not None))
 
 
 def _row_tensors(there: Mapping[str, Argument], sizes: Sizes) -> dict[str, tuple[str, TensorSpec]]:
@@ -315,14 +325,14 @@ def _window(options: Options, sizes: Sizes) -> tuple[int | None, int | None]:
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise InvalidArgumentError(f"window: expected a pair (left, right), got {window!r:.100}.")
     left, right = (
-        None if bound in (None, -1) else integer("window", bound)
+        None if bound is None or (size := integer("window", bound)) == -1 else size
         for bound in window or (None, None)
     )
     if min(left or 0, right or 0) < 0:
         raise InvalidArgumentError(
             f"window: expected 0 or more, or None or -1 for no bound, got {window}."
         )
-    if options.causal:
+    if flag("causal", options.causal):
         right = 0
     before, behind = sizes.seq_kv - 1, sizes.seq_q - 1
     if options.alignment == "top_left":

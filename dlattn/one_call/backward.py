@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dlattn.calls.arguments import Argument, plain_spec
+from dlattn.calls.arguments import Argument, flag, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type
@@ -78,7 +78,7 @@ def attention_backward(
             broadcasts.
         sinks_gradient: give the gradient of the sinks, too: (H), fp32.
         deterministic: the same bits in every run; on Hopper alone, and always on the CPU.
-        dq, dk, dv: memory for the gradients, of which no input is a part.
+        dq, dk, dv: memory for the gradients, each its own, of which no input is a part.
 
     Returns:
         The gradients of q, k and v, in their shapes and types, and of what was asked for. Rows past
@@ -144,14 +144,16 @@ def wanted(
             there[name].expect_type(it.lse_type)
             there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
-    check_outputs(outputs)
+    check_outputs(outputs, there)
     if sizes.is_empty:
         return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
     inputs = {role: there[name] for role, name in roles.items() if name in there}
     specs = {role: it.spec(role, tensor) for role, tensor in inputs.items()}
     specs |= {str(out.role): _gradient_spec(it, out) for out in outputs}
-    request = it.request(Direction.BACKWARD, specs, deterministic=bool(deterministic))
+    request = it.request(
+        Direction.BACKWARD, specs, deterministic=flag("deterministic", deterministic)
+    )
     positions = {**it.positions, **{role: tensor.position for role, tensor in inputs.items()}}
     return Wanted(it.values, positions, outputs, request)
 
@@ -174,7 +176,7 @@ def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[O
         like = there[name]
         outputs.append(Output(role, like.shape, it.dtype, memory, fill, order=like))
     fill = 0.0 if empty else None
-    if bias_gradient:
+    if flag("bias_gradient", bias_gradient):
         bias = _asked(it, "bias")
         if bias.dtype in (data_type.BOOLEAN, data_type.UINT8):
             raise InvalidArgumentError(
@@ -182,7 +184,7 @@ def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[O
                 "leave it out."
             )
         outputs.append(Output("dBias", bias.shape, bias.dtype, None, fill))
-    if sinks_gradient:
+    if flag("sinks_gradient", sinks_gradient):
         outputs.append(
             Output("dSink_token", _asked(it, "sinks").shape, data_type.FLOAT, None, fill)
         )

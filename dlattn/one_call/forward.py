@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlattn.calls.arguments import Argument
+from dlattn.calls.arguments import Argument, flag
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.one_call import arguments
@@ -130,8 +130,8 @@ def wanted(
     layout, sizes = it.options.layout, it.sizes
     shape = sizes.shape(layout, sizes.columns_v)
     outputs = [Output("o", shape, it.dtype, it.there.get("out"), order=it.there["q"])]
-    check_outputs(outputs)
-    if return_lse:
+    check_outputs(outputs, there)
+    if flag("return_lse", return_lse):
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
     if sizes.is_empty:
         return Wanted(values, {}, _filled(outputs, it.there.get("sinks")), None)

@@ -6,7 +6,10 @@ NumPy twin, which is its definition.
 
 from __future__ import annotations
 
+import numbers
+import operator
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
@@ -246,15 +249,36 @@ def philox_dropout_mask(
 
     Raises:
         ValueError: p is not a probability, or there is no such algorithm.
+        TypeError: an argument has the wrong Python type.
     """
-    if algorithm not in ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
+    if not isinstance(p, numbers.Real):
+        raise TypeError(f"p must be a number; got {p!r:.100}.")
     form = ALGORITHMS[algorithm]
-    p = form.numbers(p)["dropout_p"]
-    batch, heads, queries, keys = shape
-    numbers = np.arange(batch * heads)
-    kept = form.kept(p, seed, offset, numbers, slice(0, queries), slice(0, keys))
+    p = form.numbers(float(p))["dropout_p"]
+    seed, offset = _integer("seed", seed), _integer("offset", offset)
+    batch, heads, queries, keys = shape = _four_sizes(shape)
+    each = np.arange(batch * heads)
+    kept = form.kept(p, seed, offset, each, slice(0, queries), slice(0, keys))
     return kept.reshape(shape)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer; got {value!r:.100}.") from None
+
+
+def _four_sizes(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = ()
+    if len(sizes) != 4 or min(sizes) < 0:
+        raise TypeError(f"shape must be four integers, (B, Hq, Sq, Skv); got {shape!r:.100}.")
+    return sizes
 
 
 def philox_threshold(p: float) -> int:

@@ -86,7 +86,7 @@ def cuda_target(index: int) -> Target:
     )
     try:
         major, minor, *more = (runtime.deviceGetAttribute(number, index) for number in numbers)
-    except runtime.CUDARuntimeError as error:
+    except (runtime.CUDARuntimeError, OverflowError) as error:
         raise DlattnError(
             f"CuPy cannot use CUDA device {index}: {error}. If the driver is too old for this "
             "CuPy, install the one of the driver's CUDA version, cupy-cuda12x or cupy-cuda13x, "

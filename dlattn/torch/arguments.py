@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dlattn.calls.arguments import number
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
-from dlattn.one_call.arguments import pair
+from dlattn.one_call.arguments import check_words, pair
 from dlattn.torch.rows import empty_as, movable
 
 
@@ -92,8 +93,9 @@ def options_of(
     """From the words of :func:`dlattn.attention`.
 
     Raises:
-        InvalidArgumentError: the window is no pair.
+        InvalidArgumentError: the layout or the alignment means nothing, or the window is no pair.
     """
+    check_words(layout, alignment)
     return Options(
         layout, causal, *bounds(window), alignment, scale, softcap, *pair(max_seqlens), dropout_p,
         shared_lengths, shared_cu_seqlens,
@@ -156,6 +158,30 @@ def bounds(window: Any) -> tuple[Any, Any]:
         )
     left, right = window
     return left, right
+
+
+def expect_tensors(**given: Any) -> None:
+    """Refuse what is not torch's, and not ``None``.
+
+    Raises:
+        InvalidArgumentError: one is a tensor of another framework, or none at all.
+    """
+    for name, it in given.items():
+        if it is not None and not isinstance(it, Tensor):
+            raise InvalidArgumentError(
+                f"{name}: expected a torch.Tensor, got a {type(it).__module__}."
+                f"{type(it).__qualname__}; convert it, such as by torch.from_dlpack, or call "
+                "dlattn.attention, which takes tensors of every framework."
+            )
+
+
+def probability(value: Any) -> Any:
+    """``dropout_p``, which may be a symbol while PyTorch traces.
+
+    Raises:
+        InvalidArgumentError: it is no number.
+    """
+    return value if isinstance(value, torch.SymFloat) else number("dropout_p", value)
 
 
 def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:

@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
-from dlattn.torch.arguments import Options, forward, options_of
+from dlattn.torch.arguments import (
+    Options,
+    expect_tensors,
+    forward,
+    options_of,
+    probability,
+)
 from dlattn.torch.functions import Transformed, apply_eagerly, tensors_of
 from dlattn.torch.plain import PLAIN, attend_plainly
 
@@ -59,6 +66,8 @@ def attention(
         InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    if type(dropout_p) is not float:
+        dropout_p = probability(dropout_p)
     if not dropout_p and (
         bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
     ):
@@ -96,8 +105,14 @@ def attend(
     are looked at together.
     """
     plain = type(q) in PLAIN
-    if not plain:
-        _check(q)
+    if not (
+        plain
+        and type(k) in PLAIN
+        and type(v) in PLAIN
+        and (bias is None or type(bias) in PLAIN)
+        and (sinks is None or type(sinks) in PLAIN)
+    ):
+        _check(q, k, v, bias, sinks)
     device = q.device.type
     is_meta = device == "meta"
     if not is_meta and torch.is_autocast_enabled(device):
@@ -105,6 +120,9 @@ def attend(
     state = None if options.dropout_p == 0 else _drawn(q, options.dropout_p)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
+        deterministic = flag("deterministic", deterministic)
+    return_lse = flag("return_lse", return_lse)
     others = None
     if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
@@ -130,13 +148,12 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _check(q: Any) -> None:
-    """Refuse what operators would refuse in other words."""
-    if not isinstance(q, Tensor):
-        raise InvalidArgumentError(
-            f"q: expected a torch.Tensor, got a {type(q).__module__}.{type(q).__qualname__}; "
-            "dlattn.attention takes those of every framework."
-        )
+def _check(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> None:
+    """Refuse what autograd and operators would refuse in other words."""
+    for name, it in (("q", q), ("k", k), ("v", v)):
+        if it is None:
+            raise InvalidArgumentError(f"{name}: expected a torch.Tensor, got None.")
+    expect_tensors(q=q, k=k, v=v, bias=bias, sinks=sinks)
     if q.is_nested:
         raise InvalidArgumentError(
             "q: expected no nested tensor, which is scaled_dot_product_attention's; or give "

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, finfo
 
-from dlattn.errors import cudnnGraphNotSupportedError
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.torch.differentiable import attention
 
 
@@ -20,8 +20,11 @@ def register_transformers(name: str = "dlattn") -> None:
         name: what to call it.
 
     Raises:
+        InvalidArgumentError: the name is no str.
         ImportError: there is no ``transformers``, or one without a registry of masks.
     """
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"name: expected a str, got {name!r:.100}.")
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

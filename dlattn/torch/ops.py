@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.errors import InvalidArgumentError
 from dlattn.torch.arguments import backward, forward, split
 from dlattn.torch.batching import batching
 from dlattn.torch.derivative import gradients, refuse, save
@@ -84,6 +85,10 @@ def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
 def _fake_lse(q: Tensor, layout: str) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     letters = "ht" if layout == "thd" else "bhs"
+    if q.dim() != len(layout):
+        raise InvalidArgumentError(
+            f"q: expected the dimensions of layout {layout!r}, got shape {tuple(q.shape)}."
+        )
     return q.new_empty([q.shape[layout.index(letter)] for letter in letters], dtype=dtype)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.calls.arguments import flag
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call
 from dlattn.errors import InvalidVariantPackError
@@ -55,6 +56,8 @@ def attend_plainly(
     if torch.compiler.is_compiling():
         return None
     tensors = q, k, v
+    if return_lse is not False:
+        return_lse = flag("return_lse", return_lse)
     try:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         asked = said, learns or return_lse
@@ -72,6 +75,8 @@ def attend_plainly(
         return tuple(results) if return_lse else results[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
+        deterministic = flag("deterministic", deterministic)
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
@@ -105,14 +110,14 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
     """Whether there is neither anything to copy or to cast, nor anything wrong with heads and
     batch."""
     tensors, layout, enable_gqa = (q, k, v), said[0], said[-1]
-    if sorted(layout) != sorted("bshd"):
+    if not isinstance(layout, str) or sorted(layout) != sorted("bshd"):
         return False
     if any(x.is_nested or x.dim() != 4 or not is_in_rows(x) for x in tensors):
         return False
     if not q.dtype is k.dtype is v.dtype:
         return False
     batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
-    return len(batches) == 1 and bool(enable_gqa or len(heads) == 1)
+    return len(batches) == 1 and (flag("enable_gqa", enable_gqa) or len(heads) == 1)
 
 
 #: Of calls without autocasting, and under it: quick tests see whether it is on, but not the type.

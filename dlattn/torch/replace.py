@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dlattn.calls.arguments import flag
 from dlattn.errors import DlattnError
 from dlattn.runtime.log import log
 from dlattn.torch.sdpa import scaled_dot_product_attention
@@ -26,7 +27,11 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
         fall_back: what dlattn cannot run (fp32 on a GPU, say) goes to PyTorch, with the reason in
             dlattn's log; else it raises. Under ``torch.compile`` only the element type decides;
             what else dlattn cannot run raises when the graph runs.
+
+    Raises:
+        InvalidArgumentError: ``fall_back`` is neither true nor false.
     """
+    fall_back = flag("fall_back", fall_back)
     functional = torch.nn.functional
     own = functional.scaled_dot_product_attention
 

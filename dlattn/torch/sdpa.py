@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import shared
-from dlattn.torch.arguments import options_of
+from dlattn.torch.arguments import expect_tensors, options_of, probability
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import attend_plainly
@@ -67,11 +68,14 @@ def scaled_dot_product_attention(
         InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    if type(dropout_p) is not float:
+        dropout_p = probability(dropout_p)
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
         said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
         if found is not None:
             return found
+    _check(query, key, value, attn_mask)
     nested = query.is_nested or key.is_nested or value.is_nested
     if not nested:
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
@@ -111,8 +115,17 @@ def scaled_dot_product_attention(
     return nested_attention(query, key, value, words)
 
 
+def _check(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
+    """Refuse what has no shape and strides."""
+    expect_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
+    for name, it in (("query", query), ("key", key), ("value", value)):
+        if it is None or (it.layout is not torch.strided and not it.is_nested):
+            got = "None" if it is None else f"one of layout {it.layout}"
+            raise InvalidArgumentError(f"{name}: expected a dense torch.Tensor, got {got}.")
+
+
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
-    if not (enable_gqa or of_query == of_key == of_value):
+    if not (flag("enable_gqa", enable_gqa) or of_query == of_key == of_value):
         raise InvalidArgumentError(
             f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
             "give enable_gqa=True if query heads share them."

@@ -66,9 +66,9 @@ def test_gradients_are_as_exact_as_plain_ones() -> None:
     found: list[float] = []
 
     @settings(settings.get_profile("gpu part"))
-    @given(families("gpu", size=12, least=4).filter(tally.is_random))
+    @given(families("gpu", size=24, least=12).filter(tally.is_random))
     def measure(family: tuple[Case, ...]) -> None:
-        for case in tally.in_time(family):
+        for case in tally.new(family):
             if not case.stats:
                 continue
             for role, ratio, of_reach in ratios(case):

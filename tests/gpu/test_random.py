@@ -33,9 +33,9 @@ RUNS: dict[str, tuple[Callable[..., None], Callable[[Case], Case]]] = {
 @pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("run", RUNS)
 @settings(settings.get_profile("gpu part"))
-@given(family=families("gpu", size=12, least=4).filter(tally.is_random))
+@given(family=families("gpu", size=24, least=12).filter(tally.is_random))
 def test_graph(run: str, family: tuple[Case, ...]) -> None:
     """Graphs on the GPU are right for every case, and write nothing but their outputs."""
     by, fitting = RUNS[run]
-    for case in tally.in_time(family):
-        check(fitting(case), gpu_library(), by)
+    for case in tally.new(map(fitting, family)):
+        check(case, gpu_library(), by)

@@ -30,6 +30,13 @@ def test_summary() -> None:
 
 def test_time() -> None:
     """No case begins after it."""
-    assert list(tally.in_time("abc")) == ["a", "b", "c"]
+    assert list(tally.new("abc")) == ["a", "b", "c"]
     tally.begin(-1)
-    assert list(tally.in_time("abc")) == []
+    assert list(tally.new("def")) == []
+
+
+def test_cases_are_tried_once() -> None:
+    """A test tries no case again, and another test has it once more."""
+    assert "".join(tally.new("abac")) + "".join(tally.new("cad")) == "abcd"
+    tally.begin(math.inf)
+    assert list(tally.new("aa")) == ["a"]

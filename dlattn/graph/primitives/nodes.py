@@ -10,7 +10,8 @@ from typing import Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.graph.tensor import Attributes, integers, tensor
+from dlattn.graph.checks import integers
+from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import reduction_mode, reshape_mode, rng_distribution
 from dlattn.problem import POINTWISE
 from dlattn.records import dataclass
@@ -160,7 +161,7 @@ def _gen_index(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transpose(given: Mapping[str, Any]) -> dict[str, Any]:
-    permutation = integers(given["permutation"], "transpose: permutation")
+    permutation = integers("transpose: permutation", given["permutation"])
     if sorted(permutation) != list(range(len(permutation))):
         raise InvalidArgumentError(
             f"transpose: permutation must have every axis from 0 once; got {list(permutation)}."

@@ -1,0 +1,68 @@
+"""What README says of new sizes: kernels for them are compiled with the first, or are few."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+import dlattn
+
+HALF, FLOAT = dlattn.data_type.HALF, dlattn.data_type.FLOAT
+
+BATCHES = (1, 3, 33)
+LENGTHS = ((17, 17), (64, 64), (65, 65), (200, 3000), (1024, 1024), (4096, 4096), (16384, 16384))
+DECODED = tuple(product((1, 2, 8, 16), (100, 1000, 60000)))
+
+
+def plan(sizes: tuple[int, int, int], heads: tuple[int, int], dim: int, backward: bool) -> Any:
+    """The plan on Hopper for (B, Sq, Skv), which is not compiled."""
+    batch, seq_q, seq_kv = sizes
+    graph = dlattn.pygraph(
+        io_data_type=HALF,
+        intermediate_data_type=FLOAT,
+        compute_data_type=FLOAT,
+        sm_version=90,
+    )
+
+    def tensor(count: int, rows: int, columns: int = dim, dtype: Any = HALF) -> Any:
+        stride = (rows * count * columns, columns, count * columns, 1)
+        return graph.tensor((batch, count, rows, columns), stride, data_type=dtype)
+
+    q, (k, v) = tensor(heads[0], seq_q), (tensor(heads[1], seq_kv) for _ in "kv")
+    if backward:
+        more = tensor(heads[0], seq_q), tensor(heads[0], seq_q), tensor(heads[0], seq_q, 1, FLOAT)
+        results = graph.sdpa_backward(q, k, v, *more, attn_scale=0.1, use_causal_mask=True)
+    else:
+        results = graph.sdpa(q, k, v, attn_scale=0.1, generate_stats=False, use_causal_mask=True)
+    for result in results:
+        if result is not None:
+            result.set_output(True)
+    graph.create_execution_plans()
+    assert graph._planning is not None
+    return graph._planning.plans[0]
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [LENGTHS, DECODED], ids=["forward", "decoding"])
+def test_a_forward_compiles_for_all_sizes(
+    lengths: tuple[tuple[int, int], ...], dim: int, heads: tuple[int, int]
+) -> None:
+    """What one size takes is compiled with what any other does, by the same plan."""
+    plans = [plan((b, *of), heads, dim, False) for b, of in product(BATCHES, lengths)]
+    for first in {it.name: it for it in plans}.values():
+        with_it = {*first.sources(), *first.companions()}
+        assert all(with_it.issuperset(it.sources()) for it in plans if it.name == first.name)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hoppers_backward_is_few_kernels(dim: int, heads: tuple[int, int]) -> None:
+    """At most three of each of its parts, for all sizes."""
+    plans = [plan((b, *of), heads, dim, True) for b, of in product(BATCHES, LENGTHS)]
+    assert {it.name for it in plans} == {"bwd_sm90"}
+    sources = {source for it in plans for source in it.sources()}
+    for name in {source.name for source in sources}:
+        assert sum(source.name == name for source in sources) <= 3
