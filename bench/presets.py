@@ -117,6 +117,7 @@ def case(
     head_dims: tuple[int, int],
     mask: str = "full",
     *,
+    keys: int | None = None,
     dtype: str = "bf16",
     window: int | None = None,
     lengths: tuple[int, ...] | None = None,
@@ -124,15 +125,17 @@ def case(
     page: int | None = None,
     extra: str = "",
 ) -> Case:
-    """A self-attention, named like ``b4 h16/16 s4096 d128 causal``.
+    """An attention, named like ``b4 h16/16 s4096 d128 causal``.
 
     Args:
         heads: of q, and of k and v.
+        seq: queries, and unless ``keys`` are others, keys.
         head_dims: of q and k, and of v.
     """
     d_qk, d_v = head_dims
     d = f"{d_qk}" if d_qk == d_v else f"{d_qk}/{d_v}"
-    words = [f"b{batch}", f"h{heads[0]}/{heads[1]}", f"s{seq}", f"d{d}", mask]
+    s = f"{seq}" if keys is None else f"{seq}/{keys}"
+    words = [f"b{batch}", f"h{heads[0]}/{heads[1]}", f"s{s}", f"d{d}", mask]
     if window is not None:
         words[-1] += str(window)
     if lengths is not None and extra != "ragged":
@@ -146,7 +149,7 @@ def case(
     if extra:
         words.append(extra)
     return Case(
-        " ".join(words), batch, *heads, seq, seq, d_qk, d_v, mask, dtype, window, lengths,
+        " ".join(words), batch, *heads, seq, keys or seq, d_qk, d_v, mask, dtype, window, lengths,
         deterministic, page, extra,
     )  # fmt: skip
 
@@ -258,6 +261,45 @@ def _features() -> list[Case]:
     ]
 
 
+def _shapes() -> list[Case]:
+    """What fills a GPU unevenly: few queries to many keys and the other way round, the next queries
+    of a long prompt, few heads, odd lengths, one sequence in a window."""
+    wide = (128, 128)
+    few = [
+        case(batch, heads, queries, wide, keys=keys)
+        for batch, heads, keys in (
+            (1, (16, 2), 1024), (1, (16, 2), 16384), (1, (16, 16), 16384), (8, (16, 16), 4096)
+        )
+        for queries in (32, 64, 100, 256, 1000)
+    ]  # fmt: skip
+    few += [case(1, (16, 16), 256, (d, d), keys=16384) for d in (64, 256)]
+    few += [case(1, (16, heads), 4096, wide, keys=100) for heads in (16, 2, 1)]
+    next_of_prompt = [
+        case(1, (32, 8), queries, wide, "causal", keys=keys)
+        for queries in (64, 256, 1000)
+        for keys in (4096, 16384, 65536)
+    ]
+    alone = [
+        case(1, (heads, heads), seq, (d, d), mask)
+        for d, heads, seq in (
+            (128, 4, 1024), (128, 4, 4096), (128, 8, 2048), (128, 16, 1024), (64, 8, 2048),
+            (64, 8, 4096), (256, 8, 2048), (128, 1, 65536),
+        )
+        for mask in ("full", "causal")
+    ]  # fmt: skip
+    odd = [
+        case(2, (HIDDEN // d, HIDDEN // d), seq, (d, d), "causal")
+        for seq in (1000, 1537, 4097)
+        for d in (64, 128, 256)
+    ]
+    windows = [
+        case(1, (heads, heads), 8192, (d, d), "window", window=window)
+        for d, heads in ((64, 16), (128, 16), (256, 8))
+        for window in (64, 512, 4096)
+    ]
+    return [*few, *next_of_prompt, *alone, *odd, *windows]
+
+
 #: Sequence lengths, those that say most first.
 _TELLING = (4096, 1024, 16384, 8192, 512, 2048, 128)
 
@@ -279,6 +321,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "mla": [case(1, (128, 128), 8192, (192, 128), "causal")],
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),
+        "shapes": _shapes(),
         "deterministic": _deterministic(),
         "paged": _paged(),
     }

@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peers",
         type=_peers,
         default=("dlattn", "fa2", "fa3", "fa4", "cudnn"),
-        help="contenders, e.g. dlattn,dlattn:sm80,fa3; also torch_cudnn and flex",
+        help="contenders, e.g. dlattn,dlattn:sm80,fa3; also fa3_splits, torch_cudnn and flex",
     )
     parser.add_argument("--timing", type=_words(TIMINGS), help="eager,graph (default: both)")
     parser.add_argument("--rounds", type=int, help="timings, of which the median counts (5)")

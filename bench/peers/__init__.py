@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from bench.peers.aten import Fa2, Flex, TorchCudnn
 from bench.peers.base import Peer, Prepared, has_module
-from bench.peers.flash import Fa3, Fa4
+from bench.peers.flash import Fa3, Fa3Splits, Fa4
 from bench.peers.graph import Cudnn, Dlattn
 
 PEERS: dict[str, Callable[[], Peer]] = {
     "dlattn": Dlattn,
     "fa2": Fa2,
     "fa3": Fa3,
+    "fa3_splits": Fa3Splits,
     "fa4": Fa4,
     "cudnn": Cudnn,
     "torch_cudnn": TorchCudnn,

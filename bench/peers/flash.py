@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.peers.base import Peer, Prepared, has_module
 from bench.peers.packed import Packed
-from bench.presets import FORWARD, SOFTCAP, Case
+from bench.presets import BACKWARD, FORWARD, SOFTCAP, Case
 from bench.reference import Tensors
 
 
@@ -18,6 +18,8 @@ class Fa3(Peer):
     """FlashAttention-3's operators (Hopper)."""
 
     name = "fa3"
+    #: Parts that its forward divides keys into; 0 leaves it the choice.
+    splits = 1
     extras = ("softcap", "ragged")
 
     def refuses(self, case: Case, direction: str) -> str | None:
@@ -54,7 +56,7 @@ class Fa3(Peer):
         if direction == FORWARD:
             forward = torch.ops.flash_attn_3.fwd
             return Prepared(
-                lambda: forward(q, k, v, num_splits=1, **options),
+                lambda: forward(q, k, v, num_splits=self.splits, **options),
                 lambda made: outputs(made[:1]),
             )
         backward = torch.ops.flash_attn_3.bwd
@@ -62,6 +64,18 @@ class Fa3(Peer):
             lambda: backward(dO, q, k, v, o, stats, deterministic=case.deterministic, **options),
             lambda made: outputs(made[:3]),
         )
+
+
+class Fa3Splits(Fa3):
+    """The same, whose forward chooses how many parts of the keys are computed side by side."""
+
+    name = "fa3_splits"
+    splits = 0
+
+    def refuses(self, case: Case, direction: str) -> str | None:
+        if direction == BACKWARD:
+            return "fa3_splits: its backward is that of fa3."
+        return super().refuses(case, direction)
 
 
 class Fa4(Peer):

@@ -1,6 +1,6 @@
 // Query tiles whose keys several blocks share: each leaves what it has of the rows in the workspace, and
-// the last of them adds it all. A mark says that a warp's part is there; it is drawn when the plan is
-// made, and taken away by who adds: nobody has to clear the workspace.
+// the last of them has it all in the end. A mark says that a warp's part is there; it is drawn when the
+// plan is made, and taken away by who adds: nobody has to clear the workspace.
 #pragma once
 
 #include "attn/refs.cuh"
@@ -8,6 +8,30 @@
 #include "ptx/memory.cuh"
 
 namespace dlattn {
+
+// How parts of the same rows meet where they are many: the last of four, one after the other, adds up what
+// these have, and of four of those sums, again the last. One block for all would read as much as each has,
+// one after the other. Blocks wait for parts with smaller numbers only.
+struct PartGroups {
+  static constexpr int log2_size = 2, size = 1 << log2_size;
+  int number;  // of a part, from 0 on
+  bool last;
+
+  // Groups of four, of four groups, and so on by level, that end before this part.
+  DLATTN_DEVICE constexpr int ended(int level) const {
+    return last ? number >> log2_size * level : ((number + 1) >> log2_size * level) - 1;
+  }
+  // Those of them that this part's block adds, the i-th of which ends with a part.
+  DLATTN_DEVICE constexpr int others(int level) const { return ended(level) % size; }
+  DLATTN_DEVICE constexpr int end_of_other(int level, int i) const {
+    return ((ended(level) - others(level) + i + 1) << log2_size * level) - 1;
+  }
+  // Then another block adds what this one has; or it has all.
+  DLATTN_DEVICE constexpr bool leaves(int level) const {
+    return !last && others(level) < size - 1;
+  }
+  DLATTN_DEVICE constexpr bool completes(int level) const { return last && ended(level) < size; }
+};
 
 // Rows of so many warps. What a lane leaves is for the lane of the same number: no row is gathered.
 template <int warps, class Softmax, int v_tiles>
@@ -21,6 +45,36 @@ struct KeyParts {
   const PartsRef& parts;
   const int thread;  // among these warps
 
+  // True if this block then has all of the rows. The last part has the number of parts before it, others
+  // have -1, -2, ...
+  DLATTN_DEVICE bool gather(int block, int number, Softmax& softmax, Output& output) const {
+    if (number < 0) {
+      leave(block, softmax, output);
+      return false;
+    }
+#pragma unroll 1
+    for (int before = number; before > 0; --before) add(block - before, softmax, output);
+    return true;
+  }
+  DLATTN_DEVICE bool gather_in_groups(int block, int number, Softmax& softmax,
+                                      Output& output) const {
+    const bool last = number > 0;
+    const PartGroups part{last ? number : -1 - number, last};
+#pragma unroll 1
+    for (int level = 0;; ++level) {
+      if (part.leaves(level)) {
+        leave(block, softmax, output);
+        return false;
+      }
+#pragma unroll 1
+      for (int i = 0; i < part.others(level); ++i) {
+        add(block - part.number + part.end_of_other(level, i), softmax, output);
+      }
+      if (part.completes(level)) return true;
+    }
+  }
+
+ private:
   DLATTN_DEVICE Part& of(int block) const { return static_cast<Part*>(parts.data)[block]; }
   DLATTN_DEVICE uint64& mark(int block) const { return parts.marks[block * warps + thread / 32]; }
 

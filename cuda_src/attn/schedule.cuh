@@ -9,7 +9,8 @@ struct WorkItem {
   int tile, head, batch;
   bool reversed = false;  // of warpgroups that share its rows, the first takes the last ones
   bool late = false;      // it is one of the last that are handed out
-  // Of an item whose keys blocks share, how many before this one leave parts for it; -1: it leaves one.
+  // Of the last part of an item whose keys blocks share, how many parts there are before it; these are
+  // numbered -1, -2, ...
   short parts = 0;
 };
 

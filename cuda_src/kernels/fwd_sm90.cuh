@@ -449,15 +449,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE bool gather_parts(const WorkItem& item, Softmax& softmax, Output& output) {
     using Parts = KeyParts<4 * consumers, Softmax, dim_v / 8>;
     const Parts parts{p.parts, opaque(threadIdx.x - 128)};
-    if (item.parts < 0) {
-      parts.leave(blockIdx.x, softmax, output);
-      return false;
+    if constexpr (Tiling::shares_more) {
+      return parts.gather_in_groups(blockIdx.x, item.parts, softmax, output);
+    } else {
+      return parts.gather(blockIdx.x, item.parts, softmax, output);
     }
-#pragma unroll 1
-    for (int before = item.parts; before > 0; --before) {
-      parts.add(blockIdx.x - before, softmax, output);
-    }
-    return true;
   }
 
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.

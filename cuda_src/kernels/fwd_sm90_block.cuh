@@ -26,6 +26,14 @@ struct Sm90FwdTiling {
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
+  static constexpr bool shares_more = false;
+};
+
+// Blocks share the keys of query tiles under a mask that gives each its own, too; and of many blocks'
+// parts, groups meet.
+template <class Tiling>
+struct SharesMore : Tiling {
+  static constexpr bool shares_more = true;
 };
 
 // Params, and what the copy engine needs beside them.
@@ -67,7 +75,9 @@ struct FwdSm90Block {
   static constexpr bool visits_all = Tiles::skips || stages_bias;
 
   // Whether blocks may share the keys of a query tile (dlattn/plans/schedule.py).
-  static constexpr bool shares_keys = Problem::Mask::same_keys && !Problem::ragged;
+  static constexpr bool shares_bands = Tiling::shares_more && !Problem::Mask::same_keys;
+  static constexpr bool shares_keys =
+      (Problem::Mask::same_keys || shares_bands) && !Problem::ragged;
 
   // A tile of fewer rows takes as long as one of all, because its last rows have as many keys. Under a
   // causal mask the first tile has fewer, then, for which there are the fewest keys: this is by how many
@@ -129,7 +139,9 @@ struct FwdSm90Block {
     DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
         : Work(p, all.item, all.length, {rows.first, rows.first + 64}) {
       this->item.head = rows.head;
-      if (visits_all || (shares_keys && !this->empty())) {
+      // Of a part, or one that has no keys there would leave nothing to add.
+      const bool part = shares_keys && (!shares_bands || all.item.parts != 0);
+      if (visits_all || (part && !this->empty())) {
         this->first_tile = all.first_tile;
         this->last_tile = all.last_tile;
       }

@@ -17,6 +17,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::p;
   using Base::q_stages;
   using Base::shared;
+  using Base::shares_bands;
   using Base::shares_keys;
   using Base::stages;
   using Base::stages_bias;
@@ -63,6 +64,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void hand_out(Place<item_stages>& place, Work work) {
     // Parts of the same rows are the same consumer's in every block.
     work.item.reversed = !shares_keys && is_odd(place);
+    if constexpr (shares_bands) work.item.reversed = work.item.parts == 0 && is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
     if (lane < consumers) told.own[lane] = {p, work, this->own_rows(work, lane)};

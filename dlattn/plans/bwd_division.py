@@ -6,6 +6,7 @@ much where blocks end at different times, or those of a pair work on different h
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
 
 from dlattn.problem import Geometry, Problem
@@ -17,6 +18,9 @@ HEADS = 2
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, and of how many blocks the last items must be for it.
 MOST_PARTS, LEAST_LAST = 5, 1 / 4
+#: Whether items that are fewer than blocks may have some of a group's heads, too; and their parts
+#: at the most. The kernels are those of other items; not yet run so (``bench/NOTES.md``).
+DIVIDES_FEW, MOST_PARTS_OF_FEW = False, 16
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
 
@@ -60,15 +64,27 @@ def divided_end(
     if geometry.band_right is not None or few or not _may_divide(problem, geometry):
         return None
 
-    def end(parts: int) -> float:
-        fixed = FIXED_STEPS / steps if parts > 1 else 0.0
-        return ceil(last * parts / at_once) * (1 / parts + fixed)
+    def end(division: tuple[int, int]) -> float:
+        """In items, if a group is divided into so many, and each of these into so many parts."""
+        count = division[0] * division[1]
+        fixed = FIXED_STEPS / steps if count > 1 else 0.0
+        return ceil(last * count / at_once) * (1 / count + fixed)
 
-    parts = min(range(1, MOST_PARTS + 1), key=end)
-    gain = end(1) - end(parts)
+    divisions = [(1, parts) for parts in range(1, MOST_PARTS + 1)]
+    if DIVIDES_FEW:
+        divisors = [n for n in range(1, group + 1) if group % n == 0]
+        parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
+        # All run at once: where pairs wait for places, shares that go with no part never come.
+        divisions += [
+            (n, parts)
+            for n, parts in product(divisors, parts_of_few)
+            if items * n * parts <= at_once
+        ]
+    divisor, parts = min(divisions, key=end)
+    gain = end((1, 1)) - end((divisor, parts))
     if gain < LEAST_GAIN * (items / at_once) or gain * steps < LEAST_STEPS:
         return None
-    return Division(group, items - last, parts)
+    return Division(group // divisor, items - last, parts)
 
 
 def _may_divide(problem: Problem, geometry: Geometry) -> bool:

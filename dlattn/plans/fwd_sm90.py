@@ -18,12 +18,21 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
+from dlattn.plans.fwd_sm90_shares import (
+    asks_for_tiles,
+    choose_tiling,
+    heads_per_tile,
+    may_share_more,
+    shared_out,
+    sharing,
+    visited,
+)
 from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
-from dlattn.plans.schedule import Array, sharing_blocks, table, tile_costs
+from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, GivenMask, Padding, Problem, Scale
+from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
@@ -51,6 +60,8 @@ class Sm90FwdTiling:
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
         stages_bias: a bias comes through shared memory, too.
+        shares_more: blocks share the keys of query tiles under a band, too, which gives each its
+            own; and where the parts of a tile are many, these meet in groups.
     """
 
     consumers: int
@@ -60,6 +71,7 @@ class Sm90FwdTiling:
     ping_pong: bool = False
     exponentials_first: bool = True
     stages_bias: bool = False
+    shares_more: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -76,10 +88,11 @@ class Sm90FwdTiling:
     @property
     def cpp(self) -> str:
         ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
-        return (
+        cpp = (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
             f"{ping_pong}, {first}>"
         )
+        return f"SharesMore<{cpp}>" if self.shares_more else cpp
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
@@ -106,10 +119,6 @@ def value_columns(problem: Problem) -> int:
 def is_positive(problem: Problem) -> bool:
     """Whether the scale is known to be."""
     return any(isinstance(edit, Scale) and edit.positive for edit in problem.edits)
-
-
-#: What a tile of the same size costs with another tiling than the first, as measured.
-SLOWER = 1.25
 
 
 def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
@@ -161,40 +170,6 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     return (Sm90FwdTiling(2, 64),)
 
 
-def rows_missing(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> int:
-    """By how many rows the first tile of full sequences is smaller than others, in parts of a
-    consumer's (``rows_missing`` in the kernel)."""
-    if geometry.band_right is None or problem.has_blocks or tiling.tile_q <= tiling.tile_k:
-        return 0
-    return round_up(geometry.seq_q, tiling.tile_q) - round_up(geometry.seq_q, 64)
-
-
-def heads_per_tile(
-    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
-) -> int:
-    """Query heads that share a tile: queries so few that one consumer has those of a head leave the
-    others to heads with the same keys, if multiprocessors have enough to do all the same."""
-    packs = geometry.seq_q <= 64 and geometry.heads_together % tiling.consumers == 0
-    packs &= geometry.batch * geometry.heads_q >= tiling.consumers * multiprocessors
-    packs &= not (problem.has_blocks or tiling.stages_bias)
-    return tiling.consumers if packs else 1
-
-
-def choose_tiling(problem: Problem, geometry: Geometry, multiprocessors: int) -> Sm90FwdTiling:
-    """The tiling that takes the least time, if tiles are shared out evenly."""
-
-    def cost(tiling: Sm90FwdTiling) -> float:
-        missing = rows_missing(problem, geometry, tiling)
-        tiles = tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing).sum()
-        slower = 1.0 if tiling is first else SLOWER
-        heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-        at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
-        return float(tiles) / heads * tiling.tile_q * tiling.tile_k * slower / at_a_time
-
-    first, *others = tilings(problem)
-    return min((first, *others), key=cost) if others else first
-
-
 class FwdSm90(MappedPlan):
     """FlashAttention-3's forward with wgmma, TMA and warp specialisation."""
 
@@ -209,11 +184,13 @@ class FwdSm90(MappedPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        self.tiling = tiling or choose_tiling(self.problem, geometry, target.multiprocessors)
+        tiling = tiling or self.choices(self.problem, geometry, target)[0]
+        self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
         self._schedule: Any = None
-        self._heads_per_tile = heads_per_tile(
-            self.problem, geometry, self.tiling, target.multiprocessors
-        )
+        shape = self.problem, geometry, self.tiling
+        self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
+        #: Blocks that share the keys of query tiles; 0 if each tile is one block's.
+        self._sharing = sharing(*shape, self._heads_per_tile, target.multiprocessors)
         self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
@@ -238,8 +215,10 @@ class FwdSm90(MappedPlan):
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[Sm90FwdTiling]:
         problem = cls.skipping(problem)
-        best = choose_tiling(problem, geometry, target.multiprocessors)
-        return [best, *(tiling for tiling in tilings(problem) if tiling != best)]
+        known, multiprocessors = tilings(problem), target.multiprocessors
+        best = choose_tiling(problem, geometry, known, multiprocessors)
+        ordered = (best, *(tiling for tiling in known if tiling != best))
+        return [shared_out(problem, geometry, it, multiprocessors) for it in ordered]
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
@@ -249,24 +228,20 @@ class FwdSm90(MappedPlan):
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
-        geometry, tiling = self.geometry, self.tiling
-        missing = rows_missing(self.problem, geometry, tiling)
+        keys = visited(self.problem, self.geometry, self.tiling)
         return table(
-            tile_costs(geometry, tiling.tile_q, tiling.tile_k, missing),
-            geometry.heads_q,
-            geometry.batch,
-            max(1, pairs_per_wave(self.problem, geometry, WAVE_BYTES) // self._heads_per_tile),
+            tile_costs(*keys),
+            self.geometry.heads_q,
+            self.geometry.batch,
+            max(1, pairs_per_wave(self.problem, self.geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
             self._heads_per_tile,
-            -(-geometry.seq_kv // tiling.tile_k) if self._sharing else 0,
+            keys if self._sharing else None,
         )
 
     @cached_property
     def _asks_for_tiles(self) -> bool:
-        """What is on the device says how long tiles take."""
-        lengths = {"seq_len_q", "seq_len_kv"}
-        told = not lengths.isdisjoint(self.geometry.tensors) or self.problem.has_blocks
-        return told or self.problem.ragged
+        return asks_for_tiles(self.problem, self.geometry)
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:
@@ -301,14 +276,6 @@ class FwdSm90(MappedPlan):
         lanes = 2 * self.tiling.tile_q
         return self._sharing * 16 * (value_columns(self.problem) // 8 + 1) * lanes
 
-    @cached_property
-    def _sharing(self) -> int:
-        """Blocks that share the keys of the last query tiles; 0 if each tile is one block's."""
-        same_keys = all(isinstance(mask, Padding) for mask in self.problem.masks)
-        if not same_keys or self._asks_for_tiles:
-            return 0
-        return sharing_blocks(self._tiles, self.geometry.seq_kv, self.target.multiprocessors)
-
     @property
     def _tiles(self) -> int:
         return query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
@@ -334,6 +301,8 @@ class FwdSm90(MappedPlan):
 
     def companions(self) -> list[KernelSource]:
         others = tilings(self.problem)
+        sharing_more = (it for it in others if may_share_more(self.problem, it))
+        others += tuple(replace(tiling, shares_more=True) for tiling in sharing_more)
         return [self._source(tiling) for tiling in others if tiling != self.tiling]
 
     def _source(self, tiling: Sm90FwdTiling) -> KernelSource:

@@ -20,6 +20,9 @@ ALL_KEYS = (0, 2**31 - 1, 0)
 #: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
 #: another load of q, another first product, and the way of outputs through memory.
 LEAST_PART, PARTS_COST = 512, 480
+#: Where tiles differ in keys: how many rounds of them blocks share at the most, and how much of the
+#: time that whole tiles take is left at the most.
+MOST_SHARED, LEAST_GAIN = 4, 0.95
 
 #: What a tile costs beside its key tiles, in key tiles: loading q, the first scores, the store.
 FIXED_COST = 0.7
@@ -27,8 +30,11 @@ FIXED_COST = 0.7
 EMPTY_COST = 0.2
 
 
-def tile_costs(geometry: Geometry, tile_q: int, tile_k: int, missing: int = 0) -> Array:
-    """The cost of each query tile of one head, in key tiles, if every sequence is full.
+def visited_keys(
+    geometry: Geometry, tile_q: int, tile_k: int, missing: int = 0
+) -> tuple[Array, Array]:
+    """The first key tile of each query tile of one head, and the one after its last, if every
+    sequence is full; the same where it has no keys.
 
     Args:
         missing: rows that the first tile has not (``rows_missing`` in the Hopper forward).
@@ -43,8 +49,13 @@ def tile_costs(geometry: Geometry, tile_q: int, tile_k: int, missing: int = 0) -
         low = np.maximum(low, first + shift - geometry.band_left + 1)
     if geometry.band_right is not None:
         high = np.minimum(high, last + shift + geometry.band_right + 1)
-    tiles = -(-high // tile_k) - low // tile_k
-    return np.where(high > low, tiles + FIXED_COST, EMPTY_COST)
+    begin = low // tile_k
+    return begin, np.where(high > low, -(-high // tile_k), begin)
+
+
+def tile_costs(begin: Array, end: Array) -> Array:
+    """The cost, in key tiles, of query tiles that visit the key tiles from ``begin`` to ``end``."""
+    return np.where(end > begin, end - begin + FIXED_COST, EMPTY_COST)
 
 
 def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple[Array, Array]:
@@ -82,7 +93,7 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
 
 def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     """How many blocks had best share the keys of the query tiles that are left after whole rounds,
-    or 0 where it is best that each tile has one block."""
+    or 0 where it is best that each tile has one block. Of tiles with the same keys."""
     last, blocks = tiles % multiprocessors, multiprocessors
     if tiles < multiprocessors:
         blocks = min(blocks, tiles * keys // LEAST_PART)
@@ -91,25 +102,58 @@ def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     return blocks if last * keys / blocks + PARTS_COST < keys else 0
 
 
-def share(last: Array, key_tiles: int, blocks: int) -> tuple[Array, Array, Array]:
-    """Divides the keys of query tiles, fewer than blocks, evenly among these.
+def same_keys(begin: Array, end: Array) -> bool:
+    """Whether query tiles that visit the key tiles from ``begin`` to ``end`` visit the same."""
+    return bool(np.ptp(begin) == 0 and np.ptp(end) == 0)
+
+
+def band_sharing_blocks(costs: Array, pairs: int, tile_k: int, multiprocessors: int) -> int:
+    """The same of all tiles, where their keys differ.
+
+    Args:
+        costs: of the tiles of one pair.
+        pairs: (batch, head) pairs.
+    """
+    tiles = pairs * len(costs)
+    if tiles > MOST_SHARED * multiprocessors or costs.min() < 1:
+        return 0
+    key_tiles = pairs * float(np.sum(costs - FIXED_COST))
+    blocks = min(multiprocessors, int(key_tiles) * tile_k // LEAST_PART)
+    if blocks == 0:
+        return 0
+    apart = min(tiles, multiprocessors)
+    owner, _ = balance(costs, pairs, pairs, apart)
+    longest = np.bincount(owner, np.tile(costs, pairs)).max()
+    shared = key_tiles / blocks + FIXED_COST * -(-tiles // blocks) + PARTS_COST / tile_k
+    return blocks if shared < LEAST_GAIN * longest else 0
+
+
+def share(last: Array, begin: Array, end: Array, blocks: int) -> tuple[Array, Array, Array]:
+    """Divides the keys of query tiles evenly among blocks.
 
     A block waits for parts of smaller numbers only, after it has left its own: these have begun.
+
+    Args:
+        last: query tiles.
+        begin, end: the key tiles of each, of which there is one at least.
 
     Returns:
         Of each part: its query tile; its block; and its key tiles, as :func:`table` has them.
     """
-    ends = np.arange(1, blocks + 1) * len(last) * key_tiles // blocks
-    cuts = np.union1d(ends, np.arange(len(last) + 1) * key_tiles)
-    begin, end = cuts[:-1], cuts[1:]
-    number = begin // key_tiles
-    block = np.searchsorted(ends, begin, "right")
-    first_block = np.searchsorted(ends, number * key_tiles, "right")
-    adds = end % key_tiles == 0
-    parts = np.where(adds, block - first_block, -1)
-    keys = np.stack([begin - number * key_tiles, end - number * key_tiles, parts], axis=1)
-    leaves_first = np.lexsort((adds, block))
-    return last[number][leaves_first], block[leaves_first], keys[leaves_first]
+    tile_ends = np.cumsum(end - begin)
+    tile_begins = tile_ends - (end - begin)
+    ends = np.arange(1, blocks + 1) * tile_ends[-1] // blocks
+    cuts = np.union1d(ends, np.append(0, tile_ends))
+    first, after = cuts[:-1], cuts[1:]
+    number = np.searchsorted(tile_ends, first, "right")
+    block = np.searchsorted(ends, first, "right")
+    first_block = np.searchsorted(ends, tile_begins[number], "right")
+    before = block - first_block
+    parts = np.where(after == tile_ends[number], before, -1 - before)
+    of_tile = begin[number] - tile_begins[number]
+    keys = np.stack([first + of_tile, after + of_tile, parts], axis=1)
+    in_turn = np.lexsort((np.sign(parts), block))
+    return last[number][in_turn], block[in_turn], keys[in_turn]
 
 
 def table(
@@ -119,27 +163,34 @@ def table(
     pairs_per_wave: int,
     blocks: int,
     heads_per_tile: int = 1,
-    shared_keys: int = 0,
+    shared_keys: tuple[Array, Array] | None = None,
 ) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
 
     Args:
         heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
-        shared_keys: key tiles of every query tile, if blocks share those of the last; else 0.
+        shared_keys: of each query tile of a pair the first key tile and the one after its last, if
+            blocks share them: those of the last query tiles, or where they differ, of all.
 
     Returns:
         int32, in rows of eight: of each block, its first tile as (tile, head, batch, the row of its
         second; its first key tile, the one after its last, parts, 0); (0, 0, 0, the number of rows;
         zeros); the other tiles of each block, with 0 in place of a row, in order. Parts are 0 of a
-        tile whose keys are all one block's, -1 of one that others add; of who adds, how many.
+        tile whose keys are all one block's; else those before its last -1, -2, ..., and of the last
+        their number.
     """
     heads //= heads_per_tile
     pairs = heads * batch
     if shared_keys:
+        begin, end = shared_keys
         order = balance(costs, pairs, pairs_per_wave, min(blocks, pairs * len(costs)))[1]
         whole = len(order) - len(order) % blocks
-        parts, their_blocks, their_keys = share(order[whole:], shared_keys, blocks)
+        if not same_keys(begin, end):
+            order, whole = np.arange(len(order)), 0
+        last = order[whole:]
+        its = last % len(costs)
+        parts, their_blocks, their_keys = share(last, begin[its], end[its], blocks)
         order = np.concatenate([order[:whole], parts])
         owner = np.concatenate([np.arange(whole) % blocks, their_blocks])
         keys = np.concatenate([np.tile(ALL_KEYS, (whole, 1)), their_keys])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dlattn.plans import fwd_sm90_shares
 from dlattn.runtime.target import cuda_target
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
@@ -36,6 +37,42 @@ CASES = {
     "dropout": replace(FEW, dropout=0.2),
     "one row": replace(FEW, seq_q=129, seq_kv=9001),
 }
+
+
+#: The next queries of a sequence: their tiles have different keys, and some rows of a tile none of
+#: those in a part.
+NEXT = replace(FEW, seq_q=300, right=0, bottom_right=True)
+MORE_CASES = {
+    "causal": NEXT,
+    "causal, one sequence": replace(NEXT, heads_q=2, heads_k=2, heads_v=1, seq_q=3000),
+    "causal, a corner that no tile has": replace(NEXT, seq_q=257, seq_kv=4111),
+    "causal, top left": replace(NEXT, seq_q=3000, seq_kv=3500, bottom_right=False),
+    "causal, 64": replace(NEXT, head_dim_qk=64, head_dim_v=64),
+    "causal, 96": replace(NEXT, head_dim_qk=96, head_dim_v=96),
+    "causal, 192 and 128": replace(NEXT, head_dim_qk=192),
+    "causal, 256": replace(NEXT, dtype="float16", head_dim_qk=256, head_dim_v=256),
+    "a window": replace(NEXT, seq_q=700, seq_kv=6000, left=3000),
+    "a left bound": replace(NEXT, left=2500, right=None),
+    "causal, growing scores": replace(NEXT, logits=12.0, offset=60.0),
+    "causal, a sink, maxima": replace(NEXT, sink=2.0, row_outputs=("score_max", "score_sum_exp")),
+    "causal, a bias": replace(NEXT, bias="bfloat16", bias_layout="aligned"),
+    "causal, dropout": replace(NEXT, dropout=0.2),
+    "heads that share tiles": replace(NEXT, heads_q=8, heads_k=2, heads_v=2, seq_q=50),
+    "heads that share tiles, full": replace(
+        FEW, heads_q=8, heads_k=2, heads_v=2, seq_q=64, seq_kv=9001
+    ),
+    "many parts": replace(FEW, heads_q=1, heads_v=1, seq_q=100, seq_kv=14000),
+    "many parts, causal": replace(NEXT, heads_q=1, heads_v=1, seq_q=64, seq_kv=14000),
+}
+
+
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
+def test_more_parts_are_one_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do those of query tiles with keys of their own, of several heads, and of many blocks."""
+    if cuda_target(0).capability != (9, 0):
+        pytest.skip("only Hopper's forward shares keys")
+    monkeypatch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
+    check(case, gpu_library(), run_graph)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -63,6 +63,13 @@ def test_usual_flops() -> None:
     assert c.kv_bytes == 4 * 16 * 64 * 128 * 2 * 2
 
 
+def test_keys_that_are_not_as_many_as_queries() -> None:
+    """The name says how many there are of each, and a causal mask ends in the corner of both."""
+    c = case(1, (16, 2), 64, (128, 128), "causal", keys=1024)
+    assert c.name == "b1 h16/2 s64/1024 d128 causal"
+    assert (c.seq_q, c.seq_kv, c.area) == (64, 1024, 16 * sum(range(1024 - 63, 1025)))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(preset: str) -> None:
     """Names of cases are unique, and say what the case is."""
@@ -162,6 +169,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for name, c, words in refused:
         assert words in (make_peer(name).supports(c, FORWARD) or "")
+    assert "that of fa3" in (make_peer("fa3_splits").supports(dense, BACKWARD) or "")
     for name, c in (("fa2", window), ("cudnn", padded), ("dlattn:sm80", mla), ("flex", dense)):
         assert make_peer(name).supports(c, FORWARD) is None
 

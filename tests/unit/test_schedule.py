@@ -11,16 +11,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.fwd_sm90 import FwdSm90, heads_per_tile, tilings
+from dlattn.plans.fwd_sm90 import FwdSm90, tilings
+from dlattn.plans.fwd_sm90_shares import heads_per_tile
 from dlattn.plans.schedule import (
     ALL_KEYS,
     EMPTY_COST,
     FIXED_COST,
+    LEAST_PART,
     Array,
     balance,
+    band_sharing_blocks,
     sharing_blocks,
     table,
     tile_costs,
+    visited_keys,
 )
 from dlattn.problem import (
     Bias,
@@ -86,27 +90,70 @@ def test_parts_of_keys_meet(
     tiles: int, pairs: int, keys: int, tile_k: int, multiprocessors: int
 ) -> None:
     """Where blocks share keys, each key tile of each query tile is visited once, blocks visit
-    nearly as many, and who adds parts waits for those that the blocks just before leave first."""
+    nearly as many, and who has the last part waits for those that the blocks just before leave
+    first."""
     blocks, key_tiles = sharing_blocks(tiles * pairs, keys, multiprocessors), -(-keys // tile_k)
     assume(blocks)
     assert blocks <= multiprocessors
-    taken = rows_of_blocks(
-        table(np.ones(tiles), pairs, 1, 3, blocks, shared_keys=key_tiles), blocks
-    )
+    visited = np.zeros(tiles, int), np.full(tiles, key_tiles)
+    rows = table(np.ones(tiles), pairs, 1, 3, blocks, shared_keys=visited)
+    check_parts(rows_of_blocks(rows, blocks), pairs, *visited)
+
+
+@given(
+    keys=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), min_size=2, max_size=40),
+    pairs=st.integers(1, 9),
+    blocks=st.integers(1, 150),
+)
+def test_parts_of_different_keys_meet(keys: list[tuple[int, int]], pairs: int, blocks: int) -> None:
+    """The same where each query tile has keys of its own, and all are shared."""
+    begin, count = np.array(keys).T
+    assume(np.ptp(begin) or np.ptp(begin + count))
+    blocks = min(blocks, pairs * int(count.sum()))
+    visited = begin, begin + count
+    rows = table(tile_costs(*visited), pairs, 1, 3, blocks, shared_keys=visited)
+    check_parts(rows_of_blocks(rows, blocks), pairs, *visited)
+
+
+def check_parts(taken: list[list[Array]], pairs: int, begin: Array, end: Array) -> None:
+    """What blocks take, of query tiles that visit the key tiles from ``begin`` to ``end``."""
     parts: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
     visited = []
     for block, rows in enumerate(taken):
-        own = [(int(row[4]), min(int(row[5]), key_tiles), int(row[6])) for row in rows]
-        visited.append(sum(end - begin for begin, end, _ in own))
-        adds = [added > 0 for *_, added in own]
-        assert [added for *_, added in own].count(-1) <= 1 and adds == sorted(adds)
+        own = []
+        for row in rows:
+            first, last = begin[row[0]], end[row[0]]
+            own.append((max(int(row[4]), first), min(int(row[5]), last), int(row[6])))
+        visited.append(sum(last - first for first, last, _ in own))
+        left, added = ([number * sign > 0 for *_, number in own] for sign in (-1, 1))
+        assert sum(left) <= 1 and added == sorted(added)
         for row, of_row in zip(rows, own, strict=True):
             parts.setdefault(tuple(map(int, row[:3])), []).append((block, *of_row))
-    assert max(visited) - min(visited) <= 1 and len(parts) == tiles * pairs
-    for of_tile in parts.values():
-        assert of_tile[0][1] == 0 and of_tile[-1][2] == key_tiles
+    assert max(visited) - min(visited) <= 1 and len(parts) == len(begin) * pairs
+    for (tile, *_), of_tile in parts.items():
+        assert (of_tile[0][1], of_tile[-1][2]) == (begin[tile], end[tile])
         assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
-        assert [part[3] for part in of_tile] == [-1] * (len(of_tile) - 1) + [len(of_tile) - 1]
+        before = len(of_tile) - 1
+        assert [part[3] for part in of_tile] == [*range(-1, -before - 1, -1), before]
+
+
+@given(
+    costs=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    pairs=st.integers(1, 40),
+    multiprocessors=st.integers(1, 150),
+)
+def test_bands_are_shared_where_that_is_shorter(
+    costs: list[int], pairs: int, multiprocessors: int
+) -> None:
+    """Blocks share keys only if none is at work for as long as the one with the most whole tiles,
+    and each has the keys of a part that is worth it."""
+    whole = np.array(costs) + FIXED_COST
+    blocks = band_sharing_blocks(whole, pairs, 128, multiprocessors)
+    assume(blocks)
+    each = pairs * sum(costs) / blocks
+    owner, _ = balance(whole, pairs, pairs, min(pairs * len(costs), multiprocessors))
+    assert each < np.bincount(owner, np.tile(whole, pairs)).max()
+    assert blocks <= multiprocessors and 128 * each >= LEAST_PART
 
 
 @given(pairs=st.integers(1, 60), pairs_per_wave=st.integers(1, 60))
@@ -149,11 +196,12 @@ def test_costs_count_the_key_tiles(
         keep &= column + left > diagonal
     if right is not None:
         keep &= column <= diagonal + right
-    costs = tile_costs(geometry, 128, 64, missing)
-    for tile, cost in enumerate(costs):
+    begin, end = visited_keys(geometry, 128, 64, missing)
+    for tile, cost in enumerate(tile_costs(begin, end)):
         first = tile * 128 - missing
         attended = np.flatnonzero(keep[max(first, 0) : first + 128].any(0)) // 64
         want = attended[-1] - attended[0] + 1 if len(attended) else 0
+        assert not want or (begin[tile], end[tile]) == (attended[0], attended[-1] + 1)
         assert cost == (want + FIXED_COST if want else EMPTY_COST)
 
 

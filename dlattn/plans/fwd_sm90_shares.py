@@ -1,0 +1,144 @@
+"""How query tiles of the Hopper forward are shared out: of how many heads a tile is, whether blocks
+share its keys, and which tiling that is best for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dlattn.plans.cuda import query_tiles, round_up
+from dlattn.plans.schedule import (
+    PARTS_COST,
+    Array,
+    band_sharing_blocks,
+    same_keys,
+    sharing_blocks,
+    tile_costs,
+    visited_keys,
+)
+from dlattn.problem import Geometry, Padding, Problem
+
+if TYPE_CHECKING:
+    from dlattn.plans.fwd_sm90 import Sm90FwdTiling
+
+#: What a tile of the same size costs with another tiling than the first, as measured.
+SLOWER = 1.25
+
+#: Whether blocks share keys under a band, and of heads that share tiles; whether many parts meet in
+#: groups; and whether a tiling for few tiles under a band is chosen by when the longest ends.
+#: Compiled, not yet run: ``bench/NOTES.md`` says what measures it.
+SHARES_MORE = False
+#: Parts of a tile that one block adds at the most, if others may.
+MOST_PARTS_OF_ONE = 4
+
+
+def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
+    """Whether what is on the device says how long tiles take, and blocks ask for them."""
+    lengths = {"seq_len_q", "seq_len_kv"}
+    told = not lengths.isdisjoint(geometry.tensors) or problem.has_blocks
+    return told or problem.ragged
+
+
+def rows_missing(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> int:
+    """By how many rows the first tile of full sequences is smaller than others, in parts of a
+    consumer's (``rows_missing`` in the kernel)."""
+    if geometry.band_right is None or problem.has_blocks or tiling.tile_q <= tiling.tile_k:
+        return 0
+    return round_up(geometry.seq_q, tiling.tile_q) - round_up(geometry.seq_q, 64)
+
+
+def visited(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> tuple[Array, Array]:
+    """See :func:`dlattn.plans.schedule.visited_keys`."""
+    missing = rows_missing(problem, geometry, tiling)
+    return visited_keys(geometry, tiling.tile_q, tiling.tile_k, missing)
+
+
+def has_same_keys(problem: Problem) -> bool:
+    """Whether all queries attend to the same keys."""
+    return all(isinstance(mask, Padding) for mask in problem.masks)
+
+
+def may_share_more(problem: Problem, tiling: Sm90FwdTiling) -> bool:
+    """Whether there is a kernel for it: four consumers have no registers."""
+    return SHARES_MORE and tiling.consumers == 2 and not (problem.has_blocks or problem.ragged)
+
+
+def sharing(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
+) -> int:
+    """Blocks that share the keys of query tiles of so many heads; 0 if each tile is one block's."""
+    if asks_for_tiles(problem, geometry):
+        return 0
+    pairs = geometry.batch * geometry.heads_q // heads
+    begin, end = visited(problem, geometry, tiling)
+    if has_same_keys(problem):
+        return sharing_blocks(pairs * len(begin), geometry.seq_kv, multiprocessors)
+    if not may_share_more(problem, tiling):
+        return 0
+    if same_keys(begin, end):
+        keys = int(end[0] - begin[0]) * tiling.tile_k
+        return sharing_blocks(pairs * len(begin), keys, multiprocessors)
+    return band_sharing_blocks(tile_costs(begin, end), pairs, tiling.tile_k, multiprocessors)
+
+
+def heads_per_tile(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
+) -> int:
+    """Query heads that share a tile: queries so few that one consumer has those of a head leave the
+    others to heads with the same keys, if multiprocessors have enough to do all the same."""
+    heads = tiling.consumers
+    packs = geometry.seq_q <= 64 and geometry.heads_together % heads == 0
+    if not packs or problem.has_blocks or tiling.stages_bias:
+        return 1
+    enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
+    if not enough and may_share_more(problem, tiling):
+        enough = sharing(problem, geometry, tiling, heads, multiprocessors) > 0
+    return heads if enough else 1
+
+
+def choose_tiling(
+    problem: Problem,
+    geometry: Geometry,
+    tilings: Sequence[Sm90FwdTiling],
+    multiprocessors: int,
+) -> Sm90FwdTiling:
+    """The tiling that takes the least time, if tiles are shared out evenly.
+
+    Args:
+        tilings: the fastest for many tiles, then others.
+    """
+    if len(tilings) == 1:
+        return tilings[0]
+
+    def cost(tiling: Sm90FwdTiling) -> float:
+        """In products of a query and a key."""
+        costs = tile_costs(*visited(problem, geometry, tiling))
+        heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
+        at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
+        slower = 1.0 if tiling is tilings[0] else SLOWER
+        of_head = float(costs.sum()) / heads * tiling.tile_q * tiling.tile_k * slower
+        if not SHARES_MORE or has_same_keys(problem):
+            return of_head / at_a_time
+        total = of_head * geometry.batch * geometry.heads_q
+        blocks = sharing(problem, geometry, tiling, heads, multiprocessors)
+        if blocks:
+            return total / blocks + PARTS_COST * tiling.tile_q * slower
+        longest = float(costs.max()) * tiling.tile_q * tiling.tile_k * slower
+        return max(total / at_a_time, longest)
+
+    return min(tilings, key=cost)
+
+
+def shared_out(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
+) -> Sm90FwdTiling:
+    """The tiling, with what it needs if blocks share keys."""
+    if not may_share_more(problem, tiling):
+        return tiling
+    heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
+    blocks = sharing(problem, geometry, tiling, heads, multiprocessors)
+    shared_tiles = 0
+    if has_same_keys(problem):
+        shared_tiles = query_tiles(geometry, tiling.tile_q) // heads % multiprocessors
+    return replace(tiling, shares_more=blocks > MOST_PARTS_OF_ONE * shared_tiles)

@@ -1,0 +1,36 @@
+"""Few long items of the Hopper backward, of some heads of a group and in parts of their queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dlattn.plans import bwd_division
+from dlattn.runtime.target import cuda_target
+from tests.cases import Case
+from tests.drivers import check, gpu_library, run_graph
+
+pytestmark = pytest.mark.gpu
+
+FEW = Case(
+    heads_q=16, heads_k=1, heads_v=1, seq_q=2000, seq_kv=100, head_dim_qk=128, head_dim_v=128,
+    scale=0.09,
+)  # fmt: skip
+CASES = {
+    "a group": FEW,
+    "two groups, two batch entries": replace(FEW, batch=2, heads_k=2, heads_v=2, seq_q=1500),
+    "several key tiles": replace(FEW, heads_k=2, heads_v=2, seq_q=1000, seq_kv=600),
+    "no groups": replace(FEW, heads_k=16, heads_v=16, seq_q=4096),
+    "64": replace(FEW, head_dim_qk=64, head_dim_v=64, seq_q=4096),
+    "few queries": replace(FEW, seq_q=100, seq_kv=1024),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parts_add_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of groups and of queries give the gradients of all, and nobody waits for ever."""
+    if cuda_target(0).capability != (9, 0):
+        pytest.skip("only Hopper's backward divides items")
+    monkeypatch.setattr(bwd_division, "DIVIDES_FEW", True)
+    check(case, gpu_library(), run_graph)

@@ -1,0 +1,132 @@
+"""How query tiles of the Hopper forward are shared out among blocks, where more of them may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dlattn.dtypes import data_type
+from dlattn.plans import fwd_sm90_shares
+from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.runtime.target import KNOWN
+from tests.unit.test_schedule import rows_of_blocks
+
+HOPPER = KNOWN["sm_90a"]
+
+
+def plan(
+    batch: int = 1, heads_q: int = 16, heads_k: int = 2, seq_q: int = 100, seq_kv: int = 16384,
+    head_dim: int = 128, left: int | None = None, right: int | None = None,
+) -> FwdSm90:  # fmt: skip
+    """Of contiguous tensors, with bounds of a band that ends in the bottom right corner."""
+
+    def spec(role: str, heads: int, rows: int) -> TensorSpec:
+        size = (batch, heads, rows, head_dim)
+        stride = (heads * rows * head_dim, rows * head_dim, head_dim, 1)
+        return TensorSpec(role, size, stride, data_type.HALF)
+
+    tensors = {role: spec(role, heads_k, seq_kv) for role in "kv"}
+    tensors |= {role: spec(role, heads_q, seq_q) for role in "qo"}
+    bands = (left, right) != (None, None)
+    masks = (Padding(), *([Band(left is not None, right is not None)] if bands else []))
+    scale = (Scale(positive=True),)
+    problem = Problem(Direction.FORWARD, data_type.HALF, head_dim, head_dim, scale, masks)
+    return FwdSm90(problem, Geometry(tensors, 0.1, left, right, bottom_right=True), HOPPER)
+
+
+@pytest.fixture
+def shares_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
+
+
+def test_off_unless_asked_for() -> None:
+    """Kernels that have not run are no plan's: no band is shared, no head packed to be shared."""
+    for it in (
+        plan(seq_q=256, right=0),
+        plan(heads_q=4, heads_k=4, seq_q=2000, seq_kv=2000, right=0),
+        plan(seq_q=64),
+        plan(),
+    ):
+        assert not it.tiling.shares_more and it._heads_per_tile == 1
+        assert not any("SharesMore" in source.text for source in it.sources() + it.companions())
+        assert it._sharing == 0 or it.geometry.band_right is None
+
+
+@given(
+    heads=st.integers(1, 8),
+    seq_q=st.integers(1, 1500),
+    seq_kv=st.integers(1, 6000),
+    head_dim=st.sampled_from((64, 96, 128, 256)),
+    left=st.none() | st.integers(1, 5000),
+    right=st.none() | st.integers(0, 50),
+)
+def test_parts_of_a_band_are_what_queries_attend_to(
+    heads: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None, right: int | None
+) -> None:
+    """All parts of a query tile together are its key tiles from the first to the last that a query
+    attends to, each once; no more blocks than run at a time wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
+        it = plan(1, heads, heads, seq_q, seq_kv, head_dim, left, right)
+    assume(it._sharing)
+    assert it._sharing <= HOPPER.multiprocessors
+    assert it.tiling.shares_more or (left, right) == (None, None)
+    tile_q, tile_k = it.tiling.tile_q, it.tiling.tile_k
+    missing = fwd_sm90_shares.rows_missing(it.problem, it.geometry, it.tiling)
+    diagonal, key = np.arange(seq_q)[:, None] + seq_kv - seq_q, np.arange(seq_kv)[None]
+    keep = np.ones((seq_q, seq_kv), bool)
+    if left is not None:
+        keep &= key > diagonal - left
+    if right is not None:
+        keep &= key <= diagonal + right
+
+    def attended(tile: int) -> range:
+        first = tile * tile_q - missing
+        tiles = np.flatnonzero(keep[max(first, 0) : first + tile_q].any(0)) // tile_k
+        return range(tiles[0], tiles[-1] + 1)
+
+    visited: dict[tuple[int, int], list[int]] = {}
+    for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
+        tile, head, _, _, begin, end, parts, _ = map(int, row)
+        visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
+    assert len(visited) == heads * -(-(seq_q + missing) // tile_q)
+    for (tile, _), tiles in visited.items():
+        assert sorted(tiles) == list(attended(tile))
+
+
+@pytest.mark.usefixtures("shares_more")
+def test_the_next_queries_of_a_prompt_are_shared() -> None:
+    """Where a causal mask leaves each query tile nearly all keys, and tiles are fewer than
+    multiprocessors, these share the keys; where they are many more, none does."""
+    few = plan(1, 32, 8, 256, 16384, right=0)
+    assert few._sharing == HOPPER.multiprocessors and few.tiling.shares_more
+    many = plan(4, 64, 64, 4096, 4096, right=0)
+    assert many._sharing == 0 and not many.tiling.shares_more
+
+
+@pytest.mark.usefixtures("shares_more")
+def test_heads_share_tiles_whose_keys_blocks_share() -> None:
+    """Half as many tiles, whose keys all multiprocessors share, are half the work."""
+    packed = plan(1, 32, 8, 64, 16384, right=0)
+    assert (packed._heads_per_tile, packed._tiles) == (2, 16)
+    assert packed._sharing == HOPPER.multiprocessors
+    # None is left for others if keys are few.
+    assert plan(1, 32, 8, 64, 400, right=0)._heads_per_tile == 1
+
+
+@pytest.mark.usefixtures("shares_more")
+def test_many_parts_meet_in_groups() -> None:
+    """Where one block would add more than some, and only there, another kernel has groups."""
+    assert plan(heads_q=16).tiling.shares_more  # 132 blocks for 16 tiles
+    few_parts = plan(heads_q=64, heads_k=64)
+    assert few_parts._sharing and not few_parts.tiling.shares_more
+
+
+@pytest.mark.usefixtures("shares_more")
+def test_few_tiles_of_different_lengths_are_smaller() -> None:
+    """At 64, a tile of 256 rows with the most keys would end long after the mean."""
+    assert plan(1, 8, 8, 4096, 4096, 64, right=0).tiling.tile_q == 128
+    assert plan(8, 8, 8, 4096, 4096, 64, right=0).tiling.tile_q == 256
