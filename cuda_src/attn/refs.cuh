@@ -161,6 +161,7 @@ struct RaggedEntry {
   // Groups of heads whose sums of dQ share a place are a bundle; the first one, in the order of the
   // items, and groups of each.
   int first_bundle, bundled;
+  int first_key_tile;  // of one head, among those of all entries, if items are of keys
 
   // Of so many groups, those of a bundle.
   DLATTN_DEVICE Interval groups_of(int bundle, int all) const {
@@ -190,7 +191,7 @@ struct RaggedRef {
   int item_rows;         // queries or keys that an item has
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
-  int unused;
+  int key_tiles;  // whose sums of dK and dV the workspace has room for, of one head
 };
 
 // A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.

@@ -72,13 +72,31 @@ struct KeySums {
   static constexpr int tile_k = Tiling::tile_k;
   static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
   static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
+  static constexpr int size = tile_k * (width_qk + width_v);
   float* const g_first;
 
   DLATTN_DEVICE KeySums(const Params& p, int batch, int head, int tile)
-      : KeySums(p, (batch * (p.heads_q / p.heads_per_k) + head) * ceil_div(p.seq_kv, tile_k) +
-                       tile - p.whole_items) {}
+      : KeySums(p, (batch * heads(p) + head) * ceil_div(p.seq_kv, tile_k) + tile - p.whole_items) {}
+  // Of a ragged problem. An empty entry has none, but an item, whose zeros may be added to any sums.
+  DLATTN_DEVICE KeySums(const Params& p, const RaggedEntry& entry, int head, int tile)
+      : KeySums(p, least(entry.first_key_tile + tile, p.ragged.key_tiles - 1) * heads(p) + head) {}
+  explicit DLATTN_DEVICE KeySums(float* g_sums) : g_first(g_sums) {}
   DLATTN_DEVICE KeySums(const Params& p, int number)
-      : g_first(p.key_sums + int64(number) * (tile_k * (width_qk + width_v))) {}
+      : g_first(p.key_sums + int64(number) * size) {}
+
+  // That have sums of their own.
+  static DLATTN_DEVICE int heads(const Params& p) { return p.heads_q / p.heads_per_k; }
+
+  // Of a ragged problem's entry, all sums are cleared by the blocks of a grid's layer.
+  static DLATTN_DEVICE void clear(const Params& p, int batch) {
+    const int tiles = ceil_div(p.seq_len_kv.at(batch, p.seq_kv), tile_k) * heads(p);
+    auto* g_sums = reinterpret_cast<float4*>(KeySums(p, p.ragged.entries[batch], 0, 0).g_first);
+    const int block = blockIdx.x + gridDim.x * blockIdx.y, blocks = gridDim.x * gridDim.y;
+    const int64 end = int64(tiles) * (size / 4);
+    for (int64 i = int64(block) * blockDim.x + threadIdx.x; i < end; i += blocks * blockDim.x) {
+      g_sums[i] = float4{0.f, 0.f, 0.f, 0.f};
+    }
+  }
 
   // This lane's part of the first eight columns of the 16 rows from `first` on; 128 later, of the next.
   template <class Of>

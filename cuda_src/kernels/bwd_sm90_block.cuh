@@ -8,7 +8,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
-#include "kernels/bwd_tile.cuh"
+#include "kernels/bwd_key_sums.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
@@ -87,6 +87,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     int length_q, length_kv;
     RaggedEntry entry;
     MappedEntry mapped[mapped_tensors];
+    float* key_sums;  // where items have parts of groups, of dK and dV
   };
   using Told = Either<Problem::ragged, TellRagged, TellNumber>;
 
@@ -198,19 +199,22 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
            p.batch;
   }
 
+  // Some items are in parts of their queries; of ragged problems all have parts of groups.
+  static constexpr bool divides_queries = Tiling::adds_keys && !Problem::ragged;
+
   // Blocks take items and, of those that are in parts, these: one after another.
   static DLATTN_DEVICE int part_count(const Params& p, const SharedMemory& shared) {
     const int items = item_count(p, shared);
-    if constexpr (!Tiling::adds_keys) return items;
+    if constexpr (!divides_queries) return items;
     return items + (items - p.whole_items) * (p.item_parts - 1);
   }
   static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
-    if (!Tiling::adds_keys || number < p.whole_items) return number;
+    if (!divides_queries || number < p.whole_items) return number;
     return p.whole_items + (number - p.whole_items) / p.item_parts;
   }
   // Which of an item's queries a part has.
   static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
-    if (!Tiling::adds_keys || number < p.whole_items) return all;
+    if (!divides_queries || number < p.whole_items) return all;
     const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
     return {all.first + count * part / p.item_parts,
             all.first + count * (part + 1) / p.item_parts};
@@ -305,6 +309,10 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if (lane == mapped_tensors + 3) {
       told.item = {row.x, row.y, row.z};
       told.bundle = row.w;
+    }
+    if (Tiling::adds_keys && lane == mapped_tensors + 4) {
+      const int head = row.y * p.heads_per_block / p.heads_per_k;
+      told.key_sums = KeySums<Problem, Tiling>(p, p.ragged.entries[row.z], head, row.x).g_first;
     }
   }
 

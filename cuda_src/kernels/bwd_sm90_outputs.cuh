@@ -119,9 +119,11 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   template <class Of, int n_tiles>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, int first, int head) {
     const int batch = opaque(this->work.batch), row = first + Base::first_row_of_warp();
-    if (Tiling::adds_keys && this->number() >= p.whole_items) {
-      using Sums = KeySums<Problem, Tiling>;
-      const int first_key = Base::rank() * block_k + row;
+    using Sums = KeySums<Problem, Tiling>;
+    const int first_key = Base::rank() * block_k + row;
+    if constexpr (Tiling::adds_keys && Problem::ragged) {
+      Sums{this->told().key_sums}.template add<Of>(gradient, first_key);
+    } else if (Tiling::adds_keys && this->number() >= p.whole_items) {
       Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);
     } else {
       store_key_rows<Problem, Of>(gradient, this->first_stored_key() + row, batch, head, p);

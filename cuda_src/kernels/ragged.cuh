@@ -61,7 +61,7 @@ struct BlockSums {
 
 template <class Tiling>
 struct Ragged {
-  static constexpr int threads = Tiling::threads;
+  static constexpr int threads = Tiling::threads, sums_of_block = 6;
   const Params& p;
   const RaggedRef& r;
   const CumulativeLengths cu_q, cu_kv;
@@ -160,12 +160,12 @@ struct Ragged {
   }
 
   DLATTN_DEVICE void describe(int batch, int* s_sums) const {
-    int q = length_q(batch);
-    const int kv = length_kv(batch);
+    int q = length_q(batch), kv = length_kv(batch);
     // Items of long sequences take long: keys of many queries, queries of many keys.
     const auto cost = [&](int of_q, int of_kv) { return r.items_of_keys ? of_q : of_kv; };
     const int groups = p.heads_q / p.heads_per_block;
-    int tiles_before = 0, items_before = 0, bundles_before = 0, items = 0, bundles = 0;
+    int tiles_before = 0, key_tiles_before = 0, items_before = 0, bundles_before = 0;
+    int items = 0, bundles = 0;
     for (int b = threadIdx.x; b < p.batch; b += threads) {
       const int other_q = length_q(b), other_kv = length_kv(b);
       const int tiles = item_tiles(other_q, other_kv) * groups;
@@ -173,20 +173,26 @@ struct Ragged {
       const int own = cost(q, kv), other = cost(other_q, other_kv);
       items += tiles;
       bundles += its_bundles;
-      if (b < batch) tiles_before += ceil_div(other_q, r.tile_q);
+      if (b < batch) {
+        tiles_before += ceil_div(other_q, r.tile_q);
+        key_tiles_before += ceil_div(other_kv, r.item_rows);
+      }
       if (other > own || (other == own && b < batch)) {
         items_before += tiles;
         bundles_before += its_bundles;
       }
     }
-    BlockSums<threads, 5> sums(s_sums);
-    sums.add({tiles_before, items_before, bundles_before, items, bundles});
+    BlockSums<threads, sums_of_block> sums(s_sums);
+    sums.add({tiles_before, key_tiles_before, items_before, bundles_before, items, bundles});
     tiles_before = s_sums[0];
+    key_tiles_before = s_sums[1];
     const int tiles = item_tiles(q, kv), groups_of_bundle = bundled(q);
     int query_tiles = ceil_div(q, r.tile_q);
-    if (tiles_before + query_tiles > r.row_tiles)
-      q = query_tiles = 0;  // no room: more than promised
-    const RaggedEntry entry{tiles_before, query_tiles, s_sums[2], groups_of_bundle};
+    // No room: more than promised.
+    if (tiles_before + query_tiles > r.row_tiles) q = query_tiles = 0;
+    if (key_tiles_before + ceil_div(kv, r.item_rows) > r.key_tiles) kv = 0;
+    const RaggedEntry entry{tiles_before, query_tiles, s_sums[3], groups_of_bundle,
+                            key_tiles_before};
     if (threadIdx.x == 0) {
       const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;
       const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
@@ -194,20 +200,21 @@ struct Ragged {
       write_offsets(batch);
       if (r.mapped != nullptr) write_maps(batch, q, kv);
       if (batch == 0 && r.items != nullptr) {
-        r.items[0] = int4{s_sums[3], s_sums[4], 0, 0};
+        r.items[0] = int4{s_sums[4], s_sums[5], 0, 0};
         *p.items_taken = 0;
         if (p.shares_taken != nullptr) *p.shares_taken = 0;
       }
     }
-    if (r.items != nullptr) write_items(batch, tiles, s_sums[1], entry);
+    if (r.items != nullptr) write_items(batch, tiles, s_sums[2], entry);
   }
 };
 
 template <class Problem, class Tiling>
 DLATTN_DEVICE void ragged(const Params& p) {
-  __shared__ int s_sums[5];
+  using Entries = Ragged<Tiling>;
+  __shared__ int s_sums[Entries::sums_of_block];
   launch_dependents();
-  Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
+  Entries(p).describe(blockIdx.x, s_sums);
 }
 
 }  // namespace dlattn

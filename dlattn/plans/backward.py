@@ -188,7 +188,9 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return self._key_sums + self._gradient_scratch.arrivals
+        # Of a ragged problem, the first kernel clears as many sums as there are.
+        key_sums = 0 if self.problem.ragged else self._key_sums
+        return key_sums + self._gradient_scratch.arrivals
 
     @property
     def _counts_additions(self) -> bool:

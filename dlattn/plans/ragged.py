@@ -17,7 +17,7 @@ RAGGED_THREADS = 256
 
 #: Bytes of ``RaggedEntry``, an item, a length, an offset, ``MappedEntry`` times
 #: ``mapped_tensors``, and a bundle.
-_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED, _BUNDLE = 16, 16, 4, 8, 8 * 5, 4
+_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED, _BUNDLE = 20, 16, 4, 8, 8 * 5, 4
 
 #: More tiles than any workspace has room for.
 _UNBOUNDED = 2**31 - 1
@@ -50,12 +50,14 @@ class RaggedScratch:
         tile_q: rows of a tile of row statistics.
         row_tiles: of those, how many the workspace has room for, of one head.
         items: for plans whose blocks are persistent; these also have tensor maps.
+        key_tiles: tiles of keys whose sums of dK and dV the workspace has room for, of one head.
     """
 
     geometry: Geometry
     tile_q: int = 1
     row_tiles: int = _UNBOUNDED
     items: Items | None = None
+    key_tiles: int = _UNBOUNDED
 
     @cached_property
     def _by_tokens(self) -> list[str]:
@@ -75,7 +77,7 @@ class RaggedScratch:
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
         ref = params.ragged
-        ref.tile_q, ref.row_tiles = self.tile_q, self.row_tiles
+        ref.tile_q, ref.row_tiles, ref.key_tiles = self.tile_q, self.row_tiles, self.key_tiles
         ref.item_rows = 1
         if self.items is not None:
             ref.item_rows, ref.items_of_keys = self.items.rows, self.items.of_keys
@@ -85,12 +87,13 @@ class RaggedScratch:
     def places(self, params: Params) -> list[Place]:
         """Where addresses go; the memory is aligned to 16 bytes."""
         batch, ref = self.geometry.batch, params.ragged
-        arrays: list[tuple[ctypes.Structure, str, int]] = [(ref, "entries", _ENTRY * batch)]
+        arrays: list[tuple[ctypes.Structure, str, int]] = []
         if self.items is not None:
             arrays += [(ref, "items", _ITEM * (1 + self.items.most))]
             arrays += [(ref, "mapped", _MAPPED * batch)]
         refs = [getattr(params, role) for role in self._by_tokens]
         arrays += [(it, "offsets", _OFFSET * batch) for it in refs]
+        arrays += [(ref, "entries", _ENTRY * batch)]
         if self.items is not None and self.items.bundles:
             arrays += [(ref, "bundles", _BUNDLE * self.items.bundles)]
         lengths = params.seq_len_q, params.seq_len_kv
