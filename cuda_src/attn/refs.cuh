@@ -161,7 +161,6 @@ struct RaggedEntry {
   // Groups of heads whose sums of dQ share a place are a bundle; the first one, in the order of the
   // items, and groups of each.
   int first_bundle, bundled;
-  int first_key_tile;  // of one head, among those of all entries, if items are of keys
 
   // Of so many groups, those of a bundle.
   DLATTN_DEVICE Interval groups_of(int bundle, int all) const {
@@ -182,7 +181,7 @@ struct RaggedRef {
   // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
   // have memory for them, int64, which the first kernel writes.
   const int *cu_seqlens_q, *cu_seqlens_kv;
-  RaggedEntry* entries;  // (batch)
+  RaggedEntry* entries;  // (batch); and behind them, if asked for, the first key tile of each
   int* bundles;          // the batch entry of each; or null
   int4* items;           // how many, bundles too; then of each tile, head, batch, bundle; or null
   MappedEntry* mapped;   // (mapped_tensors, batch); or null
@@ -192,6 +191,11 @@ struct RaggedRef {
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
   int key_tiles;  // whose sums of dK and dV the workspace has room for, of one head
+
+  // Among those of all entries, of one head.
+  DLATTN_DEVICE int& first_key_tile(int batches, int b) const {
+    return reinterpret_cast<int*>(entries + batches)[b];
+  }
 };
 
 // A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.

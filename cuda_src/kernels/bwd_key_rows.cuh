@@ -22,7 +22,8 @@ DLATTN_DEVICE void bwd_key_rows(const Params& p) {
   if constexpr (Problem::ragged) {
     const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
     if (tile * Tiling::tile_k >= p.seq_len_kv.at(batch, p.seq_kv)) return;
-    return store_tile(Sums(p, p.ragged.entries[batch], head, tile), tile, head, batch, p);
+    if (Sums::tile_of_all(p, batch, tile) >= p.ragged.key_tiles) return;  // more than promised
+    return store_tile(Sums::of_entry(p, batch, head, tile), tile, head, batch, p);
   }
   const int tiles = ceil_div(p.seq_kv, Tiling::tile_k), heads = Sums::heads(p);
   const int number = p.whole_items + blockIdx.x;  // among the key tiles of all heads

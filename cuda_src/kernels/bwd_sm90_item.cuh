@@ -127,9 +127,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   }
 
   DLATTN_DEVICE int first_head() const {
-    if constexpr (Problem::ragged && Tiling::adds_keys) {
-      return this->told().item.head * p.heads_per_block;  // no register during the walk
-    }
+    if constexpr (Base::parts_of_groups) return this->told().item.head * p.heads_per_block;
     return work.head * p.heads_per_block;
   }
 
@@ -162,7 +160,8 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
   DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
   DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
-    if constexpr (Tiling::adds_keys) return opaque(round) % 2;  // no register during the walk
+    if constexpr (Base::parts_of_groups) return opaque(round) % 2;  // no register during the walk
+    if constexpr (Tiling::adds_keys) return round % 2;
     return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
   }
 
@@ -181,7 +180,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   }
   // Whether this many heads of the item are the end of some.
   DLATTN_DEVICE bool ends_walk(int heads) const {
-    if constexpr (Tiling::adds_keys) return heads == p.heads_per_block;
+    if constexpr (Base::parts_of_groups) return heads == p.heads_per_block;
     return heads % heads_per_walk() == 0;
   }
 };

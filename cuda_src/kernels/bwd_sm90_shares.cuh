@@ -86,7 +86,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // Which item's share goes with a part, if not a negative number.
   DLATTN_DEVICE int share_beside(int number) const {
     const int share = number - p.dq_lag;
-    return Base::divides_queries && share >= p.lone_shares ? -1 : share;
+    return Tiling::adds_keys && share >= p.lone_shares ? -1 : share;
   }
 
   DLATTN_DEVICE void count_additions() {

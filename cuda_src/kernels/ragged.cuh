@@ -18,9 +18,10 @@ namespace dlattn {
 // Rows between one entry's delta and the next one's, with cumulative lengths.
 inline constexpr int delta_gap = 128;
 
-template <int threads_>
+template <int threads_, bool counts_key_tiles_ = false>
 struct RaggedTiling {
   static constexpr int threads = threads_;
+  static constexpr bool counts_key_tiles = counts_key_tiles_;
 };
 
 // Rows of all entries, as cumulative lengths divide them; entries never leave the tensor.
@@ -61,7 +62,7 @@ struct BlockSums {
 
 template <class Tiling>
 struct Ragged {
-  static constexpr int threads = Tiling::threads, sums_of_block = 6;
+  static constexpr int threads = Tiling::threads;
   const Params& p;
   const RaggedRef& r;
   const CumulativeLengths cu_q, cu_kv;
@@ -81,10 +82,21 @@ struct Ragged {
     return ragged_length(r.given_kv, p.k.offsets != nullptr ? p.k : p.v, b, p.seq_kv);
   }
 
-  // Tiles of an entry's items, for each head or group of heads. Of keys at least one, because earlier
-  // pairs' dQ is stored with an item.
+  // Tiles of an entry's items, for each head or group of heads.
   DLATTN_DEVICE int item_tiles(int q, int kv) const {
-    return r.items_of_keys ? most(1, ceil_div(kv, r.item_rows)) : ceil_div(q, r.item_rows);
+    return r.items_of_keys ? key_tiles(kv) : ceil_div(q, r.item_rows);
+  }
+  // At least one, because earlier pairs' dQ is stored with an item.
+  DLATTN_DEVICE int key_tiles(int kv) const { return most(1, ceil_div(kv, r.item_rows)); }
+
+  // Where an entry's sums of dK and dV are. A block's.
+  DLATTN_DEVICE void place_key_sums(int batch) const {
+    __shared__ int s_before;
+    int before = 0;
+    for (int b = threadIdx.x; b < batch; b += threads) before += key_tiles(length_kv(b));
+    BlockSums<threads, 1> sums(&s_before);
+    sums.add({before});
+    if (threadIdx.x == 0) r.first_key_tile(p.batch, batch) = s_before;
   }
 
   // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many
@@ -160,12 +172,12 @@ struct Ragged {
   }
 
   DLATTN_DEVICE void describe(int batch, int* s_sums) const {
-    int q = length_q(batch), kv = length_kv(batch);
+    int q = length_q(batch);
+    const int kv = length_kv(batch);
     // Items of long sequences take long: keys of many queries, queries of many keys.
     const auto cost = [&](int of_q, int of_kv) { return r.items_of_keys ? of_q : of_kv; };
     const int groups = p.heads_q / p.heads_per_block;
-    int tiles_before = 0, key_tiles_before = 0, items_before = 0, bundles_before = 0;
-    int items = 0, bundles = 0;
+    int tiles_before = 0, items_before = 0, bundles_before = 0, items = 0, bundles = 0;
     for (int b = threadIdx.x; b < p.batch; b += threads) {
       const int other_q = length_q(b), other_kv = length_kv(b);
       const int tiles = item_tiles(other_q, other_kv) * groups;
@@ -173,26 +185,21 @@ struct Ragged {
       const int own = cost(q, kv), other = cost(other_q, other_kv);
       items += tiles;
       bundles += its_bundles;
-      if (b < batch) {
-        tiles_before += ceil_div(other_q, r.tile_q);
-        key_tiles_before += ceil_div(other_kv, r.item_rows);
-      }
+      if (b < batch) tiles_before += ceil_div(other_q, r.tile_q);
       if (other > own || (other == own && b < batch)) {
         items_before += tiles;
         bundles_before += its_bundles;
       }
     }
-    BlockSums<threads, sums_of_block> sums(s_sums);
-    sums.add({tiles_before, key_tiles_before, items_before, bundles_before, items, bundles});
+    BlockSums<threads, 5> sums(s_sums);
+    sums.add({tiles_before, items_before, bundles_before, items, bundles});
     tiles_before = s_sums[0];
-    key_tiles_before = s_sums[1];
     const int tiles = item_tiles(q, kv), groups_of_bundle = bundled(q);
     int query_tiles = ceil_div(q, r.tile_q);
-    // No room: more than promised.
-    if (tiles_before + query_tiles > r.row_tiles) q = query_tiles = 0;
-    if (key_tiles_before + ceil_div(kv, r.item_rows) > r.key_tiles) kv = 0;
-    const RaggedEntry entry{tiles_before, query_tiles, s_sums[3], groups_of_bundle,
-                            key_tiles_before};
+    if (tiles_before + query_tiles > r.row_tiles)
+      q = query_tiles = 0;  // no room: more than promised
+    if constexpr (Tiling::counts_key_tiles) place_key_sums(batch);
+    const RaggedEntry entry{tiles_before, query_tiles, s_sums[2], groups_of_bundle};
     if (threadIdx.x == 0) {
       const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;
       const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
@@ -200,21 +207,20 @@ struct Ragged {
       write_offsets(batch);
       if (r.mapped != nullptr) write_maps(batch, q, kv);
       if (batch == 0 && r.items != nullptr) {
-        r.items[0] = int4{s_sums[4], s_sums[5], 0, 0};
+        r.items[0] = int4{s_sums[3], s_sums[4], 0, 0};
         *p.items_taken = 0;
         if (p.shares_taken != nullptr) *p.shares_taken = 0;
       }
     }
-    if (r.items != nullptr) write_items(batch, tiles, s_sums[2], entry);
+    if (r.items != nullptr) write_items(batch, tiles, s_sums[1], entry);
   }
 };
 
 template <class Problem, class Tiling>
 DLATTN_DEVICE void ragged(const Params& p) {
-  using Entries = Ragged<Tiling>;
-  __shared__ int s_sums[Entries::sums_of_block];
+  __shared__ int s_sums[5];
   launch_dependents();
-  Entries(p).describe(blockIdx.x, s_sums);
+  Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
 }
 
 }  // namespace dlattn

@@ -20,7 +20,9 @@ FIXED_STEPS = 5
 MOST_PARTS, LEAST_LAST = 5, 1 / 4
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
-#: Of ragged problems, steps that an item's beginning and end take, and additions to sums; and how
+#: Whether groups of ragged problems are divided. Compiled, not yet run.
+DIVIDES_RAGGED = False
+#: Of those, steps that an item's beginning and end take, and additions to sums; and how
 #: many times as soon the last item must end.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.1
 
@@ -85,7 +87,7 @@ def divided_ragged_group(
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
     """
-    if not _may_divide(problem, geometry):
+    if not DIVIDES_RAGGED or not _may_divide(problem, geometry):
         return None
     longest, others = _sequences(geometry, *tiles)
 
@@ -131,8 +133,8 @@ class _Sequences:
 
 
 def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences, _Sequences]:
-    """The longest one, and the others, of which only the sum of the lengths is known: the longest one
-    is too long the sooner the less work they are, which is where they are equal."""
+    """The longest one, and the others. Of these only the sum of the lengths is known: they are
+    taken for equal, which is the least work beside the longest one."""
     left, right = geometry.band_left, geometry.band_right
     count = geometry.batch - 1
 
@@ -157,5 +159,7 @@ def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences
 
 
 def _may_divide(problem: Problem, geometry: Geometry) -> bool:
-    apart = problem.paged_k or problem.paged_v or problem.deterministic
+    # Items take turns to add in ragged problems alone.
+    in_turn = problem.deterministic and not problem.ragged
+    apart = problem.paged_k or problem.paged_v or in_turn
     return not (apart or problem.has_blocks) and geometry.heads_k == geometry.heads_v

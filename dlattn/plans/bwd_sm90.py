@@ -137,7 +137,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def _key_sums(self) -> int:
         widths = map(result_width, (self.problem.head_dim_qk, self.problem.head_dim_v))
-        return 4 * self._summed_tiles * self.tiling.tile_k * sum(widths)
+        turns = 32 if self.problem.deterministic else 0
+        return 4 * self._summed_tiles * (self.tiling.tile_k * sum(widths) + turns)
 
     @property
     def _items_at_once(self) -> int:

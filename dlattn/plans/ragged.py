@@ -17,7 +17,7 @@ RAGGED_THREADS = 256
 
 #: Bytes of ``RaggedEntry``, an item, a length, an offset, ``MappedEntry`` times
 #: ``mapped_tensors``, and a bundle.
-_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED, _BUNDLE = 20, 16, 4, 8, 8 * 5, 4
+_ENTRY, _ITEM, _LENGTH, _OFFSET, _MAPPED, _BUNDLE = 16, 16, 4, 8, 8 * 5, 4
 
 #: More tiles than any workspace has room for.
 _UNBOUNDED = 2**31 - 1
@@ -50,14 +50,15 @@ class RaggedScratch:
         tile_q: rows of a tile of row statistics.
         row_tiles: of those, how many the workspace has room for, of one head.
         items: for plans whose blocks are persistent; these also have tensor maps.
-        key_tiles: tiles of keys whose sums of dK and dV the workspace has room for, of one head.
+        key_tiles: where items add to sums of dK and dV, the tiles of keys that the workspace has
+            room for sums of, of one head.
     """
 
     geometry: Geometry
     tile_q: int = 1
     row_tiles: int = _UNBOUNDED
     items: Items | None = None
-    key_tiles: int = _UNBOUNDED
+    key_tiles: int = 0
 
     @cached_property
     def _by_tokens(self) -> list[str]:
@@ -71,8 +72,18 @@ class RaggedScratch:
         if items is not None:
             persistent = _ITEM * (1 + items.most) + _MAPPED * batch + _BUNDLE * items.bundles
         offsets = _OFFSET * len(self._by_tokens)
-        size = persistent + (_ENTRY + offsets + 2 * _LENGTH) * batch
+        size = persistent + (self._entry + offsets + 2 * _LENGTH) * batch
         return -(-size // 256) * 256
+
+    @property
+    def _entry(self) -> int:
+        """Bytes of an entry, with the number of its first key tile if that is asked for."""
+        return _ENTRY + (4 if self.key_tiles else 0)
+
+    @property
+    def source(self) -> KernelSource:
+        """The kernel that writes it."""
+        return ragged_source(counts_key_tiles=self.key_tiles > 0)
 
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
@@ -93,7 +104,7 @@ class RaggedScratch:
             arrays += [(ref, "mapped", _MAPPED * batch)]
         refs = [getattr(params, role) for role in self._by_tokens]
         arrays += [(it, "offsets", _OFFSET * batch) for it in refs]
-        arrays += [(ref, "entries", _ENTRY * batch)]
+        arrays += [(ref, "entries", self._entry * batch)]
         if self.items is not None and self.items.bundles:
             arrays += [(ref, "bundles", _BUNDLE * self.items.bundles)]
         lengths = params.seq_len_q, params.seq_len_kv
@@ -102,14 +113,16 @@ class RaggedScratch:
 
 @dataclass(frozen=True)
 class _Tiling:
-    cpp: str = f"RaggedTiling<{RAGGED_THREADS}>"
+    cpp: str
     threads: int = RAGGED_THREADS
     min_blocks: int = 1
 
 
-def ragged_source() -> KernelSource:
-    """The kernel, the same for every problem."""
+def ragged_source(*, counts_key_tiles: bool = False) -> KernelSource:
+    """The kernel: one for problems whose items add to sums of dK and dV, one for all others."""
     any_problem = Problem(
         Direction.FORWARD, data_type.HALF, 8, 8, (Scale(),), (Padding(),), ragged=True
     )
-    return kernel_source("ragged", any_problem, _Tiling(), 0)
+    counts = ", true" if counts_key_tiles else ""
+    tiling = _Tiling(f"RaggedTiling<{RAGGED_THREADS}{counts}>")
+    return kernel_source("ragged", any_problem, tiling, 0)

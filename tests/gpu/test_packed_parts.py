@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from dlattn.calls.cache import forget_calls
+from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
+from dlattn.plans import bwd_division
 from dlattn.runtime.target import cuda_target
 from tests.callers import gpu_callers
 from tests.flash import FlashCase
@@ -36,12 +40,48 @@ CASES = {
     "keys after": replace(CASE, causal=False, left=150, lens_k=KEYS),
     "longer than they are": replace(CASE, heads=16, more=1000),
     "in a fixed order": replace(CASE, deterministic=True),
+    "in a fixed order, other keys": replace(CASE, deterministic=True, lens_k=KEYS, causal=False),
+    "in a fixed order, 64": replace(CASE, deterministic=True, head_size=64, head_size_v=64),
 }
+
+
+@pytest.fixture(autouse=True)
+def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups are divided while a test runs."""
+    if cuda_target(0).capability != (9, 0):
+        pytest.skip("only Hopper's backward has such items")
+    monkeypatch.setattr(bwd_division, "DIVIDES_RAGGED", True)
+    forget_calls()
+    yield
+    forget_calls()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_parts_of_groups_add_up(case: FlashCase) -> None:
     """Gradients of keys are right, and nothing else is written, whoever computes which heads."""
-    if cuda_target(0).capability != (9, 0):
-        pytest.skip("only Hopper's backward has such items")
     check(case, gpu_callers()[case.heads % len(gpu_callers())])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, heads_k", [(8, 1), (12, 4)])
+def test_reruns_leave_the_same_bits(heads: int, heads_k: int, causal: bool) -> None:
+    """A hundred runs in a fixed order, in which items take turns to add to sums of dK and dV."""
+    torch = pytest.importorskip("torch")
+    lengths = torch.tensor([0, *(1100, 20, 700, 0, 300, 64, 1000, 129) * 4], device="cuda")
+    starts, longest = lengths.cumsum(0).int(), int(lengths.max())
+    q, dout, k, v = (
+        torch.randn(int(starts[-1]), n, 128, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, heads, heads_k, heads_k)
+    )
+    masks = {"softmax_scale": 128**-0.5, "is_causal": causal}
+    sizes = (starts, starts, None, None, None, longest, longest)
+    out, *_, lse = mha_varlen_fwd(q, k, v, None, *sizes, **masks)[:5]
+    sizes = (starts, starts, None, longest, longest)
+    first = None
+    for _ in range(100):
+        gradients = mha_varlen_bwd(
+            dout, q, k, v, out, lse, None, None, None, *sizes, **masks, deterministic=True
+        )[:3]
+        first = first or gradients
+        for gradient, before in zip(gradients, first, strict=True):
+            assert torch.equal(gradient, before)

@@ -153,7 +153,7 @@ def test_tiles_of_all_tokens_have_room(family, lengths, more) -> None:
 @given(
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     groups=st.integers(1, 20),
-    heads_per_group=st.sampled_from((1, 2, 3, 4, 8, 16)),
+    heads_per_group=st.integers(1, 4),
 )
 def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
     """A Hopper item waits only for items with smaller numbers, whatever the lengths.
@@ -182,43 +182,6 @@ def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
         assert previous < 0 or max(numbers[previous]) < min(own)
         storing = previous + params.dq_lag
         assert previous < 0 or storing >= len(numbers) or max(numbers[storing]) < min(own)
-
-
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
-    more=st.sampled_from((0, 0, 1, 1000, None)),
-)
-def test_key_tiles_of_all_tokens_have_sums(lengths, more) -> None:
-    """Whatever sequences the tokens that were promised are divided into, and in linear memory."""
-    longest = max(1, *lengths, 0)
-    most = None if more is None else max(1, sum(lengths) + more)
-    plan = plan_of(BwdSm90, batch=len(lengths), groups=1, heads=16, seq=longest, most_tokens=most)
-    if not plan.tiling.adds_keys:
-        assert plan._key_sums == 0
-        return
-    tiles = sum(-(-n // plan.tiling.tile_k) for n in lengths)
-    assert tiles <= plan.ragged.key_tiles
-    if most is not None:
-        assert plan._key_sums <= 4 * 2 * 128 * (most + 128 * len(lengths))
-
-
-def test_who_is_divided() -> None:
-    """Groups, where items of all their heads are too few, or those of the longest sequence too
-    long; in no fixed order, and not where there are items enough."""
-
-    def heads_of_item(*, deterministic: bool = False, **sizes) -> int:
-        wanted = replace(problem(Direction.BACKWARD), deterministic=deterministic)
-        plan = BwdSm90(wanted, geometry(Direction.BACKWARD, **sizes), HOPPER)
-        group = sizes["heads"] // sizes["groups"]
-        assert plan.tiling.adds_keys == (plan._params.heads_per_block < group)
-        return plan._params.heads_per_block
-
-    long_and_short = {"batch": 65, "seq": 4096, "most_tokens": 4096 + 64 * 256}
-    assert heads_of_item(groups=1, heads=16, **long_and_short) == 4
-    assert heads_of_item(deterministic=True, groups=1, heads=16, **long_and_short) == 16
-    assert heads_of_item(groups=1, heads=16, batch=64, seq=4096) == 16
-    assert heads_of_item(groups=16, heads=16, **long_and_short) == 1
-    assert heads_of_item(groups=1, heads=16, batch=1, seq=4096) == 1
 
 
 def numbered(entries: list[tuple[int, int]], groups: int, per_wave: int, tile_k: int) -> list[int]:
