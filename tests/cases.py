@@ -289,7 +289,7 @@ def _gapped_stride(dim: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """With gaps after each head, or each row."""
     _, h, q, k = dim
     if layout == "aligned":
-        row = -(-k // 8) * 8
+        row = -(-k // 16) * 16  # of booleans, 16 bytes
         return (h * q * row, q * row, row, 1)
     head = q * k + 3
     return (h * head, head, *((k, 1) if layout == "keys" else (1, q)))

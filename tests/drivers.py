@@ -34,6 +34,7 @@ from dlattn.problem import (
     alibi_slopes,
     offset_role,
 )
+from dlattn.problem.layout import MOVES_ONE_ROW
 from tests import oracle, tally
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
@@ -169,9 +170,10 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
         edits.append(SoftCap())
     if case.bias:
         contiguous = case.bias_dim()[3] > 1 and case.bias_stride()[3] == 1
-        edits.append(
-            Bias(from_any(Library().dtype(case.bias)), contiguous, _has_aligned_bias(case))
-        )
+        one_row = case.bias_dim()[2] < case.seq_q
+        aligned = _has_aligned_bias(case) and (MOVES_ONE_ROW or not one_row)
+        dtype = from_any(Library().dtype(case.bias))
+        edits.append(Bias(dtype, contiguous, aligned, one_row=aligned and one_row))
     if case.alibi:
         edits.append(Alibi(symmetric=case.alibi != "cudnn"))
     return tuple(edits)
@@ -182,9 +184,9 @@ def _has_aligned_bias(case: Case) -> bool:
     dim, stride = case.bias_dim(), case.bias_stride()
     gaps = [step for size, step in zip(dim[:3], stride, strict=False) if size > 1]
     return (
-        case.bias in ("bfloat16", "float16")
-        and (dim[2], dim[3] > 1, stride[3]) == (case.seq_q, True, 1)
-        and all(step % 8 == 0 for step in gaps)
+        case.bias != "float32"
+        and (dim[3] > 1, stride[3]) == (True, 1)
+        and all(step * Library().dtype(case.bias).itemsize % 16 == 0 for step in gaps)
     )
 
 

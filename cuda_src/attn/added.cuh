@@ -1,5 +1,6 @@
 // Edits that add something to a score (attn/score.cuh says what an edit is for).
 //   add(base, at, values)  if is_quick: what is added, in log2 units, plus base
+//   keep(exponent, at)     if is_quick: the sum, or minus infinity
 #pragma once
 
 #include "attn/params.cuh"
@@ -14,10 +15,13 @@ namespace dlattn {
 struct Added {
   static constexpr bool constant_derivative = true, reads_positions = true, reads_memory = false,
                         stages_bias = false;
-  using BiasElement = unsigned short;  // of none
   template <class At>
   static DLATTN_DEVICE float backward(float grad, float, const At&, const ScoreValues&) {
     return grad;
+  }
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At&) {
+    return exponent;
   }
 };
 
@@ -46,18 +50,22 @@ struct Alibi : Added {
 };
 
 // A number for each element is added; a bool drops the elements for which it is false. Keys are
-// contiguous, or have any stride. Or the kernel has read it, by tiles.
-template <class T, bool contiguous, bool staged>
+// contiguous, or have any stride. Or the kernel has read it, by tiles; of one row, if that is there for
+// all queries.
+template <class T, bool contiguous, bool staged, bool one_row_ = false>
 struct Bias : Added {
-  static_assert(!staged || !same_type<T, bool>, "what is staged is added");
+  static constexpr bool drops = same_type<T, bool>;
   static constexpr bool reads_memory = true, stages_bias = staged;
-  using BiasElement = T;
+  using Element = T;
+  static constexpr bool one_row = one_row_;
 
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {
-    if constexpr (staged) {
+    if constexpr (staged && drops) {
+      return keep(score, at);
+    } else if constexpr (staged) {
       return score + at.bias;
-    } else if constexpr (same_type<T, bool>) {
+    } else if constexpr (drops) {
       if (!at.exists()) return score;
       return element(at, values) ? score : -infinity();
     } else if constexpr (test_by_branch) {
@@ -71,7 +79,14 @@ struct Bias : Added {
   static constexpr bool is_quick = staged;
   template <class At>
   static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues&) {
+    if constexpr (drops) return base;
     return fmaf(at.bias, log2_e, base);
+  }
+  // Not by adding: a product of what is dropped may be no number.
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At& at) {
+    if constexpr (drops) return at.bias ? exponent : -infinity();
+    return exponent;
   }
 
  protected:

@@ -31,10 +31,15 @@ struct Position {
   }
 };
 
-// The same, and its bias, which the kernel has read.
+// The same, and its bias, which the kernel has read: a number, or whether it is kept.
+template <class Value>
 struct BiasedPosition : Position {
-  float bias;
+  Value bias;
 };
+template <class Value>
+DLATTN_DEVICE BiasedPosition<Value> biased(const Position& at, Value bias) {
+  return {at, bias};
+}
 
 // A part of positions in a walk over tiles: what edits make of it is not held between tiles, where
 // it would take registers from accumulators.

@@ -19,7 +19,6 @@ template <class Function, bool guarded>
 struct Programmed {
   // Steps of a backward that have rows which do not exist are masked, as with a bias.
   static constexpr bool reads_memory = true, stages_bias = false, is_quick = false;
-  using BiasElement = unsigned short;  // of none
 
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {

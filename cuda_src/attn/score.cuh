@@ -9,6 +9,7 @@
 //   gradient_factor()        that factor, applied once to dQ and dK
 //   constant_derivative      backward() gives grad, whatever the score
 //   reads_positions          what apply() gives depends on where the element is
+//   StagedBias               the edit whose elements the kernel has read, if it stages_bias
 // A pack that only multiplies by a positive number has it all in the factors, so that a kernel
 // takes row maxima of raw products and folds the factor into the exponent.
 //
@@ -55,7 +56,7 @@ template <>
 struct Edits<> {
   static constexpr bool constant_derivative = true, reads_positions = false, reads_memory = false,
                         stages_bias = false;
-  using BiasElement = unsigned short;
+  using StagedBias = void;
   template <bool rarely = false, class Tile>
   static DLATTN_DEVICE void prepare(Tile&, const ScoreValues&) {}
   template <class At>
@@ -88,6 +89,10 @@ struct Edits<> {
   static DLATTN_DEVICE float add(float base, const At&, const ScoreValues&) {
     return base;
   }
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At&) {
+    return exponent;
+  }
 };
 
 // What a pack takes from its edits after the scale, and a soft cap.
@@ -97,7 +102,7 @@ struct Before : Edits<> {
   static constexpr bool reads_positions = Edits<Rest...>::reads_positions;
   static constexpr bool reads_memory = Edits<Rest...>::reads_memory;
   static constexpr bool stages_bias = Edits<Rest...>::stages_bias;
-  using BiasElement = typename Edits<Rest...>::BiasElement;
+  using StagedBias = typename Edits<Rest...>::StagedBias;
   static constexpr bool is_quick = (true && ... && Rest::is_quick);
 };
 
@@ -120,7 +125,8 @@ struct Scaled : Before<Rest...> {
   static DLATTN_DEVICE float inner(Edits<>::AnyForm, float raw, const ScoreValues&) { return raw; }
   template <class At>
   static DLATTN_DEVICE float outer(float raw, const At& at, const ScoreValues& values, float base) {
-    return fmaf(raw, Scale::of(values) * log2_e, Edits<Rest...>::add(base, at, values));
+    const float added = Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(fmaf(raw, Scale::of(values) * log2_e, added), at);
   }
   template <class At>
   static DLATTN_DEVICE float exponent(Edits<>::AnyForm, float raw, const At& at,
@@ -192,12 +198,13 @@ struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...>, SoftCapForms {
   template <class At>
   static DLATTN_DEVICE float outer(float inner, const At& at, const ScoreValues& values,
                                    float base) {
-    return inner + Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(inner + Edits<Rest...>::add(base, at, values), at);
   }
   template <class Form, class At>
   static DLATTN_DEVICE float exponent(Form& form, float raw, const At& at,
                                       const ScoreValues& values, float base) {
-    return fmaf(raw, form.ratio(raw, values), Edits<Rest...>::add(base, at, values));
+    const float added = Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(fmaf(raw, form.ratio(raw, values), added), at);
   }
   template <class At>
   static DLATTN_DEVICE float exponent(Exact& form, float raw, const At& at,
@@ -228,11 +235,15 @@ struct Edits<First, Rest...> : Edits<> {
   static constexpr bool reads_positions = First::reads_positions || Edits<Rest...>::reads_positions;
   static constexpr bool reads_memory = First::reads_memory || Edits<Rest...>::reads_memory;
   static constexpr bool stages_bias = First::stages_bias || Edits<Rest...>::stages_bias;
-  using BiasElement = Either<First::stages_bias, typename First::BiasElement,
-                             typename Edits<Rest...>::BiasElement>;
+  using StagedBias =
+      Either<First::stages_bias, First, typename Edits<Rest...>::StagedBias>;
   template <class At>
   static DLATTN_DEVICE float add(float base, const At& at, const ScoreValues& values) {
     return Edits<Rest...>::add(First::add(base, at, values), at, values);
+  }
+  template <class At>
+  static DLATTN_DEVICE float keep(float exponent, const At& at) {
+    return Edits<Rest...>::keep(First::keep(exponent, at), at);
   }
   template <class At>
   static DLATTN_DEVICE float apply(float score, const At& at, const ScoreValues& values) {

@@ -74,8 +74,8 @@ struct BwdDBias {
   // The elements of the bias that a lane's scores are added to, two neighbouring keys at a time. Where
   // there is none, the nearest that exists: no branch, and the mask drops what becomes of it.
   struct StagedBias {
-    using Position = BiasedPosition;
-    using Element = typename Score::BiasElement;
+    using Position = BiasedPosition<float>;
+    using Element = typename Score::StagedBias::Element;
     static constexpr bool is_short = sizeof(Element) == 2;
     using Pair = Either<is_short, uint32, float2>;
     Pair at[Grid::m_tiles][Grid::n_tiles][2];

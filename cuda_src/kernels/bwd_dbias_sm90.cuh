@@ -8,9 +8,9 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/staged_bias.cuh"
 #include "kernels/bwd_dbias_walk.cuh"
 #include "kernels/bwd_sm90_block.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/quad.cuh"
@@ -52,7 +52,7 @@ struct BwdDBiasSm90 {
   using Q_K = Operands<Problem::head_dim_qk>;
   using DO_V = Operands<Problem::head_dim_v>;
   using Slot = Operands<most(Problem::head_dim_qk, Problem::head_dim_v)>;
-  using BiasTile = SlabTile<typename Score::BiasElement, tile_q, tile_k>;
+  using BiasTile = StagedTile<typename Score::StagedBias, tile_q, tile_k>;
 
   // Of the main kernel's query tiles, one after the other.
   struct RowStats {
@@ -180,17 +180,12 @@ struct BwdDBiasSm90 {
     Score::in_form(range, values, [&](auto form) {
 #pragma unroll
       for (int pair = 0; pair < tile_k / 8; pair += 2) {
-        uint32 bias[4];
-        const int lane = opaque(threadIdx.x % 32);
-        ldmatrix_x4<false>(bias,
-                           shared.bias.unit_address(first_row() + lane % 16, pair + lane / 16));
+        const auto bias = staged_rows(shared.bias, first_row(), 8 * pair);
 #pragma unroll
         for (int n = pair; n < pair + 2; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            using Element = Convert<typename Score::BiasElement>;
-            const uint32 both = bias[(n - pair) * 2 + i / 2];
-            BiasedPosition at{first, i % 2 == 0 ? Element::low(both) : Element::high(both)};
+            auto at = biased(first, bias.element(n - pair, i));
             at.down = Scores::row_step(0, i);
             at.right = Scores::column_step(n, i);
             float& value = score.at[0][n][i];

@@ -22,7 +22,7 @@ struct alignas(64) MappedBwdParams {
   // Boxes: a block's part of tile_q, of tile_k, of tile_k, of tile_q rows; of pages, fewer
   // (attn/paged_boxes.cuh).
   TensorMap q, k, v, dO;
-  TensorMap bias;  // tile_q rows; if it is staged
+  TensorMap bias;  // tile_q rows, or one; if it is staged
   Params p;
 };
 
@@ -58,9 +58,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   using KTile = SlabTile<T, block_k, steps_qk>;
   using VTile = SlabTile<T, block_k, steps_v>;
   using DSTile = SlabTile<T, tile_q, tile_k>;
-  using BiasTile =
-      SlabTile<Either<Problem::Score::stages_bias, typename Problem::Score::BiasElement, T>, tile_q,
-               tile_k>;
+  using BiasTile = StagedTile<typename Problem::Score::StagedBias, tile_q, tile_k>;
   // dQ of 64 queries is computed 64 columns at a time, and added to its sum a piece at a time.
   static constexpr int piece_columns = Tiling::piece_columns;
   static constexpr int dq_pieces = tile_q / 64 * (dim_qk / piece_columns);

@@ -161,7 +161,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   DLATTN_DEVICE void load_keys_and_queries(Loads<stages>& at) {
     constexpr uint32 stats_bytes = sizeof(shared.row_stats[0]);
-    constexpr uint32 bias_bytes = Problem::Score::stages_bias ? Base::BiasTile::bytes : 0;
+    constexpr uint32 bias_bytes = Base::BiasTile::loaded_bytes;
     const auto load_keys_of = [&](int i) {
       if constexpr (Base::cluster > 1) load_other_keys(at.clearings, i);
       load_keys<Problem::paged_k>(shared.k, shared.k_ring, shared.landed[0], at.clearings,

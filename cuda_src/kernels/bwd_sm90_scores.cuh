@@ -3,10 +3,10 @@
 
 #include "attn/score_mask.cuh"
 #include "attn/signs.cuh"
+#include "attn/staged_bias.cuh"
 #include "base/math.cuh"
 #include "kernels/bwd_sm90_outputs.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/opaque.cuh"
 
@@ -138,7 +138,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
                                           Piece piece, const LogSumExp& log_sum_exp,
                                           const ScoreValues& values) {
     const float2 subtrahends = log_sum_exp.columns(n);
-    const BiasOfColumns bias = biases(stage, piece, n);
+    const auto bias = bias_of_column(stage, piece, n);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       float weight[2];
@@ -156,27 +156,26 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
     }
   }
 
-  // Of a lane's four elements of column n: staged ones, two in a word.
+  // Gives a position, or one with the bias that is staged for it.
   struct NoBias {
     static DLATTN_DEVICE const Position& element(const Position& at, int) { return at; }
   };
-  struct StagedBias {
-    uint32 words[2];
-    DLATTN_DEVICE BiasedPosition element(const Position& at, int i) const {
-      using Element = Convert<typename Score::BiasElement>;
-      return {at, i % 2 == 0 ? Element::low(words[i / 2]) : Element::high(words[i / 2])};
+  template <class Staged>
+  struct BiasOfColumn {
+    Staged staged;
+    DLATTN_DEVICE auto element(const Position& at, int i) const {
+      return biased(at, staged.element(i));
     }
   };
-  using BiasOfColumns = Either<Score::stages_bias, StagedBias, NoBias>;
-  DLATTN_DEVICE BiasOfColumns biases(int stage, Piece piece, int n) {
-    BiasOfColumns bias;
+  // Of a lane's four elements of column n.
+  DLATTN_DEVICE auto bias_of_column(int stage, Piece piece, int n) {
     if constexpr (Score::stages_bias) {
-      const int lane = opaque(threadIdx.x % 32);
-      const uint32 query = uint32(piece.query + 8 * n + lane % 8);
-      const uint32 unit = uint32(piece.key) / 8 + Base::first_row_of_warp() / 8 + lane / 8 % 2;
-      ldmatrix_x2<true>(bias.words, shared.bias[stage].unit_address(query, unit));
+      const auto staged = staged_columns(shared.bias[stage], piece.query + 8 * n,
+                                         piece.key + Base::first_row_of_warp());
+      return BiasOfColumn<decltype(staged)>{staged};
+    } else {
+      return NoBias();
     }
-    return bias;
   }
 
   DLATTN_DEVICE void exponentiate_edited(Scores& probability, Weights& weights, const Scores& raw,

@@ -13,6 +13,7 @@
 #include "attn/key_parts.cuh"
 #include "attn/signs.cuh"
 #include "attn/softmax.cuh"
+#include "attn/staged_bias.cuh"
 #include "kernels/fwd_sm90_loads.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -96,26 +97,27 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   template <class Visit>
   DLATTN_DEVICE void for_each_element(Scores& scores, int pair, const Position& first,
                                       Visit visit) {
-    uint32 bias[4];
-    if constexpr (stages_bias) {
-      const int lane = opaque(threadIdx.x % 32);
-      ldmatrix_x4<false>(
-          bias, shared.bias[warpgroup].unit_address(first_row() + lane % 16, pair + lane / 16));
-    }
+    const auto bias = staged_bias(pair);
 #pragma unroll
     for (int n = pair; n < pair + 2; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        Either<stages_bias, BiasedPosition, Position> at{first};
+        Position at = first;
         at.down = Scores::row_step(0, i);
         at.right = Scores::column_step(n, i);
         if constexpr (stages_bias) {
-          using Element = Convert<typename Score::BiasElement>;
-          const uint32 both = bias[(n - pair) * 2 + i / 2];
-          at.bias = i % 2 == 0 ? Element::low(both) : Element::high(both);
+          visit(scores.at[0][n][i], biased(at, bias.element(n - pair, i)), i);
+        } else {
+          visit(scores.at[0][n][i], at, i);
         }
-        visit(scores.at[0][n][i], at, i);
       }
+  }
+  DLATTN_DEVICE auto staged_bias(int pair) {
+    if constexpr (stages_bias) {
+      return staged_rows(shared.bias[warpgroup], first_row(), 8 * pair);
+    } else {
+      return typename Base::Nothing();
+    }
   }
 
   // Columns of a tile that some row of this warp attends to. Three consumers have no registers for

@@ -8,6 +8,7 @@
 #include "attn/schedule.cuh"
 #include "attn/score_mask.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/staged_bias.cuh"
 #include "attn/walk.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/pipeline.cuh"
@@ -31,7 +32,7 @@ struct Sm90FwdTiling {
 struct alignas(64) MappedFwdParams {
   // Boxes: 64, tile_k, tile_k and zero_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, o;
-  TensorMap bias;  // 64 rows; if it is staged
+  TensorMap bias;  // 64 rows, or one; if it is staged
   Params p;
 };
 
@@ -53,7 +54,7 @@ struct FwdSm90Block {
   using Zeros = SlabTile<T, zero_rows, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
-  using BiasTile = SlabTile<Either<Score::stages_bias, typename Score::BiasElement, T>, 64, tile_k>;
+  using BiasTile = StagedTile<typename Score::StagedBias, 64, tile_k>;
   using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
   static constexpr bool stages_bias = Score::stages_bias;
   struct Nothing {};

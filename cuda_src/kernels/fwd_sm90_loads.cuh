@@ -271,7 +271,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
-              BiasTile::bytes, [&](int, uint64& full) {
+              BiasTile::loaded_bytes, [&](int, uint64& full) {
                 const int first = this->own_rows(work, consumer).first;
                 shared.bias[consumer].load(m.bias, full, first, head, batch, tile * tile_k);
               });

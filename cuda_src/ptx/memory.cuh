@@ -43,6 +43,18 @@ DLATTN_DEVICE uint4 load_shared_16(uint32 shared) {
   return v;
 }
 
+// One byte, or two, in the low bits. PTX ISA 9.7.9.8 (ld).
+DLATTN_DEVICE uint32 load_shared_u8(uint32 shared) {
+  uint32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+  return v;
+}
+DLATTN_DEVICE uint32 load_shared_u16(uint32 shared) {
+  uint16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+  return v;
+}
+
 // 16 bytes. PTX ISA 9.7.9.12 (st).
 DLATTN_DEVICE void store_16(void* global, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y),

@@ -8,22 +8,25 @@
 
 namespace dlattn {
 
-// Slabs of 64 columns (128 bytes), one after the other; in a slab, the 16-byte units of row r are
-// permuted by XOR with r % 8 (the hardware's 128-byte swizzle).
+// Slabs of 128 bytes of columns, one after the other; in a slab, the 16-byte units of row r are
+// permuted by XOR with r % 8 (the hardware's 128-byte swizzle). Operands of products have 16-bit
+// elements.
 template <class T, int rows_, int columns_>
 struct SlabTile {
   using Element = T;
   static constexpr int rows = rows_, columns = columns_;
-  static constexpr int slabs = ceil_div(columns, 64);
-  static constexpr int slab_bytes = rows * 128;
+  static constexpr int pitch = 128;  // bytes from a row to the next
+  static constexpr int slab_columns = pitch / sizeof(T), unit_columns = 16 / sizeof(T);
+  static constexpr int slabs = ceil_div(columns, slab_columns);
+  static constexpr int slab_bytes = rows * pitch;
   static constexpr int bytes = slabs * slab_bytes;
-  static_assert(sizeof(T) == 2 && rows % 8 == 0);
+  static_assert(sizeof(T) <= 2 && rows % 8 == 0);
 
-  alignas(1024) T data[slabs * rows * 64];
+  alignas(1024) T data[slabs * rows * slab_columns];
 
   DLATTN_DEVICE uint32 address() const { return shared_address(data); }
 
-  // Address of the 16-byte unit that holds columns [8 unit, 8 unit + 8).
+  // Address of the 16-byte unit that holds columns [unit_columns unit, unit_columns (unit + 1)).
   DLATTN_DEVICE uint32 unit_address(uint32 row, uint32 unit) const {
     return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
   }
@@ -38,7 +41,7 @@ struct SlabTile {
     const SlabTile& tile;
     int row, column;
     DLATTN_DEVICE uint32 at(int down, int right) const {
-      return tile.unit_address(row + down, (column + right) / 8);
+      return tile.unit_address(row + down, (column + right) / unit_columns);
     }
   };
   DLATTN_DEVICE UnitAddress unit(int row, int column) const { return {*this, row, column}; }
@@ -65,7 +68,7 @@ struct SlabTile {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
       tma_load_4d(address() + slab * slab_bytes + tile_row * 128, map, barrier,
-                  first_column + slab * 64, row, head, batch);
+                  first_column + slab * slab_columns, row, head, batch);
     }
   }
 

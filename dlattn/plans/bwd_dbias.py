@@ -86,7 +86,7 @@ PLAIN_TILINGS = (DBiasTiling(128, 64, 8, 4, min_blocks=2), *TILINGS)
 
 def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     """The first tiling that leaves room for the blocks that are to be side by side, if any does."""
-    plain = problem.has_aligned_bias and len(problem.edits) == 2 and problem.access_bytes == 16
+    plain = problem.has_aligned_rows and len(problem.edits) == 2 and problem.access_bytes == 16
     plain = plain and problem.dropout is None
     # Copies element by element leave a function too few registers for two blocks.
     alone = problem.has_program and problem.access_bytes != 16
@@ -146,7 +146,7 @@ def _kernel(
         replace(problem, edits=_edits(problem), sink=False, deterministic=False),
         tiling,
         shared,
-        constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_bias)},
+        constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_rows)},
         types=types,
         definitions=definitions,
     )
@@ -226,7 +226,7 @@ def _grid(
     wanted = _WAVES * target.multiprocessors * tiling.min_blocks // tiles
     steps = along_q * along_k * along_heads * along_batch
     # An aligned bias has tiles of every query and key, and its kernel no registers for more.
-    crowded = role == "dBias" and problem.has_aligned_bias
+    crowded = role == "dBias" and problem.has_aligned_rows
     parts = 1 if crowded else max(1, min(wanted, steps // _LEAST_STEPS))
     y = min(parts, along_q if seq_q == 1 else along_k)
     return tiles, y, min(parts // y, along_heads if heads == 1 else along_batch)

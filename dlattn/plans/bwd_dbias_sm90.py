@@ -46,6 +46,7 @@ class Sm90DBiasTiling:
 def fits(problem: Problem, geometry: Geometry) -> bool:
     """Whether the kernel can run a problem whose bias the main kernel reads by tiles."""
     plain = not (problem.ragged or problem.paged_k or problem.paged_v or problem.dropout)
+    plain &= problem.has_aligned_rows
     _, _, rows, columns = geometry.tensors["dBias"].dim
     return plain and (rows, columns) == (geometry.seq_q, geometry.seq_kv)
 

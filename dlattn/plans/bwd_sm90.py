@@ -21,7 +21,7 @@ from dlattn.plans.bwd_sm90_tiling import (
 )
 from dlattn.plans.bwd_waves import pairs_of_causal_waves, ragged_wave
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch
-from dlattn.plans.mapped import MappedPlan, staged
+from dlattn.plans.mapped import MappedPlan, bias_rows, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
@@ -117,7 +117,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         queries = self.tiling.tile_q // self.tiling.cluster
         keys = {role: self.paged_rows(role, self.tiling.block_k) for role in "kv"}
         rows = {"q": queries, **keys, "dO": queries}
-        return rows | {"bias": self.tiling.tile_q} if self.tiling.stages_bias else rows
+        if not self.tiling.stages_bias:
+            return rows
+        return rows | {"bias": bias_rows(self.problem, self.tiling.tile_q)}
 
     @property
     def _heads_per_block(self) -> int:

@@ -7,7 +7,7 @@ from math import gcd
 from typing import ClassVar
 
 from dlattn.plans.cuda import round_up
-from dlattn.plans.mapped import slab_bytes
+from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
 from dlattn.problem import Band, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 
@@ -32,7 +32,7 @@ class Sm90BwdTiling:
             columns.
         query_registers: of a thread that computes dQ, 64 columns at a time; with 40 and half of
             a block's columns, all of these. Key workers share what is left.
-        stages_bias: tiles of a bias come with those of q; of 16-bit elements.
+        stages_bias: tiles of a bias come with those of q.
         stats_in_products: log-sum-exps and deltas are a step of the products S and dP.
         keys_in_registers: key workers hold the left operand of S.
         adds_keys: some items have a part of what attends to their keys
@@ -120,9 +120,9 @@ class Sm90BwdTiling:
         if problem.ragged:
             items, shares = (104 if self.adds_keys else 96) * 2, 56 * 2
         told = items + sums_added + shares + 8
-        bias = self.stages * slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else 0
-        stages = self.stages * (q + row_stats + step) + self.do_stages * dO
-        return round_up(k_and_v + stages + ds + bias + weights + dq + barriers + told, 1024)
+        bias = bias_tile_bytes(problem, self.tile_q, self.tile_k) if self.stages_bias else 0
+        stages = self.stages * (q + row_stats + step + bias) + self.do_stages * dO
+        return round_up(k_and_v + stages + ds + weights + dq + barriers + told, 1024)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dlattn.plans.cuda import (
     refusal,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan, slab_bytes, staged
+from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, sharing_blocks, table, tile_costs
@@ -50,7 +50,7 @@ class Sm90FwdTiling:
         q_stages: query tiles in shared memory.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
-        stages_bias: a bias comes through shared memory, too; of 16-bit elements.
+        stages_bias: a bias comes through shared memory, too.
     """
 
     consumers: int
@@ -91,7 +91,9 @@ class Sm90FwdTiling:
         barriers = 8 * 4 + 2 * 8 * rings
         asking = 2 * 4
         visits = 4 * self.stages if problem.has_blocks else self.stages
-        bias = slab_bytes(self.tile_q, self.tile_k) if self.stages_bias else self.consumers
+        bias = self.consumers
+        if self.stages_bias:
+            bias *= bias_tile_bytes(problem, 64, self.tile_k)
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
         return round_up(tiles + items + visits + barriers + asking, 1024)
 
@@ -243,7 +245,7 @@ class FwdSm90(MappedPlan):
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
         rows = {"q": 64, **keys, "o": ZERO_ROWS}
-        return rows | {"bias": 64} if tiling.stages_bias else rows
+        return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from math import gcd
 from typing import ClassVar
 
+from dlattn.dtypes import itemsize
 from dlattn.plans.argument import MappedParams, Params
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.params import params_for
@@ -22,16 +23,33 @@ from dlattn.runtime.target import Target
 LEAST_PAGE = 8
 
 
-def slab_bytes(rows: int, columns: int) -> int:
-    """Bytes of a ``SlabTile`` of 16-bit elements (``cuda_src/tile/slab_tile.cuh``)."""
-    return -(-columns // 64) * rows * 128
+#: Bytes of a row of a slab, and of the widest box.
+_SLAB_ROW = 128
+
+
+def slab_bytes(rows: int, columns: int, element_bytes: int = 2) -> int:
+    """Bytes of a ``SlabTile`` (``cuda_src/tile/slab_tile.cuh``)."""
+    return -(-columns * element_bytes // _SLAB_ROW) * rows * _SLAB_ROW
+
+
+def bias_tile_bytes(problem: Problem, rows: int, columns: int) -> int:
+    """Bytes of a tile of the bias (``StagedTile`` in ``cuda_src/attn/staged_bias.cuh``)."""
+    assert problem.bias is not None
+    rows = LEAST_PAGE if problem.bias.one_row else rows
+    return slab_bytes(rows, columns, itemsize(problem.bias.dtype))
+
+
+def bias_rows(problem: Problem, rows: int) -> int:
+    """Rows that a copy of the bias moves, for so many queries."""
+    return 1 if problem.bias is not None and problem.bias.one_row else rows
 
 
 def staged(problem: Problem) -> Problem:
-    """The problem, with a bias that the kernel reads by tiles. One of booleans is not added."""
+    """The problem, with a bias that the kernel reads by tiles: one of booleans only if the copy
+    engine moves them."""
 
     def by_tiles(edit: Edit) -> Edit:
-        if isinstance(edit, Bias) and not edit.is_boolean:
+        if isinstance(edit, Bias) and (edit.aligned or not edit.is_boolean):
             return replace(edit, staged=True)
         return edit
 
@@ -74,7 +92,7 @@ class MappedPlan(CudaPlan):
 
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
-        """Rows that one copy moves, by role; it moves 64 columns."""
+        """Rows that one copy moves, by role; it moves as many columns as a slab has."""
 
     def paged_rows(self, role: str, rows: int) -> int:
         """Rows of a box of k or v, where a tile has so many."""
@@ -98,7 +116,7 @@ class MappedPlan(CudaPlan):
         for role, rows in self.box_rows().items():
             spec, place = self.geometry.tensors[role], self._maps[role]
             begin, dim, stride = map_of(spec)
-            box = (1, 1, rows, 64)
+            box = (1, 1, rows, _SLAB_ROW // itemsize(spec.dtype))
             tensormap.encode(place, spec.dtype, dim, stride, box, self.l2_promotion)
             of_maps.append((role, tensormap.address_slot(place), begin))
         self._slots += of_maps

@@ -130,9 +130,19 @@ class Problem:
         return any(isinstance(edit, (Bias, ScoreProgram)) for edit in self.edits)
 
     @property
+    def bias(self) -> Bias | None:
+        """What is added to scores, or drops some of them."""
+        return next((edit for edit in self.edits if isinstance(edit, Bias)), None)
+
+    @property
     def has_aligned_bias(self) -> bool:
         """Whether the copy engine can move tiles of the bias."""
-        return any(isinstance(edit, Bias) and edit.aligned for edit in self.edits)
+        return self.bias is not None and self.bias.aligned
+
+    @property
+    def has_aligned_rows(self) -> bool:
+        """The same, and each query has a row of its own."""
+        return self.bias is not None and self.bias.aligned and not self.bias.one_row
 
     @property
     def has_blocks(self) -> bool:

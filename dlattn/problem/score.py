@@ -213,14 +213,16 @@ class Bias(Edit):
     Attributes:
         dtype: of the elements; UINT8 is boolean, too.
         contiguous: neighbouring keys are neighbours in memory.
-        aligned: the copy engine can move tiles of it: 16-bit numbers, contiguous, a row for each
-            query, on 16-byte boundaries.
-        staged: and the plan does that.
+        aligned: the copy engine can move tiles of it: booleans or 16-bit numbers, contiguous, rows
+            on 16-byte boundaries.
+        one_row: of these, one row is there for all queries.
+        staged: and the plan has the copy engine move them.
     """
 
     dtype: data_type
     contiguous: bool
     aligned: bool = False
+    one_row: bool = False
     staged: bool = False
 
     @property
@@ -230,7 +232,8 @@ class Bias(Edit):
     @property
     def cpp(self) -> str:
         element = "bool" if self.is_boolean else to_cpp(self.dtype)
-        return f"Bias<{element}, {str(self.contiguous).lower()}, {str(self.staged).lower()}>"
+        flags = (self.contiguous, self.staged, self.staged and self.one_row)
+        return f"Bias<{element}, {', '.join(str(flag).lower() for flag in flags)}>"
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
         assert values.bias is not None

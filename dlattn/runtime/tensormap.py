@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from dlattn.dtypes import data_type
+from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import DlattnError
 from dlattn.runtime.launch import call_in_context, driver
 
-_DATA_TYPES = {data_type.HALF: 6, data_type.BFLOAT16: 9}  # CUtensorMapDataType
+_DATA_TYPES = {
+    data_type.BOOLEAN: 0, data_type.UINT8: 0, data_type.HALF: 6, data_type.BFLOAT16: 9,
+}  # fmt: skip  # CUtensorMapDataType
 _SWIZZLE_128B = 3  # CUtensorMapSwizzle
 L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3  # CUtensorMapL2promotion
 
@@ -43,10 +45,10 @@ def encode(
 
     Args:
         map_address: 128 bytes, aligned to 64.
-        dtype: a 16-bit type.
+        dtype: a 16-bit type, or booleans.
         dim: elements per dimension, the contiguous one last, at most five.
         stride: in elements; the last is 1, the others multiples of 16 bytes.
-        box: elements per dimension that one copy moves; the last at most 64.
+        box: elements per dimension that one copy moves; the last of at most 128 bytes.
 
     Raises:
         DlattnError: the driver refused.
@@ -54,8 +56,9 @@ def encode(
     rank = len(dim)
     sizes = (ctypes.c_uint64 * rank)(*reversed(dim))
     # Where the size is 1 the stride means nothing, but the driver wants a legal one.
-    legal = [s if n > 1 else 8 for n, s in zip(dim, stride, strict=True)]
-    strides = (ctypes.c_uint64 * (rank - 1))(*(2 * s for s in reversed(legal[:-1])))
+    size = itemsize(dtype)
+    legal = [size * s if n > 1 else 16 for n, s in zip(dim, stride, strict=True)]
+    strides = (ctypes.c_uint64 * (rank - 1))(*reversed(legal[:-1]))
     boxes = (ctypes.c_uint32 * rank)(*reversed(box))
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     arguments = (

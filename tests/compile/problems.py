@@ -69,7 +69,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "slopes": (Alibi(symmetric=True),),
     "bias": (Bias(data_type.BFLOAT16, contiguous=True, aligned=True),),
     "rows": (Bias(data_type.HALF, contiguous=True),),
-    "mask": (Bias(data_type.BOOLEAN, contiguous=True),),
+    "mask": (Bias(data_type.BOOLEAN, contiguous=True, aligned=True),),
+    "mask of keys": (Bias(data_type.BOOLEAN, contiguous=True, aligned=True, one_row=True),),
+    "any mask": (Bias(data_type.BOOLEAN, contiguous=True),),
     "all": (SoftCap(), Bias(data_type.FLOAT, contiguous=False), Alibi(symmetric=True)),
 }
 #: Forms of dropout.

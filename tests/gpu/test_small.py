@@ -105,6 +105,16 @@ CASES = {
         batch=3, heads_q=2, heads_k=1, heads_v=1, seq_q=90, seq_kv=300, head_dim_qk=192,
         head_dim_v=128, scale=0.07, bias="bool", bias_axes="bk", alibi="H",
     ),
+    "boolean mask that comes by tiles, lengths, a soft cap": Case(
+        batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=330, seq_kv=270, len_q=(330, 0, 77),
+        len_kv=(270, 90, 1), head_dim_qk=128, head_dim_v=128, scale=0.09, softcap=20.0,
+        bias="bool", bias_axes="bqk", bias_layout="aligned",
+    ),
+    "bytes as a mask that comes by tiles, causal, slopes, dropout": Case(
+        dtype="float16", batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=200, seq_kv=300, right=0,
+        bottom_right=True, head_dim_qk=64, head_dim_v=64, scale=0.125, alibi="H", dropout=0.3,
+        bias="uint8", bias_layout="aligned",
+    ),
     "gradient of a bias for all batch entries, padding": Case(
         batch=3, heads_q=4, heads_k=2, heads_v=1, seq_q=200, seq_kv=330, len_q=(200, 70, 0),
         len_kv=(330, 0, 90), right=20, bottom_right=True, head_dim_qk=128, head_dim_v=128,
