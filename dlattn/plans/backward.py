@@ -188,7 +188,7 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def cleared_bytes(self) -> int:
-        # Of a ragged problem, the first kernel clears as many sums as there are.
+        # Those of a ragged problem bwd_delta clears, as many as there are.
         key_sums = 0 if self.problem.ragged else self._key_sums
         return key_sums + self._gradient_scratch.arrivals
 

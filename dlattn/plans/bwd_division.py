@@ -95,16 +95,18 @@ def divided_ragged_group(
         groups = geometry.heads_q // heads
         fixed = ITEM_STEPS + (SUM_STEPS if heads < group else 0)
         longest_item = heads * longest.most_steps + fixed
+        if not (others.count or longest.differ):
+            return ceil(groups * longest.count * longest.key_tiles / at_once) * longest_item
         of_longest, of_others = (
-            groups * it.count * it.key_tiles * (heads * it.mean_steps + fixed)
-            for it in (longest, others)
+            groups * it.key_tiles * (heads * it.mean_steps + fixed) for it in (longest, others)
         )
+        steps = longest.count * of_longest + others.count * of_others
         shortest = others if others.count else longest
         last_item = heads * shortest.mean_steps + fixed
         # The longest item of the last wave begins when the waves before have been taken.
         waves = ceil(groups / ragged_wave(groups, at_once, longest.key_tiles))
         begins = of_longest * (1 - 1 / waves) / at_once if longest.differ else 0
-        return max(begins + longest_item, (of_longest + of_others) / at_once + last_item / 2)
+        return max(begins + longest_item, steps / at_once + last_item / 2)
 
     heads = min((n for n in range(1, group + 1) if group % n == 0), key=end)
     return Division(heads, 0) if end(heads) * LEAST_RAGGED_GAIN < end(group) else None
@@ -133,8 +135,8 @@ class _Sequences:
 
 
 def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences, _Sequences]:
-    """The longest one, and the others. Of these only the sum of the lengths is known: they are
-    taken for equal, which is the least work beside the longest one."""
+    """The longest ones, and the others. Only the sum of the lengths is known: all but one are taken
+    for equal, which is the least work beside the longest one."""
     left, right = geometry.band_left, geometry.band_right
     count = geometry.batch - 1
 
@@ -143,10 +145,9 @@ def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences
         if left is not None and right is not None:
             most = min(most, -(-(left + right + tile_k) // tile_q) + 1)
             return _Sequences(count, key_tiles, most, most)
-        bounded = left is not None or right is not None
-        return _Sequences(
-            count, key_tiles, most, most * (key_tiles + 1) / (2 * key_tiles) if bounded else most
-        )
+        full = left is None and right is None
+        mean = most if full else most * (key_tiles + 1) / (2 * key_tiles)
+        return _Sequences(count, key_tiles, most, mean)
 
     def others(most_tokens: int | None, longest: int) -> int:
         if most_tokens is None or count == 0:
@@ -154,8 +155,10 @@ def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences
         return min(longest, max(0, most_tokens - longest) // count)
 
     longest = geometry.seq_q, geometry.seq_kv
-    tokens = geometry.most_tokens_q, geometry.most_tokens_kv
-    return of_rows(1, *longest), of_rows(count, *map(others, tokens, longest))
+    shorter = tuple(map(others, (geometry.most_tokens_q, geometry.most_tokens_kv), longest))
+    if shorter == longest:
+        return of_rows(1 + count, *longest), of_rows(0, *longest)
+    return of_rows(1, *longest), of_rows(count, *shorter)
 
 
 def _may_divide(problem: Problem, geometry: Geometry) -> bool:

@@ -166,7 +166,8 @@ def test_who_is_divided() -> None:
     assert heads_of_item(groups=1, heads=16, causal=True, **long_and_short) == 2
     assert heads_of_item(groups=1, heads=16, batch=64, seq=4096) == 16
     assert heads_of_item(groups=16, heads=16, **long_and_short) == 1
-    assert heads_of_item(groups=1, heads=16, batch=1, seq=4096) == 1
+    assert heads_of_item(groups=1, heads=16, batch=1, seq=4096) == 4
+    assert heads_of_item(groups=1, heads=16, causal=True, batch=1, seq=4096) == 1
     shape = geometry(Direction.BACKWARD, groups=1, heads=16, **long_and_short)
     assert not BwdSm90(problem(Direction.BACKWARD), shape, HOPPER).tiling.adds_keys
 
