@@ -117,15 +117,15 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
 
   // In a fixed order, items add to sums of their keys as their heads follow each other.
   static constexpr bool adds_in_turn = Base::parts_of_groups && Problem::deterministic;
-  DLATTN_DEVICE void await_turn_on_keys(Piece piece) const {
+  DLATTN_DEVICE void await_turn_on_keys() const {
     if constexpr (adds_in_turn) {
       const int turn = this->first_head() % p.heads_per_k / p.heads_per_block;
-      own_key_sums().await_turn(piece.key + Base::first_row_of_warp(), turn);
+      own_key_sums().await_turn(own_piece(0).key + Base::first_row_of_warp(), turn);
     }
   }
-  DLATTN_DEVICE void end_turn_on_keys(Piece piece) const {
+  DLATTN_DEVICE void end_turn_on_keys() const {
     if constexpr (adds_in_turn) {
-      own_key_sums().end_turn(piece.key + Base::first_row_of_warp());
+      own_key_sums().end_turn(own_piece(0).key + Base::first_row_of_warp());
     }
   }
   // Of an item of a ragged problem.
