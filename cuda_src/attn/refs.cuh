@@ -181,7 +181,7 @@ struct RaggedRef {
   // (batch + 1): where entries begin, in rows; null: offsets tell. Tensors whose offsets nobody gave
   // have memory for them, int64, which the first kernel writes.
   const int *cu_seqlens_q, *cu_seqlens_kv;
-  RaggedEntry* entries;  // (batch)
+  RaggedEntry* entries;  // (batch); and behind them, if asked for, the first key tile of each
   int* bundles;          // the batch entry of each; or null
   int4* items;           // how many, bundles too; then of each tile, head, batch, bundle; or null
   MappedEntry* mapped;   // (mapped_tensors, batch); or null
@@ -190,7 +190,12 @@ struct RaggedRef {
   int item_rows;         // queries or keys that an item has
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
-  int unused;
+  int key_tiles;  // whose sums of dK and dV the workspace has room for, of one head
+
+  // Among those of all entries, of one head.
+  DLATTN_DEVICE int& first_key_tile(int batches, int b) const {
+    return reinterpret_cast<int*>(entries + batches)[b];
+  }
 };
 
 // A bit for each block of queries and keys, of a byte the lowest first; strides as of a bias.

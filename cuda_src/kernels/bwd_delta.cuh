@@ -1,13 +1,13 @@
 // Before the backward's main kernel: per query row, the log-sum-exp in log2 units and
 // -delta = -rowsum(dO * O); what the tile adds to the gradient of its head's sink; and zeros for the
-// dQ sums. One block per query tile.
+// dQ sums, and for those of dK and dV of a ragged problem. One block per query tile.
 #pragma once
 
 #include "attn/params.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/walk.cuh"
 #include "base/math.cuh"
-#include "kernels/bwd_tile.cuh"
+#include "kernels/bwd_key_sums.cuh"
 #include "ptx/convert.cuh"
 #include "tile/reduce.cuh"
 
@@ -158,6 +158,8 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     *p.items_taken = 0;
     *p.shares_taken = 0;
   }
+  if constexpr (Problem::ragged && Tiling::adds_keys) KeySums<Problem, Tiling>::clear(p, batch);
+
   const int pair = Shapes::pair(p, batch, head);
   if (pair >= p.dq_places) return;
   int sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);

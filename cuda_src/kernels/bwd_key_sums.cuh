@@ -72,13 +72,39 @@ struct KeySums {
   static constexpr int tile_k = Tiling::tile_k;
   static constexpr int width_qk = result_width<Problem>(Problem::head_dim_qk);
   static constexpr int width_v = result_width<Problem>(Problem::head_dim_v);
+  static constexpr int gradients = tile_k * (width_qk + width_v);
+  // In a fixed order of additions, how many there have been, of each 16 rows.
+  static constexpr int turns = Problem::deterministic ? round_up(tile_k / 16, 32) : 0;
+  static constexpr int size = gradients + turns;
   float* const g_first;
 
   DLATTN_DEVICE KeySums(const Params& p, int batch, int head, int tile)
-      : KeySums(p, (batch * (p.heads_q / p.heads_per_k) + head) * ceil_div(p.seq_kv, tile_k) +
-                       tile - p.whole_items) {}
+      : KeySums(p, (batch * heads(p) + head) * ceil_div(p.seq_kv, tile_k) + tile - p.whole_items) {}
+  // Of a ragged problem; in the workspace, even if there are more tokens than promised.
+  static DLATTN_DEVICE KeySums of_entry(const Params& p, int batch, int head, int tile) {
+    return {p, least(tile_of_all(p, batch, tile), p.ragged.key_tiles - 1) * heads(p) + head};
+  }
+  static DLATTN_DEVICE int tile_of_all(const Params& p, int batch, int tile) {
+    return p.ragged.first_key_tile(p.batch, batch) + tile;
+  }
+  explicit DLATTN_DEVICE KeySums(float* g_sums) : g_first(g_sums) {}
   DLATTN_DEVICE KeySums(const Params& p, int number)
-      : g_first(p.key_sums + int64(number) * (tile_k * (width_qk + width_v))) {}
+      : g_first(p.key_sums + int64(number) * size) {}
+
+  // That have sums of their own.
+  static DLATTN_DEVICE int heads(const Params& p) { return p.heads_q / p.heads_per_k; }
+
+  // Of a ragged problem's entry, all sums are cleared by the blocks of a grid's layer.
+  static DLATTN_DEVICE void clear(const Params& p, int batch) {
+    const int tiles = most(1, ceil_div(p.seq_len_kv.at(batch, p.seq_kv), tile_k));
+    const int first = tile_of_all(p, batch, 0), last = least(first + tiles, p.ragged.key_tiles);
+    const int64 units = int64(heads(p)) * (size / 4), end = last * units;
+    const int block = blockIdx.x + gridDim.x * blockIdx.y, step = gridDim.x * gridDim.y * blockDim.x;
+    auto* g_sums = reinterpret_cast<float4*>(p.key_sums);
+    for (int64 i = first * units + block * blockDim.x + threadIdx.x; i < end; i += step) {
+      g_sums[i] = float4{0.f, 0.f, 0.f, 0.f};
+    }
+  }
 
   // This lane's part of the first eight columns of the 16 rows from `first` on; 128 later, of the next.
   template <class Of>
@@ -92,6 +118,20 @@ struct KeySums {
     float* g_sums = of_lane<Of>(first);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) reduce_add_x4(g_sums + 128 * n, 1, gradient.at[0][n]);
+  }
+
+  // A warp waits until its 16 rows have been added to so often; and says that it has added.
+  DLATTN_DEVICE void await_turn(int first, int turn) const {
+    while (load_acquire(additions(first)) < turn) __nanosleep(20);
+    __syncwarp();
+  }
+  DLATTN_DEVICE void end_turn(int first) const {
+    __syncwarp();
+    if (opaque(threadIdx.x) % 32 == 0) add_release(additions(first), 1);
+    __syncwarp();
+  }
+  DLATTN_DEVICE int* additions(int first) const {
+    return reinterpret_cast<int*>(g_first + gradients) + first / 16;
   }
 
   // A warp stores what 16 rows of the tile have come to.

@@ -293,8 +293,10 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         return at.advance(step(dK[0], dV[0], held, at, values));
       });
       free_keys_and_values(last);
+      this->await_turn_on_keys();
       store_dv(dV, own_piece(0).key, i, last);
       store_dk(dK, own_piece(0).key, i, last);
+      this->end_turn_on_keys();
     });
   }
 

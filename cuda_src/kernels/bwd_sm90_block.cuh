@@ -8,7 +8,7 @@
 #include "attn/problem.cuh"
 #include "attn/schedule.cuh"
 #include "attn/seqlen.cuh"
-#include "kernels/bwd_tile.cuh"
+#include "kernels/bwd_key_sums.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/gemm.cuh"
@@ -86,7 +86,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     RaggedEntry entry;
     MappedEntry mapped[mapped_tensors];
   };
-  using Told = Either<Problem::ragged, TellRagged, TellNumber>;
+  struct TellPartOfGroup : TellRagged {
+    float* key_sums;  // of dK and dV
+  };
+  // All items of a ragged problem have some heads of a group.
+  static constexpr bool parts_of_groups = Tiling::adds_keys && Problem::ragged;
+  using Told = Either<parts_of_groups, TellPartOfGroup,
+                      Either<Problem::ragged, TellRagged, TellNumber>>;
 
   // The other block's keys, in the slabs that have the columns of this block's dQ.
   using OtherKTile = SlabTile<T, block_k, own_columns>;
@@ -199,7 +205,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // Blocks take items and, of those that are in parts, these: one after another.
   static DLATTN_DEVICE int part_count(const Params& p, const SharedMemory& shared) {
     const int items = item_count(p, shared);
-    if constexpr (!Tiling::adds_keys) return items;
+    if constexpr (!Tiling::adds_keys || parts_of_groups) return items;
     return items + (items - p.whole_items) * (p.item_parts - 1);
   }
   static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
@@ -208,7 +214,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   }
   // Which of an item's queries a part has.
   static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
-    if (!Tiling::adds_keys || number < p.whole_items) return all;
+    if (!Tiling::adds_keys || parts_of_groups || number < p.whole_items) return all;
     const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
     return {all.first + count * part / p.item_parts,
             all.first + count * (part + 1) / p.item_parts};
@@ -288,7 +294,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
   // A lane each.
-  static DLATTN_DEVICE void describe(TellRagged& told, int item, const Params& p) {
+  static DLATTN_DEVICE void describe(Told& told, int item, const Params& p) {
     const int lane = threadIdx.x % 32;
     const int4 row = p.ragged.items[1 + item];
     if (lane < mapped_tensors) told.mapped[lane] = p.ragged.mapped[lane * p.batch + row.z];
@@ -303,6 +309,12 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if (lane == mapped_tensors + 3) {
       told.item = {row.x, row.y, row.z};
       told.bundle = row.w;
+    }
+    if constexpr (parts_of_groups) {
+      const int head = row.y * p.heads_per_block / p.heads_per_k;
+      if (lane == mapped_tensors + 4) {
+        told.key_sums = KeySums<Problem, Tiling>::of_entry(p, row.z, head, row.x).g_first;
+      }
     }
   }
 

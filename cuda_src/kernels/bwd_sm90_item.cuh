@@ -126,7 +126,10 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE int first_head() const { return work.head * p.heads_per_block; }
+  DLATTN_DEVICE int first_head() const {
+    if constexpr (Base::parts_of_groups) return this->told().item.head * p.heads_per_block;
+    return work.head * p.heads_per_block;
+  }
 
   // Whether head i and a query tile are a step. If not, every role passes it over; in a fixed order, the
   // writer counts it.
@@ -157,6 +160,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
   DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
   DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+    if constexpr (Base::parts_of_groups) return opaque(round) % 2;  // no register during the walk
     if constexpr (Tiling::adds_keys) return round % 2;
     return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
   }
@@ -173,6 +177,11 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   DLATTN_DEVICE int heads_per_walk() const {
     if constexpr (Tiling::adds_keys) return p.heads_per_block;
     return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+  }
+  // Whether this many heads of the item are the end of some.
+  DLATTN_DEVICE bool ends_walk(int heads) const {
+    if constexpr (Base::parts_of_groups) return heads == p.heads_per_block;
+    return heads % heads_per_walk() == 0;
   }
 };
 

@@ -11,7 +11,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   using Base = BwdSm90Item<Problem, Tiling>;
   using Base::Base;
   using Base::first_head;
-  using Base::heads_per_walk;
+  using Base::ends_walk;
   using Base::keys;
   using Base::length;
   using Base::m;
@@ -65,11 +65,13 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
                                const MappedKeys& mapped, int i, int heads_per_key) {
-    if (i % heads_per_key != 0) return;
+    if ((Base::parts_of_groups ? i : i % heads_per_key) != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
     const int head = (first_head() + i) / heads_per_key;
     const bool cleared = !mapped.ref.is_ragged<Problem::ragged>();
-    const int rows = cleared ? most(keys.last - keys.first, 0) : Tile::rows;
+    // In these items, ptxas has no register for what follows from them during the walk.
+    const int end = Base::parts_of_groups ? opaque(keys.last) : keys.last;
+    const int rows = cleared ? most(end - keys.first, 0) : Tile::rows;
     // Of an item without keys nothing is read.
     const bool moves = may_move<Problem>(mapped.ref, keys.first, keys.last);
     const uint32 bytes = moves ? Tile::bytes : 0;
@@ -167,7 +169,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     };
     for_each_step(load_keys_of, [&](int i, int tile) {
       const int head = first_head() + i;
-      const bool last = (i + 1) % heads_per_walk() == 0 && tile == this->last_tile();
+      const bool last = ends_walk(i + 1) && tile == this->last_tile();
       auto& place = at.place;
       // Before the arrival that publishes it, hence not where the copies start.
       mbarrier_wait(shared.q_ring.empty[place.stage], place.parity ^ 1);

@@ -115,11 +115,31 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     return weights;
   }
 
+  // In a fixed order, items add to sums of their keys as their heads follow each other.
+  static constexpr bool adds_in_turn = Base::parts_of_groups && Problem::deterministic;
+  DLATTN_DEVICE void await_turn_on_keys() const {
+    if constexpr (adds_in_turn) {
+      const int turn = this->first_head() % p.heads_per_k / p.heads_per_block;
+      own_key_sums().await_turn(own_piece(0).key + Base::first_row_of_warp(), turn);
+    }
+  }
+  DLATTN_DEVICE void end_turn_on_keys() const {
+    if constexpr (adds_in_turn) {
+      own_key_sums().end_turn(own_piece(0).key + Base::first_row_of_warp());
+    }
+  }
+  // Of an item of a ragged problem.
+  DLATTN_DEVICE KeySums<Problem, Tiling> own_key_sums() const {
+    return KeySums<Problem, Tiling>(this->told().key_sums);
+  }
+
   // Of the 64 keys from `first` on, from registers: the memory of keys and values is the next ones'.
   template <class Of, int n_tiles>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, int first, int head) {
     const int batch = opaque(this->work.batch), row = first + Base::first_row_of_warp();
-    if (Tiling::adds_keys && this->number() >= p.whole_items) {
+    if constexpr (Base::parts_of_groups) {
+      own_key_sums().template add<Of>(gradient, row);
+    } else if (Tiling::adds_keys && this->number() >= p.whole_items) {
       using Sums = KeySums<Problem, Tiling>;
       const int first_key = Base::rank() * block_k + row;
       Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);

@@ -25,7 +25,7 @@ struct BwdTiling {
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
-  static constexpr bool stats_in_products = false, relays = false;
+  static constexpr bool stats_in_products = false, adds_keys = false, relays = false;
 };
 
 // Of the Hopper backward: dlattn/plans/bwd_sm90_tiling.py says what these are.

@@ -18,9 +18,10 @@ namespace dlattn {
 // Rows between one entry's delta and the next one's, with cumulative lengths.
 inline constexpr int delta_gap = 128;
 
-template <int threads_>
+template <int threads_, bool counts_key_tiles_ = false>
 struct RaggedTiling {
   static constexpr int threads = threads_;
+  static constexpr bool counts_key_tiles = counts_key_tiles_;
 };
 
 // Rows of all entries, as cumulative lengths divide them; entries never leave the tensor.
@@ -81,10 +82,21 @@ struct Ragged {
     return ragged_length(r.given_kv, p.k.offsets != nullptr ? p.k : p.v, b, p.seq_kv);
   }
 
-  // Tiles of an entry's items, for each head or group of heads. Of keys at least one, because earlier
-  // pairs' dQ is stored with an item.
+  // Tiles of an entry's items, for each head or group of heads.
   DLATTN_DEVICE int item_tiles(int q, int kv) const {
-    return r.items_of_keys ? most(1, ceil_div(kv, r.item_rows)) : ceil_div(q, r.item_rows);
+    return r.items_of_keys ? key_tiles(kv) : ceil_div(q, r.item_rows);
+  }
+  // At least one, because earlier pairs' dQ is stored with an item.
+  DLATTN_DEVICE int key_tiles(int kv) const { return most(1, ceil_div(kv, r.item_rows)); }
+
+  // Where an entry's sums of dK and dV are. A block's.
+  DLATTN_DEVICE void place_key_sums(int batch) const {
+    __shared__ int s_before;
+    int before = 0;
+    for (int b = threadIdx.x; b < batch; b += threads) before += key_tiles(length_kv(b));
+    BlockSums<threads, 1> sums(&s_before);
+    sums.add({before});
+    if (threadIdx.x == 0) r.first_key_tile(p.batch, batch) = s_before;
   }
 
   // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many
@@ -186,6 +198,7 @@ struct Ragged {
     int query_tiles = ceil_div(q, r.tile_q);
     if (tiles_before + query_tiles > r.row_tiles)
       q = query_tiles = 0;  // no room: more than promised
+    if constexpr (Tiling::counts_key_tiles) place_key_sums(batch);
     const RaggedEntry entry{tiles_before, query_tiles, s_sums[2], groups_of_bundle};
     if (threadIdx.x == 0) {
       const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;

@@ -138,7 +138,7 @@ class RaggedRef(ctypes.Structure):
         ("last_first", ctypes.c_int32),
         ("tokens_q", ctypes.c_int32),
         ("tokens_kv", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("key_tiles", ctypes.c_int32),
     ]
 
 

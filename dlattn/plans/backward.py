@@ -188,7 +188,9 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def cleared_bytes(self) -> int:
-        return self._key_sums + self._gradient_scratch.arrivals
+        # Those of a ragged problem bwd_delta clears, as many as there are.
+        key_sums = 0 if self.problem.ragged else self._key_sums
+        return key_sums + self._gradient_scratch.arrivals
 
     @property
     def _counts_additions(self) -> bool:

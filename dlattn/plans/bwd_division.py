@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import product
 from math import ceil
 
+from dlattn.plans.bwd_waves import ragged_wave
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 
@@ -23,6 +24,11 @@ MOST_PARTS, LEAST_LAST = 5, 1 / 4
 DIVIDES_FEW, MOST_PARTS_OF_FEW = False, 16
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
+#: Whether groups of ragged problems are divided. Compiled, not yet run.
+DIVIDES_RAGGED = False
+#: Of those, steps that an item's beginning and end take, and additions to sums; and how
+#: many times as soon the last item must end.
+ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.1
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,92 @@ def divided_end(
     return Division(group // divisor, items - last, parts)
 
 
+def divided_ragged_group(
+    problem: Problem, geometry: Geometry, group: int, tiles: tuple[int, int], at_once: int
+) -> Division | None:
+    """Of a ragged problem, where items of whole groups would be too few, or those of the longest
+    sequence too long: by an estimate of when the last item ends.
+
+    Args:
+        tiles: queries and keys of a tile.
+        at_once: how many items run beside each other.
+    """
+    if not DIVIDES_RAGGED or not _may_divide(problem, geometry):
+        return None
+    longest, others = _sequences(geometry, *tiles)
+
+    def end(heads: int) -> float:
+        groups = geometry.heads_q // heads
+        fixed = ITEM_STEPS + (SUM_STEPS if heads < group else 0)
+        longest_item = heads * longest.most_steps + fixed
+        if not (others.count or longest.differ):
+            return ceil(groups * longest.count * longest.key_tiles / at_once) * longest_item
+        of_longest, of_others = (
+            groups * it.key_tiles * (heads * it.mean_steps + fixed) for it in (longest, others)
+        )
+        steps = longest.count * of_longest + others.count * of_others
+        shortest = others if others.count else longest
+        last_item = heads * shortest.mean_steps + fixed
+        # The longest item of the last wave begins when the waves before have been taken.
+        waves = ceil(groups / ragged_wave(groups, at_once, longest.key_tiles))
+        begins = of_longest * (1 - 1 / waves) / at_once if longest.differ else 0
+        return max(begins + longest_item, steps / at_once + last_item / 2)
+
+    heads = min((n for n in range(1, group + 1) if group % n == 0), key=end)
+    return Division(heads, 0) if end(heads) * LEAST_RAGGED_GAIN < end(group) else None
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Equal sequences of a ragged problem.
+
+    Attributes:
+        count: how many.
+        key_tiles: items of one, for each group of heads.
+        most_steps: tiles of queries that attend to a tile of keys, at the most.
+        mean_steps: on average.
+    """
+
+    count: int
+    key_tiles: int
+    most_steps: int
+    mean_steps: float
+
+    @property
+    def differ(self) -> bool:
+        """Whether items of a sequence differ in length."""
+        return self.mean_steps < self.most_steps
+
+
+def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences, _Sequences]:
+    """The longest ones, and the others. Only the sum of the lengths is known: all but one are taken
+    for equal, which is the least work beside the longest one."""
+    left, right = geometry.band_left, geometry.band_right
+    count = geometry.batch - 1
+
+    def of_rows(count: int, rows_q: int, rows_kv: int) -> _Sequences:
+        key_tiles, most = max(1, -(-rows_kv // tile_k)), -(-rows_q // tile_q)
+        if left is not None and right is not None:
+            most = min(most, -(-(left + right + tile_k) // tile_q) + 1)
+            return _Sequences(count, key_tiles, most, most)
+        full = left is None and right is None
+        mean = most if full else most * (key_tiles + 1) / (2 * key_tiles)
+        return _Sequences(count, key_tiles, most, mean)
+
+    def others(most_tokens: int | None, longest: int) -> int:
+        if most_tokens is None or count == 0:
+            return longest
+        return min(longest, max(0, most_tokens - longest) // count)
+
+    longest = geometry.seq_q, geometry.seq_kv
+    shorter = tuple(map(others, (geometry.most_tokens_q, geometry.most_tokens_kv), longest))
+    if shorter == longest:
+        return of_rows(1 + count, *longest), of_rows(0, *longest)
+    return of_rows(1, *longest), of_rows(count, *shorter)
+
+
 def _may_divide(problem: Problem, geometry: Geometry) -> bool:
-    apart = problem.ragged or problem.paged_k or problem.paged_v or problem.deterministic
+    # Items take turns to add in ragged problems alone.
+    in_turn = problem.deterministic and not problem.ragged
+    apart = problem.paged_k or problem.paged_v or in_turn
     return not (apart or problem.has_blocks) and geometry.heads_k == geometry.heads_v

@@ -9,7 +9,7 @@ from functools import cached_property
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.bwd_division import Division, divided_end, divided_group
+from dlattn.plans.bwd_division import Division, divided_end, divided_group, divided_ragged_group
 from dlattn.plans.bwd_relay import relays
 from dlattn.plans.bwd_sm90_refusal import register_refusal
 from dlattn.plans.bwd_sm90_tiling import (
@@ -19,7 +19,7 @@ from dlattn.plans.bwd_sm90_tiling import (
     result_width,
     with_few_steps,
 )
-from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
+from dlattn.plans.bwd_waves import pairs_of_causal_waves, ragged_wave
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch
 from dlattn.plans.mapped import MappedPlan, bias_rows, staged
 from dlattn.plans.ragged import Items, RaggedScratch
@@ -32,8 +32,6 @@ from dlattn.runtime.target import Target
 MOST_WAVE_SUM_BYTES = 16 << 20
 #: Sums that full waves may add to whose pairs have at most so many key tiles; else so many pairs.
 FEW_TILES, MOST_SHORT_SUM_BYTES, MOST_SHORT_PAIRS = 4, 6 << 20, 8
-#: Pairs of a wave of a ragged problem.
-MOST_PAIRS = 8
 
 
 class BwdSm90(MappedPlan, BackwardPlan):
@@ -74,6 +72,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
         steps = group * self._query_tiles
         given = self.problem, self.geometry, group
+        if self.problem.ragged:
+            tiles = self.tiling.tile_q, self.tiling.tile_k
+            return divided_ragged_group(*given, tiles, self._items_at_once)
         return divided_group(*given) or divided_end(*given, items, self._items_at_once, steps)
 
     @property
@@ -129,13 +130,17 @@ class BwdSm90(MappedPlan, BackwardPlan):
         """Tiles of dK and dV that several items add to."""
         if self._division is None:
             return 0
-        tiles = self.geometry.batch * self.geometry.heads_k * self._key_tiles
-        return tiles - self._division.whole_items
+        tiles = self.geometry.batch * self._key_tiles
+        most_tokens = self.geometry.most_tokens_kv
+        if self.problem.ragged and most_tokens is not None:
+            tiles = min(tiles, self.geometry.batch + most_tokens // self.tiling.tile_k)
+        return tiles * self.geometry.heads_k - self._division.whole_items
 
     @property
     def _key_sums(self) -> int:
         widths = map(result_width, (self.problem.head_dim_qk, self.problem.head_dim_v))
-        return 4 * self._summed_tiles * self.tiling.tile_k * sum(widths)
+        turns = 32 if self.problem.deterministic else 0
+        return 4 * self._summed_tiles * (self.tiling.tile_k * sum(widths) + turns)
 
     @property
     def _items_at_once(self) -> int:
@@ -150,9 +155,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if self.tiling.relays:
             return 1
         if self.problem.ragged:  # of one batch entry
-            groups = geometry.heads_q // self._heads_per_block
-            some = min(MOST_PAIRS, max(1, 3 * blocks // (2 * tiles)))
-            return even_wave(groups, some, MOST_PAIRS)
+            return ragged_wave(geometry.heads_q // self._heads_per_block, blocks, tiles)
         if geometry.band_right is None:
             return min(4, self._pairs) if self.problem.has_blocks else 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
@@ -182,7 +185,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
         most = self._pairs * self._key_tiles
         last_first = self.problem.deterministic and self.geometry.band_right is not None
         items = Items(self.tiling.tile_k, most, True, last_first, bundles=self._pairs)
-        return RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
+        scratch = RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
+        if self._division is None:
+            return scratch
+        return replace(scratch, key_tiles=self._summed_tiles // self.geometry.heads_k)
 
     @property
     def _places_at_once(self) -> int:
@@ -217,8 +223,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def kernels(self) -> list[KernelLaunch]:
         kernels = super().kernels()
-        if self._summed_tiles:
-            kernels.insert(2, self._small_kernel("bwd_key_rows", (self._summed_tiles, 1, 1)))
+        if self._division is not None:
+            grid = (self._summed_tiles, 1, 1)
+            if self.problem.ragged:
+                grid = (self._key_tiles, self.geometry.heads_k, self.geometry.batch)
+            kernels.insert(2, self._small_kernel("bwd_key_rows", grid))
         return kernels
 
     def main_kernel(self, items: int) -> KernelLaunch:

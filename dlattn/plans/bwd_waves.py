@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from math import ceil
 
+#: Pairs of a wave of a ragged problem.
+MOST_RAGGED_PAIRS = 8
+
 
 def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
     """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
@@ -13,6 +16,12 @@ def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
     even = [n for n in near if pairs % n == 0]
     few = min(pairs, max(1, round(wanted)), most or pairs)
     return min(even, key=lambda n: abs(n - wanted), default=few)
+
+
+def ragged_wave(groups: int, blocks: int, tiles: int) -> int:
+    """How many of a batch entry's groups of heads are taken at a time, in a ragged problem."""
+    wanted = min(MOST_RAGGED_PAIRS, max(1, 3 * blocks // (2 * tiles)))
+    return even_wave(groups, wanted, MOST_RAGGED_PAIRS)
 
 
 def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:

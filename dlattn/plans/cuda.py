@@ -15,7 +15,7 @@ from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Bound, Places, Plan
 from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
-from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch, ragged_source
+from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch
 from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
@@ -139,7 +139,7 @@ class CudaPlan(Plan):
         kernels = []
         if self.ragged is not None:
             grid = (self.geometry.batch, 1, 1)
-            kernels.append(KernelLaunch(ragged_source(), grid, RAGGED_THREADS, 0, plain=True))
+            kernels.append(KernelLaunch(self.ragged.source, grid, RAGGED_THREADS, 0, plain=True))
         if self.score_blocks is not None:
             source, threads = self.score_blocks.source(), ScoreBlocksTiling().threads
             kernels.append(KernelLaunch(source, self.score_blocks.grid, threads, 0, plain=True))

@@ -50,12 +50,15 @@ class RaggedScratch:
         tile_q: rows of a tile of row statistics.
         row_tiles: of those, how many the workspace has room for, of one head.
         items: for plans whose blocks are persistent; these also have tensor maps.
+        key_tiles: where items add to sums of dK and dV, the tiles of keys that the workspace has
+            room for sums of, of one head.
     """
 
     geometry: Geometry
     tile_q: int = 1
     row_tiles: int = _UNBOUNDED
     items: Items | None = None
+    key_tiles: int = 0
 
     @cached_property
     def _by_tokens(self) -> list[str]:
@@ -69,13 +72,23 @@ class RaggedScratch:
         if items is not None:
             persistent = _ITEM * (1 + items.most) + _MAPPED * batch + _BUNDLE * items.bundles
         offsets = _OFFSET * len(self._by_tokens)
-        size = persistent + (_ENTRY + offsets + 2 * _LENGTH) * batch
+        size = persistent + (self._entry + offsets + 2 * _LENGTH) * batch
         return -(-size // 256) * 256
+
+    @property
+    def _entry(self) -> int:
+        """Bytes of an entry, with the number of its first key tile if that is asked for."""
+        return _ENTRY + (4 if self.key_tiles else 0)
+
+    @property
+    def source(self) -> KernelSource:
+        """The kernel that writes it."""
+        return ragged_source(counts_key_tiles=self.key_tiles > 0)
 
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
         ref = params.ragged
-        ref.tile_q, ref.row_tiles = self.tile_q, self.row_tiles
+        ref.tile_q, ref.row_tiles, ref.key_tiles = self.tile_q, self.row_tiles, self.key_tiles
         ref.item_rows = 1
         if self.items is not None:
             ref.item_rows, ref.items_of_keys = self.items.rows, self.items.of_keys
@@ -85,12 +98,13 @@ class RaggedScratch:
     def places(self, params: Params) -> list[Place]:
         """Where addresses go; the memory is aligned to 16 bytes."""
         batch, ref = self.geometry.batch, params.ragged
-        arrays: list[tuple[ctypes.Structure, str, int]] = [(ref, "entries", _ENTRY * batch)]
+        arrays: list[tuple[ctypes.Structure, str, int]] = []
         if self.items is not None:
             arrays += [(ref, "items", _ITEM * (1 + self.items.most))]
             arrays += [(ref, "mapped", _MAPPED * batch)]
         refs = [getattr(params, role) for role in self._by_tokens]
         arrays += [(it, "offsets", _OFFSET * batch) for it in refs]
+        arrays += [(ref, "entries", self._entry * batch)]
         if self.items is not None and self.items.bundles:
             arrays += [(ref, "bundles", _BUNDLE * self.items.bundles)]
         lengths = params.seq_len_q, params.seq_len_kv
@@ -99,14 +113,16 @@ class RaggedScratch:
 
 @dataclass(frozen=True)
 class _Tiling:
-    cpp: str = f"RaggedTiling<{RAGGED_THREADS}>"
+    cpp: str
     threads: int = RAGGED_THREADS
     min_blocks: int = 1
 
 
-def ragged_source() -> KernelSource:
-    """The kernel, the same for every problem."""
+def ragged_source(*, counts_key_tiles: bool = False) -> KernelSource:
+    """The kernel: one for problems whose items add to sums of dK and dV, one for all others."""
     any_problem = Problem(
         Direction.FORWARD, data_type.HALF, 8, 8, (Scale(),), (Padding(),), ragged=True
     )
-    return kernel_source("ragged", any_problem, _Tiling(), 0)
+    counts = ", true" if counts_key_tiles else ""
+    tiling = _Tiling(f"RaggedTiling<{RAGGED_THREADS}{counts}>")
+    return kernel_source("ragged", any_problem, tiling, 0)

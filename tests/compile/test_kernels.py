@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from dlattn.dtypes import data_type
+from dlattn.plans import bwd_division
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan, debug_kernels
@@ -289,6 +290,34 @@ def test_hopper_backward_of_long_and_of_short_items(
     for kernel in plan.kernels():
         compiled = jit.compile_kernel(kernel.source, "sm_90a")
         assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+
+
+@pytest.mark.parametrize(
+    "dtype, deterministic", [(data_type.BFLOAT16, False), (data_type.HALF, True)]
+)
+@pytest.mark.parametrize("mask", ["full", "causal", "left", "window"])
+@pytest.mark.parametrize("head_dims", [(8, 8), (64, 32), (64, 64), (96, 96), (128, 128)])
+def test_ragged_hopper_backward_of_divided_groups(
+    head_dims: tuple[int, int],
+    mask: str,
+    dtype: data_type,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Items of some heads of a group take no registers that there are not."""
+    monkeypatch.setattr(bwd_division, "DIVIDES_RAGGED", True)
+    problem = Problem(
+        Direction.BACKWARD, dtype, *head_dims, (Scale(positive=True),), MASKS[mask],
+        data_type.FLOAT, deterministic=deterministic, ragged=True,
+    )  # fmt: skip
+    left = 2048 if mask in ("left", "window") else None
+    right = 0 if mask in ("causal", "window") else None
+    plan = plan_for(BwdSm90, problem, "sm_90a", seq=4096, left=left, right=right)
+    assert isinstance(plan, BwdSm90) and plan.tiling.adds_keys
+    for kernel in (*plan.first_kernels(), *plan.kernels()):
+        compiled = jit.compile_kernel(kernel.source, "sm_90a")
+        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+        assert kernel.shared <= KNOWN["sm_90a"].shared_memory
 
 
 def test_hopper_instructions() -> None:

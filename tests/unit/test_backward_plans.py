@@ -15,8 +15,8 @@ from dlattn.dtypes import data_type
 from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.bwd_sm90 import MOST_PAIRS, BwdSm90
-from dlattn.plans.bwd_waves import even_wave, pairs_of_causal_waves
+from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_waves import MOST_RAGGED_PAIRS, even_wave, pairs_of_causal_waves
 from dlattn.problem import (
     Alibi,
     Bias,
@@ -194,13 +194,13 @@ def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> Non
         assert width == 1 or width * tiles <= 2 * blocks
 
 
-@given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_PAIRS))
+@given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_RAGGED_PAIRS))
 def test_waves_of_pairs(pairs: int, wanted: int) -> None:
     """They are at most twice as large as wanted, at least half, and even wherever that can be."""
-    wave = even_wave(pairs, wanted, MOST_PAIRS)
-    assert min(pairs, -(-wanted // 2)) <= wave <= min(pairs, MOST_PAIRS, 2 * wanted)
+    wave = even_wave(pairs, wanted, MOST_RAGGED_PAIRS)
+    assert min(pairs, -(-wanted // 2)) <= wave <= min(pairs, MOST_RAGGED_PAIRS, 2 * wanted)
     if pairs % wave:
-        others = range(-(-wanted // 2), min(MOST_PAIRS, 2 * wanted) + 1)
+        others = range(-(-wanted // 2), min(MOST_RAGGED_PAIRS, 2 * wanted) + 1)
         assert wave == wanted and all(pairs % other for other in others)
 
 

@@ -164,6 +164,7 @@ def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
     heads = groups * heads_per_group
     plan = plan_of(BwdSm90, batch=len(lengths), groups=groups, heads=heads, seq=longest)
     params, tile_k = plan._params, plan.tiling.tile_k
+    groups = heads // params.heads_per_block
     room = -(-longest // plan.tiling.tile_q)
     bundled = [min(groups, room // max(1, -(-n // plan.tiling.tile_q))) for n in lengths]
     entries = sorted(zip(lengths, bundled, strict=True), reverse=True)
