@@ -42,7 +42,7 @@ def check_nearness(case: Case, given: Tensors, results: Mapping[str, tuple[Any, 
     are none where each row attends to one key, as of a window of (0, 0): P is 1, o a row of v, and
     dP - delta, two sums of the same products, 0 but for their orders. The other's error is then
     what its order happens to leave, or nothing. So an error counts from what any order may leave,
-    which is thousands of times less than what a unit in the last place of P does.
+    which is hundreds of times less than what a unit in the last place of P does.
 
     Args:
         given: q, k, v and dO, in the case's type.

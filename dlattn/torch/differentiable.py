@@ -122,7 +122,8 @@ def attend(
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         deterministic = flag("deterministic", deterministic)
-    return_lse = flag("return_lse", return_lse)
+    if return_lse is not False:
+        return_lse = flag("return_lse", return_lse)
     others = None
     if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)

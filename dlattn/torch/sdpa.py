@@ -13,7 +13,7 @@ from dlattn.one_call.arguments import shared
 from dlattn.torch.arguments import expect_tensors, options_of, probability
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
-from dlattn.torch.plain import attend_plainly
+from dlattn.torch.plain import PLAIN, attend_plainly
 from dlattn.torch.rows import in_rows
 
 
@@ -75,7 +75,16 @@ def scaled_dot_product_attention(
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
         if found is not None:
             return found
-    _check(query, key, value, attn_mask)
+    if not (
+        type(query) in PLAIN
+        and type(key) in PLAIN
+        and type(value) in PLAIN
+        and query.layout is key.layout is value.layout is torch.strided
+        and query.dim()
+        and key.dim()
+        and value.dim()
+    ):
+        _check(query, key, value)
     nested = query.is_nested or key.is_nested or value.is_nested
     if not nested:
         if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
@@ -115,13 +124,21 @@ def scaled_dot_product_attention(
     return nested_attention(query, key, value, words)
 
 
-def _check(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
-    """Refuse what has no shape and strides."""
-    expect_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
+def _check(query: Any, key: Any, value: Any) -> None:
+    """Refuse what has no rows."""
+    expect_tensors(query=query, key=key, value=value)
     for name, it in (("query", query), ("key", key), ("value", value)):
-        if it is None or (it.layout is not torch.strided and not it.is_nested):
-            got = "None" if it is None else f"one of layout {it.layout}"
-            raise InvalidArgumentError(f"{name}: expected a dense torch.Tensor, got {got}.")
+        if it is None:
+            raise InvalidArgumentError(f"{name}: expected a torch.Tensor, got None.")
+        if it.layout is not torch.strided and not it.is_nested:
+            raise InvalidArgumentError(
+                f"{name}: expected a dense tensor, got one of layout {it.layout}; pass its "
+                "to_dense()."
+            )
+        if not it.dim():
+            raise InvalidArgumentError(
+                f"{name}: expected two dimensions (L, E) or more, got a number."
+            )
 
 
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
