@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from dlattn.dtypes import data_type
-from dlattn.plans import bwd_division
+from dlattn.plans import bwd_sm90
+from dlattn.plans.bwd_division import Division
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan, debug_kernels
@@ -305,7 +306,7 @@ def test_ragged_hopper_backward_of_divided_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Items of some heads of a group take no registers that there are not."""
-    monkeypatch.setattr(bwd_division, "DIVIDES_RAGGED", True)
+    monkeypatch.setattr(bwd_sm90, "divided_ragged_group", lambda *_: Division(1, 0))
     problem = Problem(
         Direction.BACKWARD, dtype, *head_dims, (Scale(positive=True),), MASKS[mask],
         data_type.FLOAT, deterministic=deterministic, ragged=True,
