@@ -119,4 +119,96 @@ struct SoftCapForms {
   }
 };
 
+template <class... Pack>
+struct Edits;
+template <class Scale, class... Rest>
+struct Scaled;
+template <class... Rest>
+struct Before;
+
+// softcap * tanh(score / softcap). Always right after the scale: a pack prepares tiles of
+// hyperbolic tangents, of which the derivative is made, too.
+struct SoftCap {};
+
+template <class Scale, class... Rest>
+struct Scaled<Scale, SoftCap, Rest...> : Before<Rest...>, SoftCapForms {
+  static constexpr bool constant_derivative = false;
+  template <bool rarely = false, class Tile>
+  static DLATTN_DEVICE void prepare(Tile& raw, const ScoreValues& values) {
+    const float factor = Scale::of(values) * values.p.softcap_inverse;
+    if constexpr (rarely) {
+      const auto products = [&](auto visit) {
+        raw.for_each([&](float x, int, int, int i) { visit(x, i); });
+      };
+      const float to_tanh = values.p.softcap_series.inverse_bound;
+      in_form(range(products), values, [&](auto form) {
+        float before = 0.f;
+        raw.for_each([&](float& score, int, int n, int i) {
+          score = inner(form, score, values) * to_tanh;
+          if (n % 2 == 0 || i < 3) return;
+          form.follow(before);
+          before = score;
+        });
+      });
+    } else {
+      raw.for_each([&](float& score, int, int, int) { score *= factor; });
+      replace_by_tanh(raw);
+    }
+  }
+  template <class At>
+  static DLATTN_DEVICE float apply(float tanh, const At& at, const ScoreValues& values) {
+    if constexpr (sizeof...(Rest) == 0) return tanh;
+    return Edits<Rest...>::apply(values.p.softcap * tanh, at, values);
+  }
+  static DLATTN_DEVICE float factor(const ScoreValues& values) {
+    return sizeof...(Rest) == 0 ? values.p.softcap : 1.f;
+  }
+  template <class At>
+  static DLATTN_DEVICE float backward(float grad, float tanh, const At& at,
+                                      const ScoreValues& values) {
+    return Edits<Rest...>::backward(grad, values.p.softcap * tanh, at, values) *
+           fmaf(-tanh, tanh, 1.f);
+  }
+  static DLATTN_DEVICE float gradient_factor(const ScoreValues& values) {
+    return Scale::of(values);
+  }
+
+  using Forms = SoftCapForms;
+  using Forms::can_guess;
+  using Forms::guess;
+  using Forms::in_form;
+  using Forms::range;
+  using typename Forms::Exact;
+  using typename Forms::Range;
+  static constexpr bool guesses = true;
+  template <class Form>
+  static DLATTN_DEVICE float inner(Form& form, float raw, const ScoreValues& values) {
+    return raw * form.ratio(raw, values);
+  }
+  static DLATTN_DEVICE float inner(Exact&, float raw, const ScoreValues& values) {
+    const float tanh = any_tanh(raw * (Scale::of(values) * values.p.softcap_inverse));
+    return tanh * values.p.softcap_series.bound;
+  }
+  template <class At>
+  static DLATTN_DEVICE float outer(float inner, const At& at, const ScoreValues& values,
+                                   float base) {
+    return Edits<Rest...>::keep(inner + Edits<Rest...>::add(base, at, values), at);
+  }
+  template <class Form, class At>
+  static DLATTN_DEVICE float exponent(Form& form, float raw, const At& at,
+                                      const ScoreValues& values, float base) {
+    const float added = Edits<Rest...>::add(base, at, values);
+    return Edits<Rest...>::keep(fmaf(raw, form.ratio(raw, values), added), at);
+  }
+  template <class At>
+  static DLATTN_DEVICE float exponent(Exact& form, float raw, const At& at,
+                                      const ScoreValues& values, float base) {
+    return outer(inner(form, raw, values), at, values, base);
+  }
+  static DLATTN_DEVICE float derivative(float inner, const ScoreValues& values) {
+    const float tanh = inner * values.p.softcap_series.inverse_bound;
+    return fmaf(-tanh, tanh, 1.f);
+  }
+};
+
 }  // namespace dlattn

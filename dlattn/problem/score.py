@@ -232,7 +232,8 @@ class Bias(Edit):
     @property
     def cpp(self) -> str:
         element = "bool" if self.is_boolean else to_cpp(self.dtype)
-        flags = (self.contiguous, self.staged, self.staged and self.one_row)
+        flags = [self.contiguous, self.staged]
+        flags += [True] * (self.staged and self.one_row)
         return f"Bias<{element}, {', '.join(str(flag).lower() for flag in flags)}>"
 
     def apply(self, score: Array, where: Where, values: Values) -> Array:
