@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
@@ -71,7 +71,8 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
         it = plan(1, heads, heads, seq_q, seq_kv, head_dim, left, right)
-    assume(it._sharing)
+    if not it._sharing:  # each tile is one block's
+        return
     assert it._sharing <= HOPPER.multiprocessors
     assert it.tiling.shares_more or (left, right) == (None, None)
     tile_q, tile_k = it.tiling.tile_q, it.tiling.tile_k
