@@ -103,8 +103,9 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             + row_sum(e, rounding(p) * d_p**2)
             + row_sum(e, p**2 * score * d_p**2)
         )
-        # The backward's p is exp(score - stats), with the rounding of stats.
-        stored = rounding(stats, case.stats or compute_type(case))
+        # The backward's p is exp(score - stats), with the rounding of stats, whatever type they have.
+        held = rounding(stats, compute_type(case))
+        stored = e.xp.maximum(held, rounding(stats, case.stats or compute_type(case)))
         # Those of other keys' scores have come into stats.
         p_variance = p**2 * (score + row_sum(e, p**2 * score) + sunk + stored) + flushed**2
         stats_variance = stored + 4 * eps**2 + row_sum(e, p**2 * score) + common + sunk

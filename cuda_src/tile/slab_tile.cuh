@@ -28,7 +28,7 @@ struct SlabTile {
 
   // Address of the 16-byte unit that holds columns [unit_columns unit, unit_columns (unit + 1)).
   DLATTN_DEVICE uint32 unit_address(uint32 row, uint32 unit) const {
-    return address() + unit / 8 * slab_bytes + row * 128 + (((unit % 8) ^ (row % 8)) << 4);
+    return address() + unit / 8 * slab_bytes + row * pitch + (((unit % 8) ^ (row % 8)) << 4);
   }
 
   // From a unit's address, that of the unit of its row and slab whose number differs in these bits.
@@ -57,8 +57,8 @@ struct SlabTile {
   DLATTN_DEVICE void load_once(const TensorMap& map, uint64& barrier, int row, int head, int batch) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
-      tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * 64, row, head, batch,
-                  L2::evict_first);
+      tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * slab_columns, row, head,
+                  batch, L2::evict_first);
     }
   }
 
@@ -67,7 +67,7 @@ struct SlabTile {
                                int head, int batch, int first_column = 0) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
-      tma_load_4d(address() + slab * slab_bytes + tile_row * 128, map, barrier,
+      tma_load_4d(address() + slab * slab_bytes + tile_row * pitch, map, barrier,
                   first_column + slab * slab_columns, row, head, batch);
     }
   }
@@ -77,8 +77,8 @@ struct SlabTile {
                                           int row, int head, int batch, uint32 blocks) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
-      tma_load_4d_everywhere(address() + slab * slab_bytes + tile_row * 128, map, barrier,
-                             slab * 64, row, head, batch, blocks);
+      tma_load_4d_everywhere(address() + slab * slab_bytes + tile_row * pitch, map, barrier,
+                             slab * slab_columns, row, head, batch, blocks);
     }
   }
 

@@ -262,9 +262,7 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         InvalidArgumentError: it is neither.
     """
-    if value is None or isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, int) and value in (0, 1):
+    if value is None or (isinstance(value, (int, np.bool_)) and value in (0, 1)):
         return bool(value)
     raise InvalidArgumentError(f"{name}: expected True or False, got {value!r:.100}.")
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from dlattn.calls.cache import forget_calls
-from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
 from dlattn.plans import bwd_division
 from dlattn.runtime.target import cuda_target
 from tests.callers import gpu_callers
 from tests.flash import FlashCase
 from tests.flash_check import check
+from tests.gpu.test_deterministic import check_packed_reruns
 
 pytestmark = pytest.mark.gpu
 
@@ -66,22 +66,4 @@ def test_parts_of_groups_add_up(case: FlashCase) -> None:
 @pytest.mark.parametrize("heads, heads_k", [(8, 1), (12, 4)])
 def test_reruns_leave_the_same_bits(heads: int, heads_k: int, causal: bool) -> None:
     """A hundred runs in a fixed order, in which items take turns to add to sums of dK and dV."""
-    torch = pytest.importorskip("torch")
-    lengths = torch.tensor([0, *(1100, 20, 700, 0, 300, 64, 1000, 129) * 4], device="cuda")
-    starts, longest = lengths.cumsum(0).int(), int(lengths.max())
-    q, dout, k, v = (
-        torch.randn(int(starts[-1]), n, 128, device="cuda", dtype=torch.bfloat16)
-        for n in (heads, heads, heads_k, heads_k)
-    )
-    masks = {"softmax_scale": 128**-0.5, "is_causal": causal}
-    sizes = (starts, starts, None, None, None, longest, longest)
-    out, *_, lse = mha_varlen_fwd(q, k, v, None, *sizes, **masks)[:5]
-    sizes = (starts, starts, None, longest, longest)
-    first = None
-    for _ in range(100):
-        gradients = mha_varlen_bwd(
-            dout, q, k, v, out, lse, None, None, None, *sizes, **masks, deterministic=True
-        )[:3]
-        first = first or gradients
-        for gradient, before in zip(gradients, first, strict=True):
-            assert torch.equal(gradient, before)
+    check_packed_reruns(pytest.importorskip("torch"), heads, heads_k, causal)
