@@ -21,7 +21,7 @@ from bench.peers.flash import load_flash3
 from bench.timing import capture, interleaved
 from dlattn.calls.cache import forget_calls
 from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
-from dlattn.plans import bwd_division, bwd_sm90
+from dlattn.plans import bwd_sm90
 from dlattn.plans.bwd_division import Division
 
 _draw = random.Random(4096)
@@ -73,7 +73,7 @@ def main() -> None:
     chosen = bwd_sm90.divided_ragged_group
     stream = torch.cuda.Stream()
     cases = itertools.product(MIXES, (128, 64), HEADS, (True, False))
-    with torch.cuda.stream(stream), mock.patch.object(bwd_division, "DIVIDES_RAGGED", True):
+    with torch.cuda.stream(stream):
         for mix, dim, heads, causal in cases:
             fa3, ours = contenders(MIXES[mix], heads, dim, causal=causal)
             theirs = fa3()

@@ -34,7 +34,6 @@ from dlattn.problem import (
     alibi_slopes,
     offset_role,
 )
-from dlattn.problem.layout import MOVES_ONE_ROW
 from tests import oracle, tally
 from tests.builders import Guarded, check_poison_intact, make_tensors
 from tests.cases import Case
@@ -171,7 +170,7 @@ def edits_of(case: Case) -> tuple[Edit, ...]:
     if case.bias:
         contiguous = case.bias_dim()[3] > 1 and case.bias_stride()[3] == 1
         one_row = case.bias_dim()[2] < case.seq_q
-        aligned = _has_aligned_bias(case) and (MOVES_ONE_ROW or not one_row)
+        aligned = _has_aligned_bias(case)
         dtype = from_any(Library().dtype(case.bias))
         edits.append(Bias(dtype, contiguous, aligned, one_row=aligned and one_row))
     if case.alibi:

@@ -103,7 +103,7 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             + row_sum(e, rounding(p) * d_p**2)
             + row_sum(e, p**2 * score * d_p**2)
         )
-        # The backward's p is exp(score - stats), with the rounding of stats, whatever type they have.
+        # The backward's p is exp(score - stats), with the rounding of stats, however wide they are.
         held = rounding(stats, compute_type(case))
         stored = e.xp.maximum(held, rounding(stats, case.stats or compute_type(case)))
         # Those of other keys' scores have come into stats.

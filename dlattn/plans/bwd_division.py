@@ -17,17 +17,13 @@ from dlattn.records import dataclass
 HEADS = 2
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
-#: In how many parts an item is at the most, and of how many blocks the last items must be for it.
-MOST_PARTS, LEAST_LAST = 5, 1 / 4
-#: Whether items that are fewer than blocks may have some of a group's heads, too; and their parts
-#: at the most. The kernels are those of other items; not yet run so (``bench/NOTES.md``).
-DIVIDES_FEW, MOST_PARTS_OF_FEW = False, 16
+#: In how many parts an item is at the most, where all items are fewer than blocks, and where the
+#: last ones are; and of how many blocks these must be for it.
+MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
-#: Whether groups of ragged problems are divided. Compiled, not yet run.
-DIVIDES_RAGGED = False
-#: Of those, steps that an item's beginning and end take, and additions to sums; and how
-#: many times as soon the last item must end.
+#: Of groups of ragged problems, steps that an item's beginning and end take, and additions to
+#: sums; and how many times as soon the last item must end.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.1
 
 
@@ -77,15 +73,12 @@ def divided_end(
         return ceil(last * count / at_once) * (1 / count + fixed)
 
     divisions = [(1, parts) for parts in range(1, MOST_PARTS + 1)]
-    if DIVIDES_FEW:
-        divisors = [n for n in range(1, group + 1) if group % n == 0]
-        parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
-        # All run at once: where pairs wait for places, shares that go with no part never come.
-        divisions += [
-            (n, parts)
-            for n, parts in product(divisors, parts_of_few)
-            if items * n * parts <= at_once
-        ]
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
+    # All run at once: where pairs wait for places, shares that go with no part never come.
+    divisions += [
+        (n, parts) for n, parts in product(divisors, parts_of_few) if items * n * parts <= at_once
+    ]
     divisor, parts = min(divisions, key=end)
     gain = end((1, 1)) - end((divisor, parts))
     if gain < LEAST_GAIN * (items / at_once) or gain * steps < LEAST_STEPS:
@@ -103,7 +96,7 @@ def divided_ragged_group(
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
     """
-    if not DIVIDES_RAGGED or not _may_divide(problem, geometry):
+    if not _may_divide(problem, geometry):
         return None
     longest, others = _sequences(geometry, *tiles)
 

@@ -231,8 +231,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return kernels
 
     def main_kernel(self, items: int) -> KernelLaunch:
-        cluster = self.tiling.cluster
-        grid = min(items, self._items_at_once) * cluster
+        cluster, whole = self.tiling.cluster, self._params.whole_items
+        parts = whole + (items - whole) * self._params.item_parts
+        grid = min(parts, self._items_at_once) * cluster
         shared = self.tiling.shared_memory(self.problem)
         problem = staged(self.problem) if self.tiling.stages_bias else self.problem
         source = kernel_source(

@@ -19,6 +19,7 @@ from dlattn.plans.cuda import (
     round_up,
 )
 from dlattn.plans.fwd_sm90_shares import (
+    WAVE_BYTES,
     asks_for_tiles,
     choose_tiling,
     heads_per_tile,
@@ -37,9 +38,6 @@ from dlattn.records import dataclass
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
-
-#: What one wave of blocks may re-read from L2, of 50 MB.
-WAVE_BYTES = 32 * 2**20
 
 #: Rows of zeros that one copy stores (``zero_rows`` in the kernel).
 ZERO_ROWS = 16
@@ -189,8 +187,9 @@ class FwdSm90(MappedPlan):
         self._schedule: Any = None
         shape = self.problem, geometry, self.tiling
         self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
-        #: Blocks that share the keys of query tiles; 0 if each tile is one block's.
-        self._sharing = sharing(*shape, self._heads_per_tile, target.multiprocessors)
+        #: Blocks that share the keys of query tiles, 0 if each tile is one block's; and how many
+        #: tiles with the same keys go through them side by side.
+        self._sharing, self._beside = sharing(*shape, self._heads_per_tile, target.multiprocessors)
         self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
@@ -237,6 +236,7 @@ class FwdSm90(MappedPlan):
             self._blocks,
             self._heads_per_tile,
             keys if self._sharing else None,
+            self._beside,
         )
 
     @cached_property

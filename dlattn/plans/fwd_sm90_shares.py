@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dlattn.plans.cuda import query_tiles, round_up
+from dlattn.plans.cuda import pairs_per_wave, query_tiles, round_up
 from dlattn.plans.schedule import (
     PARTS_COST,
     Array,
@@ -22,15 +22,17 @@ from dlattn.problem import Geometry, Padding, Problem
 if TYPE_CHECKING:
     from dlattn.plans.fwd_sm90 import Sm90FwdTiling
 
+#: What one wave of blocks may re-read from L2, of 50 MB.
+WAVE_BYTES = 32 * 2**20
+
 #: What a tile of the same size costs with another tiling than the first, as measured.
 SLOWER = 1.25
 
-#: Whether blocks share keys under a band, and of heads that share tiles; whether many parts meet in
-#: groups; and whether a tiling for few tiles under a band is chosen by when the longest ends.
-#: Compiled, not yet run: ``bench/NOTES.md`` says what measures it.
-SHARES_MORE = False
 #: Parts of a tile that one block adds at the most, if others may.
 MOST_PARTS_OF_ONE = 4
+#: Of multiprocessors, how many must be left something to do where heads share tiles; and how many
+#: may have nothing, where query tiles with the same keys have as many blocks each.
+LEAST_BUSY, MOST_IDLE = 0.75, 0.1
 
 
 def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
@@ -61,13 +63,29 @@ def has_same_keys(problem: Problem) -> bool:
 
 def may_share_more(problem: Problem, tiling: Sm90FwdTiling) -> bool:
     """Whether there is a kernel for it: four consumers have no registers."""
-    return SHARES_MORE and tiling.consumers == 2 and not (problem.has_blocks or problem.ragged)
+    return tiling.consumers == 2 and not (problem.has_blocks or problem.ragged)
 
 
 def sharing(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
+) -> tuple[int, int]:
+    """Blocks that share the keys of query tiles of so many heads, 0 if each tile is one block's;
+    and how many tiles with the same keys have as many of them each."""
+    blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
+    tiles = query_tiles(geometry, tiling.tile_q) // heads
+    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
+    if stay or (has_same_keys(problem) and tiles >= multiprocessors):
+        return blocks, 1
+    beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
+    idle = blocks % beside
+    if idle > MOST_IDLE * blocks or idle == blocks:
+        return blocks, 1
+    return blocks - idle, beside
+
+
+def _sharing_blocks(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
 ) -> int:
-    """Blocks that share the keys of query tiles of so many heads; 0 if each tile is one block's."""
     if asks_for_tiles(problem, geometry):
         return 0
     pairs = geometry.batch * geometry.heads_q // heads
@@ -93,7 +111,8 @@ def heads_per_tile(
         return 1
     enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
     if not enough and may_share_more(problem, tiling):
-        enough = sharing(problem, geometry, tiling, heads, multiprocessors) > 0
+        blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
+        enough = blocks >= LEAST_BUSY * multiprocessors
     return heads if enough else 1
 
 
@@ -118,10 +137,10 @@ def choose_tiling(
         at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
         slower = 1.0 if tiling is tilings[0] else SLOWER
         of_head = float(costs.sum()) / heads * tiling.tile_q * tiling.tile_k * slower
-        if not SHARES_MORE or has_same_keys(problem):
+        if has_same_keys(problem):
             return of_head / at_a_time
         total = of_head * geometry.batch * geometry.heads_q
-        blocks = sharing(problem, geometry, tiling, heads, multiprocessors)
+        blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
         if blocks:
             return total / blocks + PARTS_COST * tiling.tile_q * slower
         longest = float(costs.max()) * tiling.tile_q * tiling.tile_k * slower
@@ -137,7 +156,7 @@ def shared_out(
     if not may_share_more(problem, tiling):
         return tiling
     heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-    blocks = sharing(problem, geometry, tiling, heads, multiprocessors)
+    blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
     shared_tiles = 0
     if has_same_keys(problem):
         shared_tiles = query_tiles(geometry, tiling.tile_q) // heads % multiprocessors

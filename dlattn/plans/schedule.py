@@ -156,6 +156,18 @@ def share(last: Array, begin: Array, end: Array, blocks: int) -> tuple[Array, Ar
     return last[number][in_turn], block[in_turn], keys[in_turn]
 
 
+def share_side_by_side(
+    last: Array, begin: Array, end: Array, blocks: int, beside: int
+) -> tuple[Array, Array, Array]:
+    """:func:`share`, where so many neighbouring query tiles have the same keys: each of them has as
+    many blocks, which come to a key at about the same time, so that memory brings it once."""
+    each = blocks // beside
+    shares = [share(last[i::beside], begin[i::beside], end[i::beside], each) for i in range(beside)]
+    tiles, their_blocks, keys = (np.concatenate(of_all) for of_all in zip(*shares, strict=True))
+    before = np.repeat(np.arange(beside) * each, [len(tiles) for tiles, *_ in shares])
+    return tiles, their_blocks + before, keys
+
+
 def table(
     costs: Array,
     heads: int,
@@ -164,6 +176,7 @@ def table(
     blocks: int,
     heads_per_tile: int = 1,
     shared_keys: tuple[Array, Array] | None = None,
+    beside: int = 1,
 ) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
@@ -172,6 +185,7 @@ def table(
         heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
         shared_keys: of each query tile of a pair the first key tile and the one after its last, if
             blocks share them: those of the last query tiles, or where they differ, of all.
+        beside: see :func:`share_side_by_side`; 1 unless blocks share the keys of all query tiles.
 
     Returns:
         int32, in rows of eight: of each block, its first tile as (tile, head, batch, the row of its
@@ -190,7 +204,8 @@ def table(
             order, whole = np.arange(len(order)), 0
         last = order[whole:]
         its = last % len(costs)
-        parts, their_blocks, their_keys = share(last, begin[its], end[its], blocks)
+        keys_of = begin[its], end[its]
+        parts, their_blocks, their_keys = share_side_by_side(last, *keys_of, blocks, beside)
         order = np.concatenate([order[:whole], parts])
         owner = np.concatenate([np.arange(whole) % blocks, their_blocks])
         keys = np.concatenate([np.tile(ALL_KEYS, (whole, 1)), their_keys])

@@ -21,10 +21,6 @@ MOST_RAGGED_ELEMENTS = 2**34
 #: Bytes of the widest access to global memory.
 WIDEST_ACCESS = 16
 
-#: Whether the copy engine brings a bias that has one row for all queries, too: kernels for it
-#: compile, but have not run yet (``bench/NOTES.md``, "Boolean masks by tiles").
-MOVES_ONE_ROW = False
-
 
 def canonical_stride(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Strides with those that mean nothing made equal: where the size is 1, 0, or 1 if last."""
@@ -73,5 +69,4 @@ def bias_edit(
     is_short = itemsize(dtype) <= 2
     one_row = dim[2] < seq_q or (seq_q > 1 and stride[2] == 0)
     aligned = is_short and contiguous and is_wide(dim, stride, dtype, alignment, False)
-    aligned &= MOVES_ONE_ROW or not one_row
     return Bias(dtype, contiguous, aligned, one_row=aligned and one_row)

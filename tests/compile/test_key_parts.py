@@ -1,11 +1,10 @@
 """Query tiles whose keys several blocks of the Hopper forward share: how many parts meet, and the
-kernels that are off by default (``fwd_sm90_shares.SHARES_MORE``)."""
+kernels of those with keys of their own, or many."""
 
 from __future__ import annotations
 
 import pytest
 
-from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.runtime import jit
 from tests.compile.problems import every_source, plan_for, problems
@@ -61,11 +60,8 @@ def test_parts_meet_in_groups() -> None:
     jit.compile_kernel(jit.KernelSource("dlattn_meeting", MEETING), "sm_90a")
 
 
-def test_kernels_that_share_more(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_share_more(request: pytest.FixtureRequest) -> None:
     """None spills a register or draws a ptxas performance warning."""
-    monkeypatch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
     step = request.config.getoption("--kernels")
     sources = {
         source.text: (problem, source)

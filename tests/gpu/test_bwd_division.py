@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dlattn.plans import bwd_division
 from dlattn.runtime.target import cuda_target
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
@@ -28,9 +27,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_parts_add_up(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_add_up(case: Case) -> None:
     """Parts of groups and of queries give the gradients of all, and nobody waits for ever."""
     if cuda_target(0).capability != (9, 0):
         pytest.skip("only Hopper's backward divides items")
-    monkeypatch.setattr(bwd_division, "DIVIDES_FEW", True)
     check(case, gpu_library(), run_graph)

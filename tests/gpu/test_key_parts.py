@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dlattn.plans import fwd_sm90_shares
 from dlattn.runtime.target import cuda_target
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
@@ -43,6 +42,10 @@ CASES = {
 #: those in a part.
 NEXT = replace(FEW, seq_q=300, right=0, bottom_right=True)
 MORE_CASES = {
+    "two tiles side by side": replace(
+        FEW, heads_q=8, heads_k=8, heads_v=8, seq_kv=33000, dtype="bfloat16", stats=None
+    ),
+    "side by side, causal": replace(NEXT, heads_q=12, heads_k=4, heads_v=4, seq_kv=40000),
     "causal": NEXT,
     "causal, one sequence": replace(NEXT, heads_q=2, heads_k=2, heads_v=1, seq_q=3000),
     "causal, a corner that no tile has": replace(NEXT, seq_q=257, seq_kv=4111),
@@ -66,18 +69,13 @@ MORE_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
-def test_more_parts_are_one_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So do those of query tiles with keys of their own, of several heads, and of many blocks."""
-    if cuda_target(0).capability != (9, 0):
-        pytest.skip("only Hopper's forward shares keys")
-    monkeypatch.setattr(fwd_sm90_shares, "SHARES_MORE", True)
-    check(case, gpu_library(), run_graph)
+EVERY_CASE = CASES | MORE_CASES
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", EVERY_CASE.values(), ids=EVERY_CASE)
 def test_parts_are_one_attention(case: Case) -> None:
-    """Parts of keys add up to all of them, whatever is done to scores."""
+    """Parts of keys add up to all of them, whatever is done to scores; of query tiles with keys of
+    their own, too, of several heads, and of many blocks."""
     if cuda_target(0).capability != (9, 0):
         pytest.skip("only Hopper's forward shares keys")
     check(case, gpu_library(), run_graph)

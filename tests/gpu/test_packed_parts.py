@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from dlattn.calls.cache import forget_calls
-from dlattn.plans import bwd_division
 from dlattn.runtime.target import cuda_target
 from tests.callers import gpu_callers
 from tests.flash import FlashCase
@@ -46,14 +43,9 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Groups are divided while a test runs."""
+def on_hopper() -> None:
     if cuda_target(0).capability != (9, 0):
         pytest.skip("only Hopper's backward has such items")
-    monkeypatch.setattr(bwd_division, "DIVIDES_RAGGED", True)
-    forget_calls()
-    yield
-    forget_calls()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlattn.plans import bwd_division
 from dlattn.plans.bwd_sm90 import BwdSm90
 from tests.unit.test_backward_plans import HOPPER, geometry, problem
 
@@ -19,18 +17,15 @@ from tests.unit.test_backward_plans import HOPPER, geometry, problem
     seq_kv=st.integers(1, 20_000),
     head_dim=st.sampled_from([64, 128, 256]),
     causal=st.booleans(),
-    divides_few=st.booleans(),
 )
 def test_shares_go_with_parts_that_come_after_what_they_wait_for(
     batch: int, groups: int, heads_per_group: int, seq_q: int, seq_kv: int, head_dim: int,
-    causal: bool, divides_few: bool,
+    causal: bool,
 ) -> None:  # fmt: skip
     """A part stores a share only of items all of whose pair's parts have been taken before."""
     heads = groups * heads_per_group
     tensors = geometry(batch, groups, heads, seq_q, seq_kv, head_dim, causal=causal)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bwd_division, "DIVIDES_FEW", divides_few)
-        plan = BwdSm90(problem(head_dim), tensors, HOPPER)
+    plan = BwdSm90(problem(head_dim), tensors, HOPPER)
     params, wave_items = plan._params, plan._wave_items
     items = batch * heads // params.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
     whole, parts = params.whole_items, params.item_parts
@@ -71,21 +66,19 @@ def test_who_is_divided() -> None:
     assert params(32, 16, 16, 512, causal=False) == (1, 2048, 1)
 
 
-def test_few_items_fill_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few keys and many queries, most blocks have a part, and the longest is much shorter: of
-    some heads of a group, or of fewer queries. Where there are items enough, nothing changes."""
+def test_few_items_fill_blocks() -> None:
+    """Of few keys and many queries, most blocks have a part, of some heads of a group or of some
+    of its queries: and there is a block for each part, because parts wait for each other."""
 
     def work(groups: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         plan = BwdSm90(problem(), geometry(1, groups, 16, seq_q, seq_kv), HOPPER)
         its, tiles = plan._params, -(-seq_q // plan.tiling.tile_q)
         items = 16 // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
-        return items * its.item_parts, its.heads_per_block * -(-tiles // its.item_parts)
+        parts = items * its.item_parts
+        assert plan.main_kernel(items).grid == (parts, 1, 1)
+        return parts, its.heads_per_block * -(-tiles // its.item_parts)
 
-    shapes = [(1, 4096, 100), (2, 4096, 100), (2, 256, 1024), (16, 4096, 4096)]
-    before = [work(*shape) for shape in shapes]
-    monkeypatch.setattr(bwd_division, "DIVIDES_FEW", True)
-    after = [work(*shape) for shape in shapes]
-    assert before[3] == after[3]
-    for (parts, steps), (more, fewer) in zip(before[:3], after[:3], strict=True):
-        assert parts < more <= HOPPER.multiprocessors and fewer < steps
-    assert before[0] == (5, 208) and after[0] == (128, 8)
+    assert work(1, 4096, 100) == (128, 8)
+    assert work(2, 4096, 100) == (128, 8)
+    assert work(2, 256, 1024) == (128, 4)
+    assert work(16, 1024, 1024) == (128, 16)

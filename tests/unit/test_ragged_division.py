@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlattn.plans import bwd_division
+from dlattn.plans import bwd_sm90
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.problem import Band, Direction, Padding
 from tests.unit.test_ragged_plans import HOPPER, geometry, problem
@@ -22,14 +20,6 @@ LENGTHS = st.lists(st.integers(0, 3000), min_size=1, max_size=30)
 GROUPS, HEADS_PER_GROUP = st.integers(1, 6), st.sampled_from((1, 2, 3, 4, 6, 8, 16))
 
 
-@contextmanager
-def dividing() -> Iterator[None]:
-    """Groups of ragged problems may be divided."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bwd_division, "DIVIDES_RAGGED", True)
-        yield
-
-
 def plan_of(*, causal: bool = False, deterministic: bool = False, **sizes) -> BwdSm90:
     """A plan that may divide groups."""
     wanted = replace(problem(Direction.BACKWARD), deterministic=deterministic)
@@ -37,8 +27,7 @@ def plan_of(*, causal: bool = False, deterministic: bool = False, **sizes) -> Bw
     if causal:
         wanted = replace(wanted, masks=(Padding(), Band(left=False, right=True)))
         shape = replace(shape, band_right=0)
-    with dividing():
-        return BwdSm90(wanted, shape, HOPPER)
+    return BwdSm90(wanted, shape, HOPPER)
 
 
 def sizes_of(lengths: list[int], groups: int, heads_per_group: int) -> dict[str, int]:
@@ -153,7 +142,7 @@ def test_kernels_of_divided_groups(deterministic: bool) -> None:
 
 def test_who_is_divided() -> None:
     """Groups, where items of all their heads are too few, or those of the longest sequence too
-    long; and not where there are items enough, nor unless it is asked for."""
+    long; and not where there are items enough."""
 
     def heads_of_item(**sizes) -> int:
         plan = plan_of(**sizes)
@@ -168,8 +157,6 @@ def test_who_is_divided() -> None:
     assert heads_of_item(groups=16, heads=16, **long_and_short) == 1
     assert heads_of_item(groups=1, heads=16, batch=1, seq=4096) == 4
     assert heads_of_item(groups=1, heads=16, causal=True, batch=1, seq=4096) == 1
-    shape = geometry(Direction.BACKWARD, groups=1, heads=16, **long_and_short)
-    assert not BwdSm90(problem(Direction.BACKWARD), shape, HOPPER).tiling.adds_keys
 
 
 @given(
@@ -183,7 +170,9 @@ def test_divided_items_end_sooner(longest, others, count, groups, heads_per_grou
     sizes = sizes_of(lengths, groups, heads_per_group)
     plan = plan_of(causal=causal, **sizes, most_tokens=sum(lengths))
     if plan.tiling.adds_keys:
-        whole = BwdSm90(plan.problem, plan.geometry, HOPPER)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bwd_sm90, "divided_ragged_group", lambda *_: None)
+            whole = BwdSm90(plan.problem, plan.geometry, HOPPER)
         assert end_of_items(plan, lengths, 2.5) <= 1.1 * end_of_items(whole, lengths, 1.5)
 
 
