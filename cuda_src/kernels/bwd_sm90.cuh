@@ -328,12 +328,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   using Shares = BwdSm90Shares<Problem, Tiling>;
 
   template <class... Arguments>
-  static DLATTN_DEVICE void copy_and_add(Arguments&... block) {
+  static DLATTN_DEVICE void copy_and_add(int first_item, Arguments&... block) {
     switch (warp_index()) {
       case 0: {
         typename Base::template Loads<stages> loads;
         return Base::template take_items<BwdSm90>(
-            block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
+            first_item, block..., [&](auto& kernel) { kernel.load_keys_and_queries(loads); });
       }
       case 1: {
         typename Base::template Loads<do_stages> loads;
@@ -394,10 +394,11 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
+  const int first_item = Kernel::ask_for_item(params.p);  // it is there when barriers are
   Kernel::init(shared);
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
-    Kernel::copy_and_add(params, shared);
+    Kernel::copy_and_add(first_item, params, shared);
   } else if (Kernel::warpgroup_index() == 1) {
     give_registers<Tiling::query_registers>();
     Kernel::work_on_queries_of_items(params, shared);

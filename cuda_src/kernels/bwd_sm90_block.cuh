@@ -356,19 +356,18 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     }
   }
 
-  // The first item is asked for, too: a block that starts late, because other kernels are on its
-  // multiprocessor, must not have one that blocks wait for.
-  static DLATTN_DEVICE int next_item(const Params& p) {
-    int item = 0;
-    if (threadIdx.x % 32 == 0) item = fetch_add(p.items_taken, 1);
-    return uniform(item);
+  // Of the first warp, its first lane has the answer. The first item is asked for, too: a block that
+  // starts late, because other kernels are on its multiprocessor, must not have one that blocks wait for.
+  static DLATTN_DEVICE int ask_for_item(const Params& p) {
+    return threadIdx.x == 0 && rank() == 0 ? fetch_add(p.items_taken, 1) : 0;
   }
 
   // The first warp: takes items, tells everyone else, and calls work(kernel) for each.
   template <class Kernel, class Work>
-  static DLATTN_DEVICE void take_items(const MappedBwdParams& m, SharedMemory& shared, Work work) {
+  static DLATTN_DEVICE void take_items(int first, const MappedBwdParams& m, SharedMemory& shared,
+                                       Work work) {
     const bool takes = rank() == 0;
-    int item = takes ? next_item(m.p) : none_left;
+    int item = takes ? uniform(first) : none_left;
     if constexpr (Problem::ragged) {
       if (threadIdx.x % 32 == 0) shared.item_count = m.p.ragged.items[0].x;
       __syncwarp();
@@ -384,7 +383,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       Kernel kernel(m, shared, round);
       work(kernel);
       if (takes) {
-        item = next_item(m.p);
+        item = uniform(ask_for_item(m.p));
       } else {
         end_item(shared, round);
       }

@@ -99,7 +99,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       prepare_ragged_share(shared.share, told.bundle - p.dq_lag, part,
                            (groups.last - groups.first) * tiles);
     } else {
-      prepare_share(shared.share, [&] { return share_beside(this->number()); }, Base::rank());
+      prepare_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
     }
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
@@ -146,11 +146,20 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // ---- Shares: the query tiles of a pair, divided among its items, and their blocks, in the order of
   // their heads ----
 
-  DLATTN_DEVICE Interval share(WorkItem item, int block) const {
-    const int tiles = query_tiles_per_pair(), part = item.tile * Base::cluster + block;
-    const int parts = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
-    const int each = ceil_div(tiles, parts);
-    return {least(part * each, tiles), least((part + 1) * each, tiles)};
+  // Which of an item's shares, one for each block, or which of so many parts of one.
+  struct SharePart {
+    int block, part = 0, parts = 1;
+  };
+  DLATTN_DEVICE Interval share(WorkItem item, SharePart of) const {
+    const int tiles = query_tiles_per_pair();
+    const int shares = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
+    const Interval whole = part_of({0, tiles}, item.tile * Base::cluster + of.block, shares);
+    return part_of(whole, of.part, of.parts);
+  }
+  static DLATTN_DEVICE Interval part_of(Interval whole, int part, int parts) {
+    const int each = ceil_div(whole.last - whole.first, parts);
+    const int first = least(whole.first + part * each, whole.last);
+    return {first, least(first + each, whole.last)};
   }
 
   DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
@@ -159,10 +168,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A warp waits until a share can be stored. Before the place is the pair's, the counts there are
   // another pair's.
-  DLATTN_DEVICE void await_sums(WorkItem item, int block) const {
+  DLATTN_DEVICE void await_sums(WorkItem item, SharePart of) const {
     await_place(item);
     const Lengths lengths(p, item.batch);
-    const Interval tiles = share(item, block);
+    const Interval tiles = share(item, of);
     const int first = sum_tile_of(item, 0);
 #pragma unroll 1
     for (int tile = tiles.first + opaque(threadIdx.x) % 32; tile < tiles.last; tile += 32) {
@@ -212,14 +221,14 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A warp describes an item's share once it can be stored; there is none of items before the first.
   template <class Number>
-  DLATTN_DEVICE void prepare_share(Share& described, Number number, int block) {
+  DLATTN_DEVICE void prepare_share(Share& described, Number number, SharePart of) {
     if (number() < 0) {
       if (gives_orders()) described.pieces = 0;
       return __syncwarp();
     }
-    await_sums(Base::work_item(number(), p), block);
+    await_sums(Base::work_item(number(), p), of);
     const WorkItem item = Base::work_item(number(), p);
-    const Interval tiles = share(item, block);
+    const Interval tiles = share(item, of);
     if (gives_orders()) {
       described = {sum(sum_tile_of(item, tiles.first)), item.batch, item.head * p.heads_per_block,
                    tiles.first, most(tiles.last - tiles.first, 0) * dq_pieces};
@@ -292,9 +301,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Stores these rows as dQ; leaves zeros in the sum. load(n) is this lane's part of columns
-  // [8 n, 8 n + 8).
-  template <class Load>
+  // Stores these rows as dQ, and leaves zeros in the sum, if its place will be another pair's. load(n)
+  // is this lane's part of columns [8 n, 8 n + 8).
+  template <bool leaves_zeros = true, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
     int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
     if (Problem::ragged || p.heads_per_block > 1) {
@@ -304,7 +313,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
     store_piece(head_of(share, head), tile, piece_of_share % dq_pieces, load, [&](int n) {
-      g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
+      if constexpr (leaves_zeros) g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
     });
   }
 
@@ -451,7 +460,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     release(shared.share_stored);
   }
 
-  // A share that goes with no item.
+  // A share that goes with no item; where those are fewer than blocks, a part of one.
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
     if constexpr (Problem::ragged) {
@@ -461,38 +470,53 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = bundle < bundles;
       if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
     } else {
-      const int number = p.lone_shares + taken / Base::cluster;
-      exists = number < Base::item_count(p, shared);
+      const int lone = Base::item_count(p, shared) - p.lone_shares;
+      const int parts = most(1, int(gridDim.x) / (Base::cluster * most(1, lone)));
+      const int share = taken / parts;  // of all blocks
+      exists = share < lone * Base::cluster;
       if (exists) {
-        prepare_share(shared.rest, [=] { return opaque(number); }, taken % Base::cluster);
+        const int number = p.lone_shares + share / Base::cluster;
+        prepare_share(shared.rest, [=] { return opaque(number); },
+                      {share % Base::cluster, taken % parts, parts});
       }
     }
     if (!exists && gives_orders()) shared.rest.pieces = none_left;
     __syncwarp();
   }
 
-  // All workers, when no item is left: shares that go with no item.
+  // All workers, when no item is left: shares that go with no item. Nobody waits for their places. The
+  // next share is asked for before this one is stored, because that there is none takes as long to hear.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
-    const int query_worker = Base::warpgroup_index() - 1;
+    constexpr int workers = 3, at_once = tells ? 1 : 2;
+    const bool asks = tells && Base::warp_of_group() == 0;
+    const auto ask = [&] { return gives_orders() ? fetch_add(p.shares_taken, 1) : 0; };
+    int taken = asks ? ask() : 0;
     while (true) {
-      if (tells && Base::warp_of_group() == 0) {
-        int taken = 0;
-        if (gives_orders()) taken = fetch_add(p.shares_taken, 1);
+      if (asks) {
         prepare_rest(uniform(taken));
+        taken = ask();
       }
-      named_barrier_sync(Base::share_told, 128 * 3);
+      named_barrier_sync(Base::share_told, 128 * workers);
       const int pieces = uniform(shared.rest.pieces);
       if (pieces == none_left) return;
-      // Key workers compute theirs anew: ptxas has no register for it.
-      int piece = tells ? query_worker : Base::warpgroup_index() - 1;
+      int piece = tells ? workers - 1 : Base::warpgroup_index() - 2;
 #pragma unroll 1
-      for (; piece < pieces; piece += 3) {
-        const LoadedRows rows = load_rows(shared.rest, piece);
-        store_rows(shared.rest, piece, [&](int n) { return rows.at[n]; });
+      for (; piece < pieces; piece += workers * at_once) {
+        LoadedRows rows[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+          const int one = piece + workers * i;
+          if (one < pieces) rows[i] = load_rows(shared.rest, one);
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+          const int one = piece + workers * i;
+          if (one >= pieces) break;
+          store_rows<false>(shared.rest, one, [&](int n) { return rows[i].at[n]; });
+        }
       }
-      named_barrier_sync(Base::share_stored, 128 * 3);
-      if (tells && Base::warp_of_group() == 0 && is_counted(shared.rest)) free_sums(shared.rest);
+      named_barrier_sync(Base::share_stored, 128 * workers);
     }
   }
 };

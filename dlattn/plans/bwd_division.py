@@ -24,7 +24,7 @@ MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
 #: Of groups of ragged problems, steps that an item's beginning and end take, and additions to
 #: sums; and how many times as soon the last item must end.
-ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.1
+ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dlattn.records import dataclass
 from dlattn.runtime import jit
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Clear, Launch, Operation, turns
+from dlattn.runtime.streams import is_capturing
 from dlattn.runtime.target import Target, cuda_device_count
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ def tile_bytes(rows: int, columns: int) -> int:
     return 2 * rows * pitch
 
 
+#: What plans had on devices when a CUDA graph captured them: it may be replayed when they are gone.
+_captured: list[Any] = []
+
+
 class CudaPlan(Plan):
     """A plan that launches kernels of ``cuda_src/kernels``, in order, with one ``Params``."""
 
@@ -98,7 +103,8 @@ class CudaPlan(Plan):
         self._turns: AbstractContextManager[object] = Lock()
         self._clear: Clear | None = None
         self._operations: list[Operation] | None = None
-        self._slopes: Any = None
+        #: Arrays on the device, which kernels read as long as the plan is.
+        self._tables: list[Any] = []
         self._scratch_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
         self._host_numbers = [
@@ -245,14 +251,24 @@ class CudaPlan(Plan):
         alibi = any(isinstance(edit, Alibi) for edit in self.problem.edits)
         if alibi and "alibi_slopes" not in self.geometry.tensors:
             slopes = alibi_slopes(self.geometry.heads_q).reshape(-1)
-            self._slopes = to_device(slopes, self.target.index)
-            self._params.alibi_slopes = SlopeRef(self._slopes.data.ptr, 0, 1)
+            self._params.alibi_slopes = SlopeRef(self._place_table(slopes), 0, 1)
+
+    def _place_table(self, table: Any) -> int:
+        """Where an array is on the device, as long as the plan is."""
+        self._tables.append(to_device(table, self.target.index))
+        return int(self._tables[-1].data.ptr)
+
+    def _enqueue(self, operations: Sequence[Operation], stream: int) -> None:
+        if self._tables and is_capturing(stream):
+            _captured.extend(self._tables)
+            self._tables = []
+        for operation in operations:
+            operation(stream)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
         # The driver copies Params during the launch call, so a turn covers no device work.
         with self._turns:
-            for operation in self._placed(pointers, workspace):
-                operation(stream)
+            self._enqueue(self._placed(pointers, workspace), stream)
 
     def bind(self, places: Places) -> Bound:
         operations = self._operations
@@ -266,8 +282,7 @@ class CudaPlan(Plan):
                     slot.value = addresses[at] + more
                 if workspace:
                     self.place_workspace(workspace)
-                for operation in operations:
-                    operation(stream)
+                self._enqueue(operations, stream)
 
         return run
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import (
@@ -35,7 +34,6 @@ from dlattn.plans.schedule import Array, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
-from dlattn.runtime.buffers import to_device
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 
@@ -184,7 +182,6 @@ class FwdSm90(MappedPlan):
         super().__init__(problem, geometry, target)
         tiling = tiling or self.choices(self.problem, geometry, target)[0]
         self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
-        self._schedule: Any = None
         shape = self.problem, geometry, self.tiling
         self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
         #: Blocks that share the keys of query tiles, 0 if each tile is one block's; and how many
@@ -288,8 +285,7 @@ class FwdSm90(MappedPlan):
         if self._operations is not None:
             return
         if not self._asks_for_tiles:
-            self._schedule = to_device(self.schedule(), self.target.index)
-            self._params.schedule = self._schedule.data.ptr
+            self._params.schedule = self._place_table(self.schedule())
         super().build()  # last: from then on another thread may execute
 
     def kernels(self) -> list[KernelLaunch]:

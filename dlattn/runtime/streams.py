@@ -10,6 +10,9 @@ from typing import Any
 from dlattn.errors import InvalidArgumentError
 from dlattn.runtime.tensors import framework
 
+#: ``cudaStreamLegacy``, which 0 stands for.
+_LEGACY_STREAM = 1
+
 
 def current_stream(objects: Iterable[Any], device_index: int) -> int:
     """The handle of the stream that the frameworks of these tensors enqueue on now.
@@ -59,6 +62,23 @@ def stream_handle(stream: Any) -> int:
         f"Expected a CUDA stream (a handle as a non-negative int, a torch.cuda.Stream, a "
         f"cupy.cuda.Stream, or an object with __cuda_stream__), but got {stream!r:.200}"
     )
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on a stream goes into a CUDA graph.
+
+    Args:
+        stream: a handle; the legacy default stream is never captured.
+    """
+    return stream > _LEGACY_STREAM and bool(_ask_for_capture()(stream))
+
+
+@lru_cache(maxsize=1)
+def _ask_for_capture() -> Callable[[int], bool]:
+    from cupy.cuda import runtime
+
+    found: Callable[[int], bool] = runtime.streamIsCapturing
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 import dlattn as cudnn
+from dlattn.calls.cache import forget_calls
+from dlattn.flash import mha_fwd
 from dlattn.runtime import jit, target
 from dlattn.runtime.cuda_graph import populate
 from dlattn.runtime.launch import Launch
@@ -80,6 +83,30 @@ def test_random(way: str, family: tuple[Case, ...]) -> None:
     skip_without(way)
     for case in family:
         check(case, gpu_library(), run_by(WAYS[way]))
+
+
+def test_a_captured_call_outlives_its_plan() -> None:
+    """What a plan has on the device stays there for who captured a call, whatever is forgotten and
+    allocated afterwards."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    import cupy
+
+    q, k, v = torch.randn(3, 1, 700, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+
+    def call() -> Any:
+        return mha_fwd(q, k, v, softmax_scale=0.125, is_causal=True)[0]
+
+    want, captured = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = call()
+    forget_calls()
+    gc.collect()
+    others = [cupy.full(2**n, -1, np.int32) for n in range(7, 16) for _ in range(8)]
+    captured.replay()
+    torch.cuda.synchronize()
+    assert others and torch.equal(out, want)
 
 
 # Training -----------------------------------------------------------------------------------------
