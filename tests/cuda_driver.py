@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dlattn.plans import cuda, fwd_sm90
-from dlattn.runtime import cuda_graph, jit, launch, tensormap
+from dlattn.plans import cuda
+from dlattn.runtime import cuda_graph, jit, launch, tables, tensormap
 
 #: CUresult.
 INVALID_VALUE = 1
@@ -277,8 +277,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     for module in (launch, cuda_graph.launch, tensormap):
         monkeypatch.setattr(module, "driver", lambda: driver)
-    for module in (cuda, fwd_sm90):
-        monkeypatch.setattr(module, "to_device", to_device)
+    monkeypatch.setattr(tables, "to_device", to_device)
+    monkeypatch.setattr(tables, "is_capturing", lambda stream: False)
     monkeypatch.setattr(jit, "compile_kernels", lambda sources, arch, companions: sources)
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(cuda, "cuda_device_count", lambda: 1)

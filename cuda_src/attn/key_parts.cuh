@@ -33,9 +33,8 @@ struct PartGroups {
   DLATTN_DEVICE constexpr bool completes(int level) const { return last && ended(level) < size; }
 };
 
-// Rows of so many warps. What a lane leaves is for the lane of the same number: no row is gathered. Where
-// there are registers, two parts of a group are read at a time: their way through L2 is long.
-template <int warps, class Softmax, int v_tiles, bool reads_two>
+// Rows of so many warps. What a lane leaves is for the lane of the same number: no row is gathered.
+template <int warps, class Softmax, int v_tiles>
 struct KeyParts {
   using Output = Accumulator<1, v_tiles>;
   struct Part {
@@ -67,15 +66,10 @@ struct KeyParts {
         leave(block, softmax, output);
         return false;
       }
-      const int first = block - part.number, others = part.others(level);
-      int i = 0;
-      if (reads_two && others > 1) {
-        add_two(first + part.end_of_other(level, 0), first + part.end_of_other(level, 1), softmax,
-                output);
-        i = 2;
-      }
 #pragma unroll 1
-      for (; i < others; ++i) add(first + part.end_of_other(level, i), softmax, output);
+      for (int i = 0; i < part.others(level); ++i) {
+        add(block - part.number + part.end_of_other(level, i), softmax, output);
+      }
       if (part.completes(level)) return true;
     }
   }
@@ -97,14 +91,10 @@ struct KeyParts {
     if (thread % 32 == 0) store_release(&mark(block), parts.mark);
   }
 
-  DLATTN_DEVICE bool is_there(int block) const {
-    // A vote, because ptxas then knows that lanes stay together.
-    return __all_sync(0xffffffffu, load_acquire(&mark(block)) == parts.mark);
-  }
-
   // When it is there.
   DLATTN_DEVICE void add(int block, Softmax& softmax, Output& output) const {
-    while (!is_there(block)) {
+    // A vote, because ptxas then knows that lanes stay together.
+    while (!__all_sync(0xffffffffu, load_acquire(&mark(block)) == parts.mark)) {
     }
     const Part& part = of(block);
     const float4 other = load_relaxed(&part.softmax[thread]);
@@ -121,37 +111,6 @@ struct KeyParts {
     }
     __syncwarp();
     if (thread % 32 == 0) mark(block) = 0;
-  }
-
-  // When both are there.
-  DLATTN_DEVICE void add_two(int a, int b, Softmax& softmax, Output& output) const {
-    while (!is_there(a)) {
-    }
-    while (!is_there(b)) {
-    }
-    const Part &part_a = of(a), &part_b = of(b);
-    const float4 of_a = load_relaxed(&part_a.softmax[thread]);
-    const float4 of_b = load_relaxed(&part_b.softmax[thread]);
-    float before[2], after[2], factor_a[2], factor_b[2];
-    softmax.add_part({of_a.x, of_a.y}, {of_a.z, of_a.w}, before, factor_a);
-    softmax.add_part({of_b.x, of_b.y}, {of_b.z, of_b.w}, after, factor_b);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      before[r] *= after[r];
-      factor_a[r] *= after[r];
-    }
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n) {
-      const float4 x = load_relaxed(&part_a.output[n][thread]);
-      const float4 y = load_relaxed(&part_b.output[n][thread]);
-      float(&own)[4] = output.at[0][n];
-      own[0] = own[0] * before[0] + x.x * factor_a[0] + y.x * factor_b[0];
-      own[1] = own[1] * before[0] + x.y * factor_a[0] + y.y * factor_b[0];
-      own[2] = own[2] * before[1] + x.z * factor_a[1] + y.z * factor_b[1];
-      own[3] = own[3] * before[1] + x.w * factor_a[1] + y.w * factor_b[1];
-    }
-    __syncwarp();
-    if (thread % 32 == 0) mark(a) = mark(b) = 0;
   }
 };
 

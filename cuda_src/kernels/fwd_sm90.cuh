@@ -447,8 +447,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Where blocks share keys: true if this one has all of the rows.
   DLATTN_DEVICE bool gather_parts(const WorkItem& item, Softmax& softmax, Output& output) {
-    constexpr bool reads_two = dim_v <= 128 && Problem::Score::constant_derivative;
-    using Parts = KeyParts<4 * consumers, Softmax, dim_v / 8, reads_two>;
+    using Parts = KeyParts<4 * consumers, Softmax, dim_v / 8>;
     const Parts parts{p.parts, opaque(threadIdx.x - 128)};
     if constexpr (Tiling::shares_more) {
       return parts.gather_in_groups(blockIdx.x, item.parts, softmax, output);

@@ -115,7 +115,8 @@ def divided_ragged_group(
         # The longest item of the last wave begins when the waves before have been taken.
         waves = ceil(groups / ragged_wave(groups, at_once, longest.key_tiles))
         begins = of_longest * (1 - 1 / waves) / at_once if longest.differ else 0
-        return max(begins + longest_item, steps / at_once + last_item / 2)
+        rounds = ceil(groups * sum(it.count * it.key_tiles for it in (longest, others)) / at_once)
+        return max(begins + longest_item, steps / at_once + last_item / 2, rounds * last_item)
 
     heads = min((n for n in range(1, group + 1) if group % n == 0), key=end)
     return Division(heads, 0) if end(heads) * LEAST_RAGGED_GAIN < end(group) else None

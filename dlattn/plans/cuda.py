@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
@@ -23,9 +23,8 @@ from dlattn.problem.layout import LONGEST
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.records import dataclass
 from dlattn.runtime import jit
-from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Clear, Launch, Operation, turns
-from dlattn.runtime.streams import is_capturing
+from dlattn.runtime.tables import Tables
 from dlattn.runtime.target import Target, cuda_device_count
 
 if TYPE_CHECKING:
@@ -84,10 +83,6 @@ def tile_bytes(rows: int, columns: int) -> int:
     return 2 * rows * pitch
 
 
-#: What plans had on devices when a CUDA graph captured them: it may be replayed when they are gone.
-_captured: list[Any] = []
-
-
 class CudaPlan(Plan):
     """A plan that launches kernels of ``cuda_src/kernels``, in order, with one ``Params``."""
 
@@ -103,8 +98,7 @@ class CudaPlan(Plan):
         self._turns: AbstractContextManager[object] = Lock()
         self._clear: Clear | None = None
         self._operations: list[Operation] | None = None
-        #: Arrays on the device, which kernels read as long as the plan is.
-        self._tables: list[Any] = []
+        self._tables = Tables(target.index)
         self._scratch_at: int | None = None
         by_value = {role: spec for role, spec in geometry.tensors.items() if spec.by_value}
         self._host_numbers = [
@@ -223,13 +217,12 @@ class CudaPlan(Plan):
         self._place_slopes()
         if self.ragged is not None:
             self.ragged.describe(self._params)
-        kernels, compiled = self._all_kernels(), self.compile()
         self._turns = turns(self.target.index, cuda_device_count())
         operations: list[Operation] = []
         if self.cleared_bytes:
             self._clear = Clear(self.cleared_bytes)
             operations.append(self._clear)
-        for kernel, cubin in zip(kernels, compiled, strict=True):
+        for kernel, cubin in zip(self._all_kernels(), self.compile(), strict=True):
             loaded = jit.load(cubin, self.target.index)
             loaded.set_shared(kernel.shared)
             operations.append(
@@ -251,24 +244,14 @@ class CudaPlan(Plan):
         alibi = any(isinstance(edit, Alibi) for edit in self.problem.edits)
         if alibi and "alibi_slopes" not in self.geometry.tensors:
             slopes = alibi_slopes(self.geometry.heads_q).reshape(-1)
-            self._params.alibi_slopes = SlopeRef(self._place_table(slopes), 0, 1)
-
-    def _place_table(self, table: Any) -> int:
-        """Where an array is on the device, as long as the plan is."""
-        self._tables.append(to_device(table, self.target.index))
-        return int(self._tables[-1].data.ptr)
-
-    def _enqueue(self, operations: Sequence[Operation], stream: int) -> None:
-        if self._tables and is_capturing(stream):
-            _captured.extend(self._tables)
-            self._tables = []
-        for operation in operations:
-            operation(stream)
+            self._params.alibi_slopes = SlopeRef(self._tables.place(slopes), 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
         # The driver copies Params during the launch call, so a turn covers no device work.
         with self._turns:
-            self._enqueue(self._placed(pointers, workspace), stream)
+            self._tables.stay_if_captured(stream)
+            for operation in self._placed(pointers, workspace):
+                operation(stream)
 
     def bind(self, places: Places) -> Bound:
         operations = self._operations
@@ -282,7 +265,9 @@ class CudaPlan(Plan):
                     slot.value = addresses[at] + more
                 if workspace:
                     self.place_workspace(workspace)
-                self._enqueue(operations, stream)
+                self._tables.stay_if_captured(stream)
+                for operation in operations:
+                    operation(stream)
 
         return run
 

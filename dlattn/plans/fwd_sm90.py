@@ -285,7 +285,7 @@ class FwdSm90(MappedPlan):
         if self._operations is not None:
             return
         if not self._asks_for_tiles:
-            self._params.schedule = self._place_table(self.schedule())
+            self._params.schedule = self._tables.place(self.schedule())
         super().build()  # last: from then on another thread may execute
 
     def kernels(self) -> list[KernelLaunch]:

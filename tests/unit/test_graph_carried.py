@@ -24,8 +24,7 @@ import sys, json
 from types import SimpleNamespace
 import dlattn
 from dlattn.graph import placement
-from dlattn.runtime import jit, launch, nvrtc, target, tensormap, buffers
-from dlattn.plans import cuda, fwd_sm90
+from dlattn.runtime import jit, launch, nvrtc, tables, target, tensormap
 
 from dataclasses import replace
 hopper = replace(target.KNOWN["sm_90a"], index=0)
@@ -42,7 +41,7 @@ class Kernel:
 jit.Kernel = Kernel
 tensormap.encode = lambda *a: None
 tensormap.address_slot = lambda place: SimpleNamespace()
-fwd_sm90.to_device = lambda array, index: SimpleNamespace(data=SimpleNamespace(ptr=256))
+tables.to_device = lambda array, index: SimpleNamespace(data=SimpleNamespace(ptr=256))
 launch.driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
 graph = dlattn.pygraph()
 graph.deserialize(open(sys.argv[1], "rb").read())

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 
 import dlattn as cudnn
 from dlattn.graph import placement, serial
-from dlattn.plans import cuda, fwd_sm90
-from dlattn.runtime import jit
+from dlattn.runtime import jit, tables
 from dlattn.runtime.target import KNOWN
 from tests import drivers
 from tests import serial as sources
@@ -61,8 +60,7 @@ def driver() -> Iterator[Driver]:
             lambda them: [(jit.KernelSource(*it), SimpleNamespace(arch="sm_90a")) for it in them],
         )
         patch.setattr(secrets, "randbits", lambda bits: 0x1234)
-        for module in (cuda, fwd_sm90):
-            patch.setattr(module, "to_device", to_device)
+        patch.setattr(tables, "to_device", to_device)
         for module in (drivers, sources):
             patch.setattr(module, "declare_graph", on_device)
         yield driver
