@@ -74,7 +74,9 @@ def sharing(
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
     tiles = query_tiles(geometry, tiling.tile_q) // heads
     stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
-    if stay or (has_same_keys(problem) and tiles >= multiprocessors):
+    # Of tiles with the same keys, those that fill multiprocessors are whole.
+    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
+    if stay or (same and tiles >= multiprocessors):
         return blocks, 1
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,19 +38,26 @@ def plan(
 
 
 @given(
-    heads=st.integers(1, 8),
+    heads=st.integers(1, 8) | st.integers(40, 90),
+    group=st.integers(1, 3),
     seq_q=st.integers(1, 1500),
     seq_kv=st.integers(1, 6000),
     head_dim=st.sampled_from((64, 96, 128, 256)),
     left=st.none() | st.integers(1, 5000),
     right=st.none() | st.integers(0, 50),
+    stay=st.booleans(),
 )
 def test_parts_of_a_band_are_what_queries_attend_to(
-    heads: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None, right: int | None
-) -> None:
+    heads: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
+    right: int | None, stay: bool,
+) -> None:  # fmt: skip
     """All parts of a query tile together are its key tiles from the first to the last that a query
     attends to, each once; no more blocks than run at a time wait for each other."""
-    it = plan(1, heads, heads, seq_q, seq_kv, head_dim, left, right)
+    heads_q = heads * group
+    with pytest.MonkeyPatch.context() as patch:
+        if not stay:
+            patch.setattr(fwd_sm90_shares, "WAVE_BYTES", 1)
+        it = plan(1, heads_q, heads, seq_q, seq_kv, head_dim, left, right)
     if not it._sharing:  # each tile is one block's
         return
     assert it._sharing <= HOPPER.multiprocessors
@@ -72,7 +80,8 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
         tile, head, _, _, begin, end, parts, _ = map(int, row)
         visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
-    assert len(visited) == heads * -(-(seq_q + missing) // tile_q)
+    first_heads = heads_q // it._heads_per_tile
+    assert len(visited) == first_heads * -(-(seq_q + missing) // tile_q)
     for (tile, _), tiles in visited.items():
         assert sorted(tiles) == list(attended(tile))
 
@@ -117,6 +126,9 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
         assert np.ptp(first, axis=0).max() <= 8
     assert plan(1, 16, 2, 100, 16384)._beside == 1
     assert plan(1, 45, 1, 256, 2**20)._beside == 1
+    # Two rounds of whole tiles, and one that all blocks share.
+    rest = plan(1, 265, 53, 100, 70_000, right=0)
+    assert (rest._sharing, rest._beside) == (HOPPER.multiprocessors, 1) and rest.schedule().size
 
 
 def test_many_parts_meet_in_groups() -> None:
