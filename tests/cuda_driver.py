@@ -273,7 +273,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return SimpleNamespace(function=function, set_shared=lambda nbytes: None)
 
     def to_device(array: Any, index: int) -> Any:
-        return SimpleNamespace(data=SimpleNamespace(ptr=next(memory)))
+        return SimpleNamespace(data=SimpleNamespace(ptr=next(memory)), nbytes=0)
 
     for module in (launch, cuda_graph.launch, tensormap):
         monkeypatch.setattr(module, "driver", lambda: driver)

@@ -73,6 +73,13 @@ def is_capturing(stream: int) -> bool:
     return stream > _LEGACY_STREAM and bool(_ask_for_capture()(stream))
 
 
+def synchronize(device_index: int) -> None:
+    """Waits for all that a device has been given."""
+    from cupy.cuda import Device
+
+    Device(device_index).synchronize()
+
+
 @lru_cache(maxsize=1)
 def _ask_for_capture() -> Callable[[int], bool]:
     from cupy.cuda import runtime

@@ -1,18 +1,28 @@
-"""Arrays on a device that kernels read beside the tensors of a call."""
+"""Arrays on a device that kernels read beside the tensors of a call.
+
+Their owner may go while kernels that read them wait on some stream, or while a CUDA graph that has
+captured such kernels may be replayed. CuPy would give their memory to whoever asks next.
+"""
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from dlattn.runtime.buffers import to_device
-from dlattn.runtime.streams import is_capturing
+from dlattn.runtime.streams import is_capturing, synchronize
 
-#: What CUDA graphs have captured: they may be replayed when its owner is gone.
+#: What CUDA graphs have captured; nobody knows how long they will be replayed.
 _captured: list[Any] = []
+#: With its device, what nobody owns any longer, and kernels may still read; and how many bytes of
+#: it there are before devices are waited for.
+_dropped: list[tuple[int, Any]] = []
+MOST_DROPPED_BYTES = 2**24
+_freeing = Lock()
 
 
 class Tables:
-    """Arrays on one device, there as long as this is, or a CUDA graph may read them.
+    """Arrays on one device, there as long as this is, and as long as somebody may read them.
 
     Args:
         index: of the device.
@@ -22,8 +32,12 @@ class Tables:
         self._index = index
         self._arrays: list[Any] = []
 
+    def __del__(self) -> None:
+        _dropped.extend((self._index, array) for array in self._arrays)
+
     def place(self, table: Any) -> int:
         """The address of a copy of a NumPy array."""
+        _free_dropped()
         self._arrays.append(to_device(table, self._index))
         return int(self._arrays[-1].data.ptr)
 
@@ -32,3 +46,13 @@ class Tables:
         if self._arrays and is_capturing(stream):
             _captured.extend(self._arrays)
             self._arrays = []
+
+
+def _free_dropped() -> None:
+    with _freeing:
+        dropped = _dropped[:]
+        if sum(array.nbytes for _, array in dropped) <= MOST_DROPPED_BYTES:
+            return
+        for index in {index for index, _ in dropped}:
+            synchronize(index)
+        del _dropped[: len(dropped)]

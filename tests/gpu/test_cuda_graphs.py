@@ -85,28 +85,52 @@ def test_random(way: str, family: tuple[Case, ...]) -> None:
         check(case, gpu_library(), run_by(WAYS[way]))
 
 
+class Forgotten:
+    """A call whose plan has a table on the device, and what may take the table's place."""
+
+    def __init__(self) -> None:
+        self.torch = pytest.importorskip("torch")
+        if not self.torch.cuda.is_available():
+            pytest.skip("torch has no CUDA")
+        like = {"device": "cuda", "dtype": self.torch.bfloat16}
+        self.q, self.k, self.v = self.torch.randn(3, 1, 700, 4, 64, **like).unbind()
+        self.want = self.call()
+        self.others: list[Any] = []
+
+    def call(self) -> Any:
+        return mha_fwd(self.q, self.k, self.v, softmax_scale=0.125, is_causal=True)[0]
+
+    def forget(self) -> None:
+        import cupy
+
+        forget_calls()
+        gc.collect()
+        self.others = [cupy.full(2**n, -1, np.int32) for n in range(7, 16) for _ in range(8)]
+
+
 def test_a_captured_call_outlives_its_plan() -> None:
     """What a plan has on the device stays there for who captured a call, whatever is forgotten and
     allocated afterwards."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch has no CUDA")
-    import cupy
-
-    q, k, v = torch.randn(3, 1, 700, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
-
-    def call() -> Any:
-        return mha_fwd(q, k, v, softmax_scale=0.125, is_causal=True)[0]
-
-    want, captured = call(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        out = call()
-    forget_calls()
-    gc.collect()
-    others = [cupy.full(2**n, -1, np.int32) for n in range(7, 16) for _ in range(8)]
+    its = Forgotten()
+    captured = its.torch.cuda.CUDAGraph()
+    with its.torch.cuda.graph(captured):
+        out = its.call()
+    its.forget()
     captured.replay()
-    torch.cuda.synchronize()
-    assert others and torch.equal(out, want)
+    its.torch.cuda.synchronize()
+    assert its.torch.equal(out, its.want)
+
+
+def test_a_waiting_call_outlives_its_plan() -> None:
+    """So it does for kernels that have not begun."""
+    its = Forgotten()
+    its.torch.cuda.synchronize()
+    with its.torch.cuda.stream(its.torch.cuda.Stream()):
+        its.torch.cuda._sleep(200_000_000)
+        out = its.call()
+        its.forget()
+    its.torch.cuda.synchronize()
+    assert its.torch.equal(out, its.want)
 
 
 # Training -----------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Kernel:
 jit.Kernel = Kernel
 tensormap.encode = lambda *a: None
 tensormap.address_slot = lambda place: SimpleNamespace()
-tables.to_device = lambda array, index: SimpleNamespace(data=SimpleNamespace(ptr=256))
+tables.to_device = lambda array, index: SimpleNamespace(data=SimpleNamespace(ptr=256), nbytes=0)
 launch.driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
 graph = dlattn.pygraph()
 graph.deserialize(open(sys.argv[1], "rb").read())
