@@ -73,14 +73,13 @@ def sharing(
     and how many tiles with the same keys have as many of them each."""
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
     tiles = query_tiles(geometry, tiling.tile_q) // heads
-    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
-    # Of tiles with the same keys, those that fill multiprocessors are whole.
-    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
-    if stay or (same and tiles >= multiprocessors):
-        return blocks, 1
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
-    if idle > MOST_IDLE * blocks or idle == blocks:
+    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
+    # Of tiles with the same keys, those that fill blocks are whole.
+    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
+    apart = stay or (same and tiles >= blocks - idle)
+    if apart or idle > MOST_IDLE * blocks or idle == blocks:
         return blocks, 1
     return blocks - idle, beside
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from dlattn.dtypes import data_type
 from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.schedule import ALL_KEYS
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
 from dlattn.runtime.target import KNOWN
 from tests.unit.test_schedule import rows_of_blocks
@@ -86,6 +89,40 @@ def test_parts_of_a_band_are_what_queries_attend_to(
         assert sorted(tiles) == list(attended(tile))
 
 
+@given(
+    batch=st.sampled_from((1, 1, 2, 5)),
+    heads_k=st.sampled_from((1, 2, 3, 8, 16, 53, 64)),
+    group=st.sampled_from((1, 2, 3, 5, 8, 16)),
+    seq_q=st.integers(1, 64) | st.integers(1, 3000),
+    seq_kv=st.integers(1, 5000) | st.integers(1, 70_000),
+    head_dim=st.sampled_from((64, 96, 128, 192, 256)),
+    left=st.none() | st.integers(1, 5000),
+    right=st.none() | st.just(0) | st.integers(1, 300),
+)
+def test_every_tile_has_its_keys(
+    batch: int, heads_k: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
+    right: int | None,
+) -> None:  # fmt: skip
+    """Whoever shares what, each query tile has all its key tiles once, in parts that neighbouring
+    blocks have, one behind the other; and all blocks run at a time."""
+    it = plan(batch, heads_k * group, heads_k, seq_q, seq_kv, head_dim, left, right)
+    begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
+    parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    taken = rows_of_blocks(it.schedule(), it._blocks)
+    assert len(taken) <= HOPPER.multiprocessors
+    for block, rows in enumerate(taken):
+        for row in rows:
+            tile, head, entry, _, first, last, part, _ = map(int, row)
+            whole = (first, last, part) == ALL_KEYS
+            keys = (int(begin[tile]), int(end[tile])) if whole else (first, last)
+            parts.setdefault((tile, head, entry), []).append((block, *keys, part))
+    assert len(parts) == it._tiles
+    for (tile, *_), of_tile in parts.items():
+        assert (of_tile[0][1], of_tile[-1][2]) == (begin[tile], end[tile])
+        assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
+        assert [part[3] for part in of_tile] == [*range(-1, -len(of_tile), -1), len(of_tile) - 1]
+
+
 def test_the_next_queries_of_a_prompt_are_shared() -> None:
     """Where a causal mask leaves each query tile nearly all keys, and tiles are fewer than
     multiprocessors, these share the keys; where they are many more, none does."""
@@ -126,9 +163,9 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
         assert np.ptp(first, axis=0).max() <= 8
     assert plan(1, 16, 2, 100, 16384)._beside == 1
     assert plan(1, 45, 1, 256, 2**20)._beside == 1
-    # Two rounds of whole tiles, and one that all blocks share.
-    rest = plan(1, 265, 53, 100, 70_000, right=0)
-    assert (rest._sharing, rest._beside) == (HOPPER.multiprocessors, 1) and rest.schedule().size
+    # Two rounds of whole tiles, and one that all blocks share; as many as would be left.
+    for rest in (plan(1, 265, 53, 100, 70_000, right=0), plan(1, 16, 16, 1000, 16384)):
+        assert (rest._sharing, rest._beside) == (HOPPER.multiprocessors, 1) and rest.schedule().size
 
 
 def test_many_parts_meet_in_groups() -> None:
