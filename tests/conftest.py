@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         max_examples=-(-examples // config.getoption("--parts")),
     )
     settings.load_profile("cpu")
+    config.pluginmanager.register(_ReproducedBy(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,6 +100,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         counts = tally.take()
         if "part" in getattr(item, "fixturenames", ()):
             item.user_properties.append((item.nodeid.partition("[")[0], counts))
+
+
+class _ReproducedBy:
+    """Prints what reproduces a failing case at once: a long run may be cut off before its end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        lines = report.capstdout.splitlines() if report.failed else []
+        lines = [line for line in lines if line.startswith("pytest tests/test_repro.py")]
+        if terminal is not None and lines:
+            terminal.write(f"\n{lines[-1]}\n", flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
