@@ -23,7 +23,7 @@ MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
 #: The least part of the whole, and the fewest steps, that are worth the two operations more.
 LEAST_GAIN, LEAST_STEPS = 0.008, 8
 #: Of groups of ragged problems, steps that an item's beginning and end take, and additions to
-#: sums; and how many times as soon the last item must end.
+#: sums; and how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
 
 
@@ -119,7 +119,10 @@ def divided_ragged_group(
         return max(begins + longest_item, steps / at_once + last_item / 2, rounds * last_item)
 
     heads = min((n for n in range(1, group + 1) if group % n == 0), key=end)
-    return Division(heads, 0) if end(heads) * LEAST_RAGGED_GAIN < end(group) else None
+    ends = end(heads), end(group)
+    if ends[0] * LEAST_RAGGED_GAIN > ends[1] or ends[1] - ends[0] < LEAST_STEPS:
+        return None
+    return Division(heads, 0)
 
 
 @dataclass(frozen=True)
