@@ -485,17 +485,19 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
 
   // All workers, when no item is left: shares that go with no item. Nobody waits for their places. The
-  // next share is asked for before this one is stored, because that there is none takes as long to hear.
+  // next share is asked for before this one is stored, because that there is none takes as long to hear;
+  // but ragged problems have no register for the answer.
   template <bool tells>
   DLATTN_DEVICE void store_rest() {
     constexpr int workers = 3, at_once = tells ? 1 : 2;
     const bool asks = tells && Base::warp_of_group() == 0;
     const auto ask = [&] { return gives_orders() ? fetch_add(p.shares_taken, 1) : 0; };
-    int taken = asks ? ask() : 0;
+    int taken = asks && !Problem::ragged ? ask() : 0;
     while (true) {
       if (asks) {
+        if constexpr (Problem::ragged) taken = ask();
         prepare_rest(uniform(taken));
-        taken = ask();
+        if constexpr (!Problem::ragged) taken = ask();
       }
       named_barrier_sync(Base::share_told, 128 * workers);
       const int pieces = uniform(shared.rest.pieces);
