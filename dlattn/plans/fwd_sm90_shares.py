@@ -72,14 +72,15 @@ def sharing(
     """Blocks that share the keys of query tiles of so many heads, 0 if each tile is one block's;
     and how many tiles with the same keys have as many of them each."""
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
+    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
+    if blocks == 0 or stay:
+        return blocks, 1
     tiles = query_tiles(geometry, tiling.tile_q) // heads
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
-    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
     # Of tiles with the same keys, those that fill blocks are whole.
     same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
-    apart = stay or (same and tiles >= blocks - idle)
-    if apart or idle > MOST_IDLE * blocks or idle == blocks:
+    if (same and tiles >= blocks - idle) or idle > MOST_IDLE * blocks or idle == blocks:
         return blocks, 1
     return blocks - idle, beside
 

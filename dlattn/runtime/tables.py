@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 from dlattn.runtime.buffers import to_device
 from dlattn.runtime.streams import is_capturing, synchronize
@@ -31,9 +32,8 @@ class Tables:
     def __init__(self, index: int) -> None:
         self._index = index
         self._arrays: list[Any] = []
-
-    def __del__(self) -> None:
-        _dropped.extend((self._index, array) for array in self._arrays)
+        # Not __del__, which finds no module left when the interpreter ends.
+        finalize(self, _drop, index, self._arrays).atexit = False
 
     def place(self, table: Any) -> int:
         """The address of a copy of a NumPy array."""
@@ -45,7 +45,11 @@ class Tables:
         """Call it before what reads them is enqueued on a stream."""
         if self._arrays and is_capturing(stream):
             _captured.extend(self._arrays)
-            self._arrays = []
+            self._arrays.clear()
+
+
+def _drop(index: int, arrays: list[Any]) -> None:
+    _dropped.extend((index, array) for array in arrays)
 
 
 def _free_dropped() -> None:

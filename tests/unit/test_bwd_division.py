@@ -64,6 +64,7 @@ def test_who_is_divided() -> None:
     assert params(4, 16, 16, 4096, causal=False) == (1, 15 * 132, 3)
     assert params(4, 16, 16, 4096, causal=True) == (1, 64 * 32, 1)
     assert params(32, 16, 16, 512, causal=False) == (1, 2048, 1)
+    assert params(1, 16, 16, 4096, causal=False) == (1, 512, 1)
 
 
 def test_few_items_fill_blocks() -> None:

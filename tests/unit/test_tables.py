@@ -44,6 +44,7 @@ def dropped_table(nbytes: int, stream: int) -> weakref.ref[Copy]:
 
 
 def test_addresses_are_those_of_copies(waited_for: list[int]) -> None:
+    """Each table has its own, and while its owner is there no device is waited for."""
     its = tables.Tables(0)
     assert [its.place(np.zeros(3)), its.place(np.zeros(3))] == [256, 512] and not waited_for
 
