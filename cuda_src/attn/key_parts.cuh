@@ -1,6 +1,7 @@
 // Query tiles whose keys several blocks share: each leaves what it has of the rows in the workspace, and
 // the last of them has it all in the end. A mark says that a warp's part is there; it is drawn when the
-// plan is made, and taken away by who adds: nobody has to clear the workspace.
+// plan is made, and taken away by who adds: nobody has to clear the workspace. Where parts of a tile are
+// many, all are left, without marks, and a kernel of its own adds them up (kernels/fwd_parts.cuh).
 #pragma once
 
 #include "attn/refs.cuh"
@@ -9,106 +10,94 @@
 
 namespace dlattn {
 
-// How parts of the same rows meet where they are many: the last of four, one after the other, adds up what
-// these have, and of four of those sums, again the last. One block for all would read as much as each has,
-// one after the other. Blocks wait for parts with smaller numbers only.
-struct PartGroups {
-  static constexpr int log2_size = 2, size = 1 << log2_size;
-  int number;  // of a part, from 0 on
-  bool last;
+// Adds a part of the same rows: of its softmax each row's reference and sum, of its output what
+// `load(n)` returns, a lane's.
+template <class Softmax, int v_tiles, class Load>
+DLATTN_DEVICE void add_part(Softmax& softmax, Accumulator<1, v_tiles>& output, float4 other,
+                            Load load) {
+  float own_factor[2], factor[2];
+  softmax.add_part({other.x, other.y}, {other.z, other.w}, own_factor, factor);
+#pragma unroll
+  for (int n = 0; n < v_tiles; ++n) {
+    const float4 o = load(n);
+    float(&own)[4] = output.at[0][n];
+    own[0] = own[0] * own_factor[0] + o.x * factor[0];
+    own[1] = own[1] * own_factor[0] + o.y * factor[0];
+    own[2] = own[2] * own_factor[1] + o.z * factor[1];
+    own[3] = own[3] * own_factor[1] + o.w * factor[1];
+  }
+}
 
-  // Groups of four, of four groups, and so on by level, that end before this part.
-  DLATTN_DEVICE constexpr int ended(int level) const {
-    return last ? number >> log2_size * level : ((number + 1) >> log2_size * level) - 1;
-  }
-  // Those of them that this part's block adds, the i-th of which ends with a part.
-  DLATTN_DEVICE constexpr int others(int level) const { return ended(level) % size; }
-  DLATTN_DEVICE constexpr int end_of_other(int level, int i) const {
-    return ((ended(level) - others(level) + i + 1) << log2_size * level) - 1;
-  }
-  // Then another block adds what this one has; or it has all.
-  DLATTN_DEVICE constexpr bool leaves(int level) const {
-    return !last && others(level) < size - 1;
-  }
-  DLATTN_DEVICE constexpr bool completes(int level) const { return last && ended(level) < size; }
+template <class Softmax>
+DLATTN_DEVICE float4 told_of(const Softmax& softmax) {
+  const float(&reference)[2] = softmax.reference, (&sum)[2] = softmax.row_sum;
+  return {reference[0], reference[1], sum[0], sum[1]};
+}
+DLATTN_DEVICE float4 told_of(const float (&output)[4]) {
+  return {output[0], output[1], output[2], output[3]};
+}
+
+// What a block has of the rows of so many warps. What a lane leaves is for the lane of the same number: no
+// row is gathered.
+template <int warps, int v_tiles>
+struct KeyPart {
+  float4 output[v_tiles][32 * warps];
+  float4 softmax[32 * warps];
 };
 
-// Rows of so many warps. What a lane leaves is for the lane of the same number: no row is gathered.
-template <int warps, class Softmax, int v_tiles>
+template <int warps, int v_tiles>
 struct KeyParts {
   using Output = Accumulator<1, v_tiles>;
-  struct Part {
-    float4 output[v_tiles][32 * warps];
-    float4 softmax[32 * warps];  // references of the lane's two rows, and sums
-  };
+  using Part = KeyPart<warps, v_tiles>;
 
   const PartsRef& parts;
   const int thread;  // among these warps
 
   // True if this block then has all of the rows. The last part has the number of parts before it, others
-  // have -1, -2, ...
-  DLATTN_DEVICE bool gather(int block, int number, Softmax& softmax, Output& output) const {
+  // have -1.
+  template <class Softmax>
+  DLATTN_DEVICE bool gather(int number, Softmax& softmax, Output& output) const {
+    const int block = blockIdx.x;
     if (number < 0) {
       leave(block, softmax, output);
+      tell(block);
       return false;
     }
 #pragma unroll 1
     for (int before = number; before > 0; --before) add(block - before, softmax, output);
     return true;
   }
-  DLATTN_DEVICE bool gather_in_groups(int block, int number, Softmax& softmax,
-                                      Output& output) const {
-    const bool last = number > 0;
-    const PartGroups part{last ? number : -1 - number, last};
-#pragma unroll 1
-    for (int level = 0;; ++level) {
-      if (part.leaves(level)) {
-        leave(block, softmax, output);
-        return false;
-      }
-#pragma unroll 1
-      for (int i = 0; i < part.others(level); ++i) {
-        add(block - part.number + part.end_of_other(level, i), softmax, output);
-      }
-      if (part.completes(level)) return true;
-    }
+  // For a later kernel. A block may have two parts: of a tile that ends with it, and of another.
+  template <class Softmax>
+  DLATTN_DEVICE void leave_behind(int number, const Softmax& softmax, const Output& output) const {
+    leave(blockIdx.x + (number > 0 ? gridDim.x : 0), softmax, output);
   }
 
  private:
-  DLATTN_DEVICE Part& of(int block) const { return static_cast<Part*>(parts.data)[block]; }
+  DLATTN_DEVICE Part& at(int place) const { return static_cast<Part*>(parts.data)[place]; }
   DLATTN_DEVICE uint64& mark(int block) const { return parts.marks[block * warps + thread / 32]; }
 
-  DLATTN_DEVICE void leave(int block, const Softmax& softmax, const Output& output) const {
-    Part& part = of(block);
+  template <class Softmax>
+  DLATTN_DEVICE void leave(int place, const Softmax& softmax, const Output& output) const {
+    Part& part = at(place);
 #pragma unroll
-    for (int n = 0; n < v_tiles; ++n) {
-      const float(&o)[4] = output.at[0][n];
-      part.output[n][thread] = {o[0], o[1], o[2], o[3]};
-    }
-    const float(&reference)[2] = softmax.reference, (&sum)[2] = softmax.row_sum;
-    part.softmax[thread] = {reference[0], reference[1], sum[0], sum[1]};
+    for (int n = 0; n < v_tiles; ++n) part.output[n][thread] = told_of(output.at[0][n]);
+    part.softmax[thread] = told_of(softmax);
+  }
+  DLATTN_DEVICE void tell(int block) const {
     __syncwarp();
     if (thread % 32 == 0) store_release(&mark(block), parts.mark);
   }
 
   // When it is there.
+  template <class Softmax>
   DLATTN_DEVICE void add(int block, Softmax& softmax, Output& output) const {
     // A vote, because ptxas then knows that lanes stay together.
     while (!__all_sync(0xffffffffu, load_acquire(&mark(block)) == parts.mark)) {
     }
-    const Part& part = of(block);
-    const float4 other = load_relaxed(&part.softmax[thread]);
-    float own_factor[2], factor[2];
-    softmax.add_part({other.x, other.y}, {other.z, other.w}, own_factor, factor);
-#pragma unroll
-    for (int n = 0; n < v_tiles; ++n) {
-      const float4 o = load_relaxed(&part.output[n][thread]);
-      float(&own)[4] = output.at[0][n];
-      own[0] = own[0] * own_factor[0] + o.x * factor[0];
-      own[1] = own[1] * own_factor[0] + o.y * factor[0];
-      own[2] = own[2] * own_factor[1] + o.z * factor[1];
-      own[3] = own[3] * own_factor[1] + o.w * factor[1];
-    }
+    const Part& part = at(block);
+    add_part(softmax, output, load_relaxed(&part.softmax[thread]),
+             [&](int n) { return load_relaxed(&part.output[n][thread]); });
     __syncwarp();
     if (thread % 32 == 0) mark(block) = 0;
   }

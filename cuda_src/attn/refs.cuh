@@ -216,9 +216,10 @@ struct BlockMaskRef {
 // What blocks of a decode leave to each other (kernels/decode.cuh). Of a forward whose blocks ask for
 // tiles there is one mark: they are being counted.
 struct PartsRef {
-  void* data;     // a part for each block
-  uint64* marks;  // likewise: `mark` where the part is there
+  void* data;         // a part for each block
+  uint64* marks;      // likewise: `mark` where the part is there
   uint64 mark;
+  const int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh)
 };
 
 }  // namespace dlattn

@@ -447,13 +447,14 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   // Where blocks share keys: true if this one has all of the rows.
   DLATTN_DEVICE bool gather_parts(const WorkItem& item, Softmax& softmax, Output& output) {
-    using Parts = KeyParts<4 * consumers, Softmax, dim_v / 8>;
-    const Parts parts{p.parts, opaque(threadIdx.x - 128)};
+    const KeyParts<4 * consumers, dim_v / 8> parts{p.parts, opaque(threadIdx.x - 128)};
     if constexpr (Tiling::shares_more) {
-      return parts.gather_in_groups(blockIdx.x, item.parts, softmax, output);
-    } else {
-      return parts.gather(blockIdx.x, item.parts, softmax, output);
+      if (p.parts.tiles != nullptr) {
+        parts.leave_behind(item.parts, softmax, output);
+        return false;
+      }
     }
+    return parts.gather(item.parts, softmax, output);
   }
 
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
@@ -508,6 +509,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
   Kernel kernel(params, shared);
   kernel.init();
   if constexpr (Problem::ragged) await_kernel_before();
+  if constexpr (Tiling::shares_more) launch_dependents();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();
     kernel.produce();

@@ -29,8 +29,8 @@ struct Sm90FwdTiling {
   static constexpr bool shares_more = false;
 };
 
-// Blocks share the keys of query tiles under a mask that gives each its own, too; and of many blocks'
-// parts, groups meet.
+// Blocks share the keys of query tiles under a mask that gives each its own, too; and may leave parts to a
+// later kernel.
 template <class Tiling>
 struct SharesMore : Tiling {
   static constexpr bool shares_more = true;
@@ -193,12 +193,15 @@ struct FwdSm90Block {
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
   // Heads whose keys are visited alike.
-  DLATTN_DEVICE int heads_per_tile() const { return visits_all ? 1 : p.heads_per_block; }
+  static DLATTN_DEVICE int heads_per_tile(const Params& p) {
+    return visits_all ? 1 : p.heads_per_block;
+  }
+  DLATTN_DEVICE int heads_per_tile() const { return heads_per_tile(p); }
 
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
   // few that they are one consumer's, each has those of another head, which shares the keys.
-  DLATTN_DEVICE OwnRows own_rows(const Work& work, int warpgroup) const {
-    if (heads_per_tile() > 1) return {work.item.head + warpgroup, 0};
+  static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
+    if (heads_per_tile(p) > 1) return {work.item.head + warpgroup, 0};
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
     return {work.item.head, work.first_row() + 64 * part};
   }

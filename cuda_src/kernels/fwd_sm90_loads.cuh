@@ -67,7 +67,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if constexpr (shares_bands) work.item.reversed = work.item.parts == 0 && is_odd(place);
     Told& told = shared.told[place.stage];
     const int lane = threadIdx.x % 32;
-    if (lane < consumers) told.own[lane] = {p, work, this->own_rows(work, lane)};
+    if (lane < consumers) told.own[lane] = {p, work, Base::own_rows(p, work, lane)};
     if (lane == consumers) told.all = work;
     __syncwarp();
     release(shared.item_ring.full[place.stage]);
@@ -250,7 +250,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         Ring<q_stages>& ring = shared.q_ring[consumer];
-        const auto rows = this->own_rows(work, consumer);
+        const auto rows = Base::own_rows(p, work, consumer);
         const bool exists = 0 <= rows.first && rows.first < work.length.q;
         const uint32 bytes = exists ? QTile::bytes : 0;
         order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
@@ -274,7 +274,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
               BiasTile::loaded_bytes, [&](int, uint64& full) {
-                const int first = this->own_rows(work, consumer).first;
+                const int first = Base::own_rows(p, work, consumer).first;
                 shared.bias[consumer].load(m.bias, full, first, head, batch, tile * tile_k);
               });
       }

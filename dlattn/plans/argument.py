@@ -143,12 +143,13 @@ class RaggedRef(ctypes.Structure):
 
 
 class PartsRef(ctypes.Structure):
-    """Where blocks of a decode leave parts for each other, and how they say so."""
+    """Where blocks leave parts for each other, or for a later kernel, and how they say so."""
 
     _fields_ = [
         ("data", ctypes.c_uint64),
         ("marks", ctypes.c_uint64),
         ("mark", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
     ]
 
 

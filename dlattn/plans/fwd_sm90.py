@@ -30,7 +30,7 @@ from dlattn.plans.fwd_sm90_shares import (
 from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
-from dlattn.plans.schedule import Array, table, tile_costs
+from dlattn.plans.schedule import Array, shared_tiles, table, tile_costs
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
@@ -57,7 +57,7 @@ class Sm90FwdTiling:
         exponentials_first: before the wait for the output of the tile before, or after it.
         stages_bias: a bias comes through shared memory, too.
         shares_more: blocks share the keys of query tiles under a band, too, which gives each its
-            own; and where the parts of a tile are many, these meet in groups.
+            own; and where the parts of a tile are many, leave them to a kernel of its own.
     """
 
     consumers: int
@@ -105,6 +105,33 @@ class Sm90FwdTiling:
             bias *= bias_tile_bytes(problem, 64, self.tile_k)
         tiles = self.q_stages * q + o + self.stages * k_and_v + bias
         return round_up(tiles + items + visits + barriers + asking, 1024)
+
+
+@dataclass(frozen=True)
+class PartsTiling:
+    """How the kernel that puts parts together divides its work (``FwdParts`` in the kernel).
+
+    Attributes:
+        of: the tiling that has left them.
+        threads: of a block, at the most.
+        columns: of the 16 rows that a block has.
+        at_a_time: parts that a warp loads.
+    """
+
+    of: Sm90FwdTiling
+    threads: int = 256
+    min_blocks: int = 2
+    columns: int = 32
+    at_a_time: int = 4
+
+    @property
+    def cpp(self) -> str:
+        return self.of.cpp
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of shared memory, for each warp but the first."""
+        return 32 * 16 * (1 + self.columns // 8)
 
 
 def value_columns(problem: Problem) -> int:
@@ -184,9 +211,7 @@ class FwdSm90(MappedPlan):
         self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
         shape = self.problem, geometry, self.tiling
         self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
-        #: Blocks that share the keys of query tiles, 0 if each tile is one block's; and how many
-        #: tiles with the same keys go through them side by side.
-        self._sharing, self._beside = sharing(*shape, self._heads_per_tile, target.multiprocessors)
+        self._sharing = sharing(*shape, self._heads_per_tile, target.multiprocessors)
         self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
@@ -222,6 +247,7 @@ class FwdSm90(MappedPlan):
         rows = {"q": 64, **keys, "o": ZERO_ROWS}
         return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 
+    @cached_property
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
         keys = visited(self.problem, self.geometry, self.tiling)
@@ -232,8 +258,8 @@ class FwdSm90(MappedPlan):
             max(1, pairs_per_wave(self.problem, self.geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
             self._heads_per_tile,
-            keys if self._sharing else None,
-            self._beside,
+            keys if self._sharing.blocks else None,
+            self._sharing.beside,
         )
 
     @cached_property
@@ -258,48 +284,69 @@ class FwdSm90(MappedPlan):
         parts = self._params.parts
         if self._asks_for_tiles:
             return places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
-        if not self._sharing:
+        if not self._sharing.blocks:
             return []
         return places_of([(parts, "marks", self._marks_bytes), (parts, "data", self._parts_bytes)])
 
     @property
     def _marks_bytes(self) -> int:
         """Of a mark for each warp that leaves a part of its rows."""
-        return round_up(8 * self._sharing * self.tiling.tile_q // 16, 256)
+        return round_up(8 * self._sharing.blocks * self.tiling.tile_q // 16, 256)
 
     @property
     def _parts_bytes(self) -> int:
         """Of fp32 outputs, a maximum and a sum of each lane's rows (``KeyParts`` in the kernel)."""
         lanes = 2 * self.tiling.tile_q
-        return self._sharing * 16 * (value_columns(self.problem) // 8 + 1) * lanes
+        parts = self._sharing.blocks * (1 + self._sharing.apart)
+        return parts * 16 * (value_columns(self.problem) // 8 + 1) * lanes
 
     @property
     def _tiles(self) -> int:
         return query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
 
+    @cached_property
+    def _shared_tiles(self) -> Array:
+        return shared_tiles(self.schedule, self._blocks)
+
     @property
     def _blocks(self) -> int:
-        return self._sharing or min(self._tiles, self.target.multiprocessors)
+        return self._sharing.blocks or min(self._tiles, self.target.multiprocessors)
 
     def build(self) -> None:
         if self._operations is not None:
             return
         if not self._asks_for_tiles:
-            self._params.schedule = self._tables.place(self.schedule())
+            self._params.schedule = self._tables.place(self.schedule)
+            if self._sharing.apart:
+                self._params.parts.tiles = self._tables.place(self._shared_tiles)
         super().build()  # last: from then on another thread may execute
 
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
         grid, ragged = (self._blocks, 1, 1), self.problem.ragged
-        launch = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
-        return [launch]
+        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
+        return [main, self._parts_kernel()] if self._sharing.apart else [main]
+
+    def _parts_kernel(self) -> KernelLaunch:
+        """The kernel that puts the parts of shared tiles together."""
+        tiles, tiling = self._shared_tiles.reshape(-1, 8), PartsTiling(self.tiling)
+        slices = value_columns(self.problem) // tiling.columns
+        grid = len(tiles) * self.tiling.tile_q // 16 * slices
+        warps = min(-(-int(tiles[:, 6].max()) // tiling.at_a_time), tiling.threads // 32)
+        source, shared = self._parts_source(self.tiling), (warps - 1) * tiling.sum_bytes
+        return KernelLaunch(source, (grid, 1, 1), 32 * warps, shared, True, programmatic=True)
 
     def companions(self) -> list[KernelSource]:
-        others = tilings(self.problem)
-        sharing_more = (it for it in others if may_share_more(self.problem, it))
-        others += tuple(replace(tiling, shares_more=True) for tiling in sharing_more)
-        return [self._source(tiling) for tiling in others if tiling != self.tiling]
+        its = tilings(self.problem)
+        more = [replace(it, shares_more=True) for it in its if may_share_more(self.problem, it)]
+        sources = [self._source(tiling) for tiling in (*its, *more) if tiling != self.tiling]
+        return sources + [self._parts_source(tiling) for tiling in more]
+
+    def _parts_source(self, tiling: Sm90FwdTiling) -> KernelSource:
+        its = PartsTiling(tiling)
+        constants = {"value_columns": value_columns(self.problem)}
+        return kernel_source("fwd_parts", self.problem, its, its.sum_bytes, constants=constants)
 
     def _source(self, tiling: Sm90FwdTiling) -> KernelSource:
         return kernel_source(

@@ -18,6 +18,7 @@ from dlattn.plans.schedule import (
     visited_keys,
 )
 from dlattn.problem import Geometry, Padding, Problem
+from dlattn.records import dataclass
 
 if TYPE_CHECKING:
     from dlattn.plans.fwd_sm90 import Sm90FwdTiling
@@ -28,8 +29,8 @@ WAVE_BYTES = 32 * 2**20
 #: What a tile of the same size costs with another tiling than the first, as measured.
 SLOWER = 1.25
 
-#: Parts of a tile that one block adds at the most, if others may.
-MOST_PARTS_OF_ONE = 4
+#: Parts of a tile that one of its blocks adds at the most, if a kernel of its own may.
+MOST_PARTS_OF_ONE = 3
 #: Of multiprocessors, how many must be left something to do where heads share tiles; and how many
 #: may have nothing, where query tiles with the same keys have as many blocks each.
 LEAST_BUSY, MOST_IDLE = 0.75, 0.1
@@ -66,23 +67,40 @@ def may_share_more(problem: Problem, tiling: Sm90FwdTiling) -> bool:
     return tiling.consumers == 2 and not (problem.has_blocks or problem.ragged)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Which blocks share the keys of query tiles.
+
+    Attributes:
+        blocks: how many do, 0 if each tile is one block's.
+        beside: how many tiles with the same keys have as many of them each.
+        apart: a kernel of its own puts the parts of tiles together, which are many.
+    """
+
+    blocks: int
+    beside: int = 1
+    apart: bool = False
+
+
 def sharing(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
-) -> tuple[int, int]:
-    """Blocks that share the keys of query tiles of so many heads, 0 if each tile is one block's;
-    and how many tiles with the same keys have as many of them each."""
+) -> Sharing:
+    """Which blocks share the keys of query tiles of so many heads."""
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
-    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
-    if blocks == 0 or stay:
-        return blocks, 1
+    if blocks == 0:
+        return Sharing(0)
     tiles = query_tiles(geometry, tiling.tile_q) // heads
+    shared = tiles % multiprocessors if has_same_keys(problem) else tiles
+    apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
+    if pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q:
+        return Sharing(blocks, apart=apart)
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
     # Of tiles with the same keys, those that fill blocks are whole.
     same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
     if (same and tiles >= blocks - idle) or idle > MOST_IDLE * blocks or idle == blocks:
-        return blocks, 1
-    return blocks - idle, beside
+        return Sharing(blocks, apart=apart)
+    return Sharing(blocks - idle, beside, apart)
 
 
 def _sharing_blocks(
@@ -113,8 +131,8 @@ def heads_per_tile(
         return 1
     enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
     if not enough and may_share_more(problem, tiling):
-        blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
-        enough = blocks >= LEAST_BUSY * multiprocessors
+        shared = sharing(problem, geometry, tiling, heads, multiprocessors)
+        enough = shared.blocks >= LEAST_BUSY * multiprocessors
     return heads if enough else 1
 
 
@@ -142,7 +160,7 @@ def choose_tiling(
         if has_same_keys(problem):
             return of_head / at_a_time
         total = of_head * geometry.batch * geometry.heads_q
-        blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
+        blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
         if blocks:
             return total / blocks + PARTS_COST * tiling.tile_q * slower
         longest = float(costs.max()) * tiling.tile_q * tiling.tile_k * slower
@@ -158,8 +176,6 @@ def shared_out(
     if not may_share_more(problem, tiling):
         return tiling
     heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-    blocks, _ = sharing(problem, geometry, tiling, heads, multiprocessors)
-    shared_tiles = 0
-    if has_same_keys(problem):
-        shared_tiles = query_tiles(geometry, tiling.tile_q) // heads % multiprocessors
-    return replace(tiling, shares_more=blocks > MOST_PARTS_OF_ONE * shared_tiles)
+    it = sharing(problem, geometry, tiling, heads, multiprocessors)
+    more = it.apart or (it.blocks > 0 and not has_same_keys(problem))
+    return replace(tiling, shares_more=more)

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 ALL_KEYS = (0, 2**31 - 1, 0)
 #: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
 #: another load of q, another first product, and the way of outputs through memory.
-LEAST_PART, PARTS_COST = 512, 480
+LEAST_PART, PARTS_COST = 256, 480
 #: Where tiles differ in keys: how many rounds of them blocks share at the most, and how much of the
 #: time that whole tiles take is left at the most.
 MOST_SHARED, LEAST_GAIN = 4, 0.95
@@ -149,11 +149,33 @@ def share(last: Array, begin: Array, end: Array, blocks: int) -> tuple[Array, Ar
     block = np.searchsorted(ends, first, "right")
     first_block = np.searchsorted(ends, tile_begins[number], "right")
     before = block - first_block
-    parts = np.where(after == tile_ends[number], before, -1 - before)
+    parts = np.where(after == tile_ends[number], before, -1)
     of_tile = begin[number] - tile_begins[number]
     keys = np.stack([first + of_tile, after + of_tile, parts], axis=1)
     in_turn = np.lexsort((np.sign(parts), block))
     return last[number][in_turn], block[in_turn], keys[in_turn]
+
+
+def shared_tiles(table: Array, blocks: int) -> Array:
+    """What a kernel that puts parts together is told of each query tile that has some.
+
+    Args:
+        table: of :func:`table`.
+        blocks: that it is for.
+
+    Returns:
+        int32, in rows of eight: (tile, head, batch, 0; the place of its first part, that of its
+        last, how many there are, 0). A block leaves what it has of a tile that goes on with the
+        next block in the place of its own number, of one that ends with it as many blocks later.
+    """
+    rows = table.reshape(-1, 8)
+    others = np.repeat(np.arange(blocks), np.diff(rows[: blocks + 1, 3]))
+    owner = np.concatenate([np.arange(blocks), [0], others])
+    is_last = rows[:, 6] > 0
+    place, before, block = rows[is_last, :3], rows[is_last, 6], owner[is_last]
+    zeros = np.zeros_like(block)
+    columns = [*place.T, zeros, block - before, blocks + block, before + 1, zeros]
+    return np.stack(columns, axis=1).astype(np.int32).reshape(-1)
 
 
 def share_side_by_side(
@@ -191,8 +213,8 @@ def table(
         int32, in rows of eight: of each block, its first tile as (tile, head, batch, the row of its
         second; its first key tile, the one after its last, parts, 0); (0, 0, 0, the number of rows;
         zeros); the other tiles of each block, with 0 in place of a row, in order. Parts are 0 of a
-        tile whose keys are all one block's; else those before its last -1, -2, ..., and of the last
-        their number.
+        tile whose keys are all one block's; else of the last part how many there are before it, and
+        -1 of these.
     """
     heads //= heads_per_tile
     pairs = heads * batch

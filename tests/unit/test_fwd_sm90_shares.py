@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dlattn.dtypes import data_type
 from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.fwd_sm90_shares import Sharing
 from dlattn.plans.schedule import ALL_KEYS
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
 from dlattn.runtime.target import KNOWN
@@ -61,9 +62,9 @@ def test_parts_of_a_band_are_what_queries_attend_to(
         if not stay:
             patch.setattr(fwd_sm90_shares, "WAVE_BYTES", 1)
         it = plan(1, heads_q, heads, seq_q, seq_kv, head_dim, left, right)
-    if not it._sharing:  # each tile is one block's
+    if not it._sharing.blocks:  # each tile is one block's
         return
-    assert it._sharing <= HOPPER.multiprocessors
+    assert it._sharing.blocks <= HOPPER.multiprocessors
     assert it.tiling.shares_more or (left, right) == (None, None)
     tile_q, tile_k = it.tiling.tile_q, it.tiling.tile_k
     missing = fwd_sm90_shares.rows_missing(it.problem, it.geometry, it.tiling)
@@ -80,7 +81,7 @@ def test_parts_of_a_band_are_what_queries_attend_to(
         return range(tiles[0], tiles[-1] + 1)
 
     visited: dict[tuple[int, int], list[int]] = {}
-    for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
+    for row in np.concatenate(rows_of_blocks(it.schedule, it._blocks)):
         tile, head, _, _, begin, end, parts, _ = map(int, row)
         visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
     first_heads = heads_q // it._heads_per_tile
@@ -108,7 +109,7 @@ def test_every_tile_has_its_keys(
     it = plan(batch, heads_k * group, heads_k, seq_q, seq_kv, head_dim, left, right)
     begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
     parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    taken = rows_of_blocks(it.schedule(), it._blocks)
+    taken = rows_of_blocks(it.schedule, it._blocks)
     assert len(taken) <= HOPPER.multiprocessors
     for block, rows in enumerate(taken):
         for row in rows:
@@ -120,23 +121,38 @@ def test_every_tile_has_its_keys(
     for (tile, *_), of_tile in parts.items():
         assert (of_tile[0][1], of_tile[-1][2]) == (begin[tile], end[tile])
         assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
-        assert [part[3] for part in of_tile] == [*range(-1, -len(of_tile), -1), len(of_tile) - 1]
+        assert [part[3] for part in of_tile] == [-1] * (len(of_tile) - 1) + [len(of_tile) - 1]
+    if it._sharing.apart:
+        check_told(it, {tile: [block for block, *_ in rows] for tile, rows in parts.items()})
+
+
+def check_told(it: FwdSm90, blocks_of: dict[tuple[int, ...], list[int]]) -> None:
+    """The kernel that puts parts together is told of each tile that has some, and where its blocks
+    leave them: nowhere else, and no two in one place."""
+    places: list[int] = []
+    told = [tuple(map(int, row)) for row in it._shared_tiles.reshape(-1, 8)]
+    for tile, head, batch, _, first, last, count, _ in told:
+        blocks = blocks_of.pop((tile, head, batch))
+        assert blocks == [*range(first, first + count - 1), last - it._blocks]
+        places += [*range(first, first + count - 1), last]
+    assert all(len(blocks) == 1 for blocks in blocks_of.values())
+    assert len({*places}) == len(places) and max(places, default=0) < 2 * it._blocks
 
 
 def test_the_next_queries_of_a_prompt_are_shared() -> None:
     """Where a causal mask leaves each query tile nearly all keys, and tiles are fewer than
     multiprocessors, these share the keys; where they are many more, none does."""
     few = plan(1, 32, 8, 256, 16384, right=0)
-    assert (few._sharing, few._beside) == (128, 8) and few.tiling.shares_more
+    assert few._sharing == Sharing(128, 8) and few.tiling.shares_more
     many = plan(4, 64, 64, 4096, 4096, right=0)
-    assert many._sharing == 0 and not many.tiling.shares_more
+    assert many._sharing == Sharing(0) and not many.tiling.shares_more
 
 
 def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     """Half as many tiles, whose keys all multiprocessors share, are half the work."""
     packed = plan(1, 32, 8, 64, 16384, right=0)
     assert (packed._heads_per_tile, packed._tiles) == (2, 16)
-    assert packed._sharing == HOPPER.multiprocessors
+    assert packed._sharing.blocks == HOPPER.multiprocessors
     # None is left for others if keys are few; nor for most blocks, if they are not many.
     assert plan(1, 32, 8, 64, 400, right=0)._heads_per_tile == 1
     assert plan(1, 16, 2, 32, 1024)._heads_per_tile == 1
@@ -150,29 +166,35 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
         (plan(1, 32, 8, 256, 65536, right=0), 8),
         (plan(1, 32, 8, 64, 65536, right=0), 2),
     ):
-        assert it._beside == beside
-        group, each = it.geometry.heads_q // it.geometry.heads_k, it._sharing // beside
+        assert it._sharing.beside == beside
+        group, each = it.geometry.heads_q // it.geometry.heads_k, it._sharing.blocks // beside
         key_tiles = it.geometry.seq_kv // it.tiling.tile_k
         # Which key tile each block reads first, of those of all heads.
         first = np.array(
             [
                 int(row[1]) // group * key_tiles + int(row[4])
-                for row, *_ in rows_of_blocks(it.schedule(), it._blocks)
+                for row, *_ in rows_of_blocks(it.schedule, it._blocks)
             ]
         ).reshape(beside, each)
         assert np.ptp(first, axis=0).max() <= 8
-    assert plan(1, 16, 2, 100, 16384)._beside == 1
-    assert plan(1, 45, 1, 256, 2**20)._beside == 1
+    assert plan(1, 16, 2, 100, 16384)._sharing.beside == 1
+    assert plan(1, 45, 1, 256, 2**20)._sharing.beside == 1
     # Two rounds of whole tiles, and one that all blocks share; as many as would be left.
     for rest in (plan(1, 265, 53, 100, 70_000, right=0), plan(1, 16, 16, 1000, 16384)):
-        assert (rest._sharing, rest._beside) == (HOPPER.multiprocessors, 1) and rest.schedule().size
+        assert rest._sharing == Sharing(HOPPER.multiprocessors) and rest.schedule.size
 
 
-def test_many_parts_meet_in_groups() -> None:
-    """Where one block would add more than some, and only there, another kernel has groups."""
-    assert plan(heads_q=16).tiling.shares_more  # 132 blocks for 16 tiles
-    few_parts = plan(heads_q=64, heads_k=64)
-    assert few_parts._sharing and not few_parts.tiling.shares_more
+def test_many_parts_meet_in_a_kernel_of_their_own() -> None:
+    """Where one block would add more than some, and only there."""
+    many = plan(heads_q=16)  # 132 blocks for 16 tiles
+    assert many._sharing.apart and many.tiling.shares_more
+    assert [launch.source.name for launch in many.kernels()] == [
+        "dlattn_fwd_sm90",
+        "dlattn_fwd_parts",
+    ]
+    few = plan(heads_q=64, heads_k=64)
+    assert few._sharing.blocks and not few._sharing.apart and not few.tiling.shares_more
+    assert len(few.kernels()) == 1
 
 
 def test_few_tiles_of_different_lengths_are_smaller() -> None:
