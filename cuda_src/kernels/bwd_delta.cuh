@@ -9,6 +9,7 @@
 #include "base/math.cuh"
 #include "kernels/bwd_key_sums.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/grid.cuh"
 #include "tile/reduce.cuh"
 
 namespace dlattn {
@@ -52,6 +53,7 @@ template <class Problem, class Tiling>
 DLATTN_DEVICE void bwd_delta(const Params& p) {
   using Shapes = BwdShapes<Problem, Tiling>;
   using T = typename Problem::Element;
+  launch_dependents();
   constexpr int units = Problem::head_dim_v / 8;
   constexpr int lanes_per_row = least(32, power_of_two_at_least(units));
   constexpr int rows_per_pass = Shapes::threads / lanes_per_row;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "kernels/bwd_sm90_scores.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/opaque.cuh"
 
 namespace dlattn {
@@ -394,11 +395,9 @@ DLATTN_DEVICE void bwd_sm90(const MappedBwdParams& params) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
-  // The answer is there when barriers are. Clusters have no register for it meanwhile.
-  constexpr bool asks_early = Kernel::cluster == 1;
-  int first_item = asks_early ? Kernel::ask_for_item(params.p) : 0;
   Kernel::init(shared);
-  if constexpr (!asks_early) first_item = Kernel::ask_for_item(params.p);
+  await_kernel_before();
+  const int first_item = Kernel::ask_for_item(params.p);
   if (Kernel::warpgroup_index() == 0) {
     give_registers<24>();
     Kernel::copy_and_add(first_item, params, shared);

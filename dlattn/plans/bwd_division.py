@@ -20,8 +20,9 @@ FIXED_STEPS = 5
 #: In how many parts an item is at the most, where all items are fewer than blocks, and where the
 #: last ones are; and of how many blocks these must be for it.
 MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
-#: The least part of the whole, and the fewest steps, that are worth the two operations more.
-LEAST_GAIN, LEAST_STEPS = 0.008, 8
+#: The least part of the whole, and the fewest steps, that are worth the two operations more; and
+#: the fewest where all items are fewer than blocks.
+LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.008, 8, 3
 #: Of groups of ragged problems, steps that an item's beginning and end take, and additions to
 #: sums; and how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
@@ -55,15 +56,19 @@ def divided_end(
     problem: Problem, geometry: Geometry, group: int, items: int, at_once: int, steps: int
 ) -> Division | None:
     """The last items, where they are fewer than blocks: else some would have nothing to do for as
-    long as a whole item takes. Of items that are all equally long.
+    long as a whole item takes. Under a causal mask, whose first items are the longest, only if all
+    run at once.
 
     Args:
         items: how many there are, and how many run beside each other.
-        steps: of a query tile, that an item takes.
+        steps: of a query tile, that an item takes, or the longest.
     """
     last = items % at_once
     few = last < LEAST_LAST * min(items, at_once)
-    if geometry.band_right is not None or few or not _may_divide(problem, geometry):
+    if few or not _may_divide(problem, geometry):
+        return None
+    differ = geometry.band_right is not None
+    if differ and (geometry.band_left is not None or items > last):
         return None
 
     def end(division: tuple[int, int]) -> float:
@@ -72,7 +77,7 @@ def divided_end(
         fixed = FIXED_STEPS / steps if count > 1 else 0.0
         return ceil(last * count / at_once) * (1 / count + fixed)
 
-    divisions = [(1, parts) for parts in range(1, MOST_PARTS + 1)]
+    divisions = [(1, parts) for parts in range(1, 2 if differ else MOST_PARTS + 1)]
     divisors = [n for n in range(1, group + 1) if group % n == 0]
     parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
     # All run at once: where pairs wait for places, shares that go with no part never come.
@@ -81,7 +86,8 @@ def divided_end(
     ]
     divisor, parts = min(divisions, key=end)
     gain = end((1, 1)) - end((divisor, parts))
-    if gain < LEAST_GAIN * (items / at_once) or gain * steps < LEAST_STEPS:
+    fewest = LEAST_STEPS if items > last else LEAST_STEPS_OF_FEW
+    if gain < LEAST_GAIN * (items / at_once) or gain * steps < fewest:
         return None
     return Division(group // divisor, items - last, parts)
 

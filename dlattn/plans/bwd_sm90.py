@@ -239,4 +239,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         source = kernel_source(
             self.name, problem, self.tiling, shared, argument=MappedBwdParams, cluster=cluster
         )
-        return KernelLaunch(source, (grid, 1, 1), self.tiling.threads, shared)
+        # Not where blocks take several items, which is no faster, nor in clusters, which is slower.
+        early = cluster == 1 and parts <= self._items_at_once
+        threads = self.tiling.threads
+        return KernelLaunch(source, (grid, 1, 1), threads, shared, programmatic=early)

@@ -16,6 +16,8 @@ FEW = Case(
     heads_q=16, heads_k=1, heads_v=1, seq_q=2000, seq_kv=100, head_dim_qk=128, head_dim_v=128,
     scale=0.09,
 )  # fmt: skip
+#: Parts of the last items may have no queries at all.
+CAUSAL = replace(FEW, heads_q=1, seq_q=1024, seq_kv=1024, right=0)
 CASES = {
     "a group": FEW,
     "two groups, two batch entries": replace(FEW, batch=2, heads_k=2, heads_v=2, seq_q=1500),
@@ -23,6 +25,11 @@ CASES = {
     "no groups": replace(FEW, heads_k=16, heads_v=16, seq_q=4096),
     "64": replace(FEW, head_dim_qk=64, head_dim_v=64, seq_q=4096),
     "few queries": replace(FEW, seq_q=100, seq_kv=1024),
+    "causal": replace(CAUSAL, heads_q=2, heads_k=2, heads_v=2),
+    "causal, a group": replace(CAUSAL, heads_q=8, seq_q=700, seq_kv=400),
+    "causal, more queries than keys": replace(CAUSAL, seq_q=1900, bottom_right=True),
+    "causal, fewer queries than keys": replace(CAUSAL, seq_q=1500, seq_kv=1700, bottom_right=True),
+    "causal, 64": replace(CAUSAL, head_dim_qk=64, head_dim_v=64, seq_q=3000, seq_kv=3000),
 }
 
 

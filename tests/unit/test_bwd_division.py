@@ -71,10 +71,13 @@ def test_few_items_fill_blocks() -> None:
     """Of few keys and many queries, most blocks have a part, of some heads of a group or of some
     of its queries: and there is a block for each part, because parts wait for each other."""
 
-    def work(groups: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
-        plan = BwdSm90(problem(), geometry(1, groups, 16, seq_q, seq_kv), HOPPER)
+    def work(
+        groups: int, seq_q: int, seq_kv: int, heads: int = 16, causal: bool = False
+    ) -> tuple[int, int]:
+        shape = geometry(1, groups, heads, seq_q, seq_kv, causal=causal)
+        plan = BwdSm90(problem(), shape, HOPPER)
         its, tiles = plan._params, -(-seq_q // plan.tiling.tile_q)
-        items = 16 // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
+        items = heads // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
         parts = items * its.item_parts
         assert plan.main_kernel(items).grid == (parts, 1, 1)
         return parts, its.heads_per_block * -(-tiles // its.item_parts)
@@ -83,3 +86,21 @@ def test_few_items_fill_blocks() -> None:
     assert work(2, 4096, 100) == (128, 8)
     assert work(2, 256, 1024) == (128, 4)
     assert work(16, 1024, 1024) == (128, 16)
+    # Under a causal mask, the longest item.
+    assert work(4, 1024, 1024, 4, causal=True) == work(4, 1024, 1024, 4) == (128, 4)
+    assert work(8, 1024, 1024, 8, causal=True) == (128, 8)
+    assert work(16, 1024, 1024, causal=True) == (128, 16)
+
+
+def test_blocks_of_few_items_begin_early() -> None:
+    """While the kernel before ends; but not where blocks take several items, nor in clusters."""
+
+    def is_early(batch: int, seq: int, head_dim: int = 128) -> bool:
+        shape = geometry(batch, 16, 16, seq, seq, head_dim)
+        main = BwdSm90(problem(head_dim), shape, HOPPER).kernels()[1]
+        assert main.source.name == "dlattn_bwd_sm90"
+        return main.programmatic
+
+    assert is_early(1, 1024)
+    assert not is_early(2, 1024)
+    assert not is_early(1, 512, 256)
