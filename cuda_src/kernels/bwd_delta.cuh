@@ -49,6 +49,38 @@ DLATTN_DEVICE int key_tiles_of(const Params& p, int batch, int head, int tile,
       p, {tile, head, batch}, {keys.first / tile_k, ceil_div(keys.last, tile_k)});
 }
 
+// Sums that a query tile is added to, and what counts additions.
+template <class Problem, class Tiling>
+DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, int row_tile,
+                              bool has_room) {
+  using Shapes = BwdShapes<Problem, Tiling>;
+  if (!Problem::ragged && p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
+    *p.items_taken = 0;
+    *p.shares_taken = 0;
+  }
+  if constexpr (Problem::ragged && Tiling::adds_keys) KeySums<Problem, Tiling>::clear(p, batch);
+
+  const int pair = Shapes::pair(p, batch, head);
+  if (pair >= p.dq_places) return;
+  int sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
+  if constexpr (Problem::ragged) {
+    if (p.dq_arrivals == nullptr) {
+      if (!has_room) return;
+      sum_tile = row_tile;
+    }
+  }
+  if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {
+    p.dq_arrivals[sum_tile] = 0;
+    p.dq_stored[pair] = 0;
+  }
+  if constexpr (Tiling::relays) return;  // parts of dQ are stored, not added
+  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
+    g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+}
+
 template <class Problem, class Tiling>
 DLATTN_DEVICE void bwd_delta(const Params& p) {
   using Shapes = BwdShapes<Problem, Tiling>;
@@ -67,6 +99,9 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   // A ragged problem has room only for tiles that exist.
   const bool has_room = !Problem::ragged || tile < Shapes::query_tiles(p, batch);
   const float log2_factor = Problem::Score::factor(ScoreValues(p)) * log2_e;
+
+  // First, because nothing is waited for.
+  clear_sums<Problem, Tiling>(p, batch, head, tile, row_tile, has_room);
 
   // A row in each pass, of which a lane has every n-th unit; what some passes read is on its way
   // before any of it is used.
@@ -156,30 +191,6 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
     }
   }
 
-  if (!Problem::ragged && p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
-    *p.items_taken = 0;
-    *p.shares_taken = 0;
-  }
-  if constexpr (Problem::ragged && Tiling::adds_keys) KeySums<Problem, Tiling>::clear(p, batch);
-
-  const int pair = Shapes::pair(p, batch, head);
-  if (pair >= p.dq_places) return;
-  int sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
-  if constexpr (Problem::ragged) {
-    if (p.dq_arrivals == nullptr) {
-      if (!has_room) return;
-      sum_tile = row_tile;
-    }
-  }
-  if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {
-    p.dq_arrivals[sum_tile] = 0;
-    p.dq_stored[pair] = 0;
-  }
-  if constexpr (Tiling::relays) return;  // parts of dQ are stored, not added
-  auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
-  for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
-    g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
-  }
 }
 
 }  // namespace dlattn

@@ -113,7 +113,9 @@ struct FwdParts {
     const int4 tile = told[0], parts = told[1];
     const typename Block::Work work(p, {tile.x, tile.y, tile.z});
     const auto own = Block::own_rows(p, work, warp_of_tile / 4);
-    const int first = own.first + 16 * (warp_of_tile % 4), length_q = work.length.q;
+    const auto rows = Block::rows_from(p, 16 * (warp_of_tile % 4));
+    const int head = own.head + rows.head, first = own.first + rows.first;
+    const int length_q = work.length.q;
     if (own.first < 0 || first >= length_q) return;
 
     await_kernel_before();
@@ -127,8 +129,8 @@ struct FwdParts {
     if (warp > 0) return;
     add_others(softmax, output);
     // Statistics are the same in blocks of other columns, and stored by all.
-    finish_rows<Problem>(p, tile.z, own.head, first, length_q, softmax, output);
-    store(tile.z, own.head, first, length_q, output);
+    finish_rows<Problem>(p, tile.z, head, first, length_q, softmax, output);
+    store(tile.z, head, first, length_q, output);
   }
 };
 

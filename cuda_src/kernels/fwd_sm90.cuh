@@ -33,8 +33,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::consumers;
   using Base::dim_qk;
   using Base::dim_v;
+  using Base::first_query;
   using Base::first_row;
   using Base::item_stages;
+  using Base::own_head;
   using Base::p;
   using Base::q_stages;
   using Base::shared;
@@ -75,10 +77,10 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // Where the first element of this lane is.
   DLATTN_DEVICE Position position(const Work& work, int tile) {
     return {anew<Score>(work.item.batch),
-            anew<Score>(work.item.head),
+            anew<Score>(own_head(work)),
             work.length.q,
             work.length.kv,
-            anew<Score>(work.queries.first) + first_row() + Scores::row(0, 0),
+            anew<Score>(first_query(work)) + Scores::row(0, 0),
             anew<Score>(tile) * tile_k + Scores::column(0, 0)};
   }
 
@@ -125,8 +127,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Columns = Either<consumers == 2, SeenColumns, AllColumns>;
   DLATTN_DEVICE Columns seen_columns(const Work& work, int tile) {
     if constexpr (consumers == 2) {
-      const int first_query = work.queries.first + first_row();
-      const Interval keys = Problem::Mask::keys({first_query, first_query + 16}, work.length, p);
+      const int first = first_query(work);
+      const Interval keys = Problem::Mask::keys({first, first + 16}, work.length, p);
       return {{keys.first - tile * tile_k, keys.last - tile * tile_k}};
     } else {
       return {};
@@ -135,11 +137,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile,
                           const Kept& kept_by_function) {
-    const int first_query = work.queries.first + first_row();
+    const int first_row = first_query(work);
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int query = first_query + Scores::row(0, i);
+      const int query = first_row + Scores::row(0, i);
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
 #pragma unroll
       for (int n = 0; n < tile_k / 8; n += 16) {
@@ -295,9 +297,9 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE void make_probabilities(State& state, const Work& work, int tile) {
     state.probabilities = Probabilities(state.scores);
     if constexpr (Problem::Dropout::drops) {
-      const typename Problem::Dropout dropout(p, work.item.batch, work.item.head, work.length,
+      const typename Problem::Dropout dropout(p, work.item.batch, own_head(work), work.length,
                                               !Problem::Score::reads_positions);
-      drop(state.probabilities, dropout, work.queries.first + first_row(), tile * tile_k);
+      drop(state.probabilities, dropout, first_query(work), tile * tile_k);
     }
   }
 
@@ -463,13 +465,13 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     if (work.queries.empty()) return;
     const WorkItem at = work.item;
     if (Base::shares_keys && at.parts != 0 && !gather_parts(at, softmax, output)) return;
-    const int warp_row = first_row(), first = work.queries.first + warp_row;
+    const int warp_row = first_row(), head = own_head(work), first = first_query(work);
     const int length_q = work.length.q;
-    finish_rows<Problem>(p, at.batch, at.head, first, length_q, softmax, output);
+    finish_rows<Problem>(p, at.batch, head, first, length_q, softmax, output);
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
     const int row = lane / 8, unit = lane % 8;
     const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
-    T* o = p.o.template rows<T, Problem::ragged>(at.batch, at.head, first + row) + 8 * unit;
+    T* o = p.o.template rows<T, Problem::ragged>(at.batch, head, first + row) + 8 * unit;
     T* o_rows[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) o_rows[i] = opaque(o + 4 * i * p.o.row);

@@ -127,7 +127,7 @@ struct FwdSm90Block {
         : Work(p, item, lengths, Interval{first, first + tile_q}) {}
   };
 
-  // The 64 rows of a consumer.
+  // The 64 rows of a consumer, or 16 of a warp.
   struct OwnRows {
     int head, first;
   };
@@ -198,15 +198,32 @@ struct FwdSm90Block {
   }
   DLATTN_DEVICE int heads_per_tile() const { return heads_per_tile(p); }
 
+  static DLATTN_DEVICE int heads_per_consumer(const Params& p) {
+    if constexpr (!Tiling::shares_more) return 1;
+    return most(1, heads_per_tile(p) / consumers);
+  }
+
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
-  // few that they are one consumer's, each has those of another head, which shares the keys.
+  // few that they are one consumer's, each has those of another head, which shares the keys; or, of half
+  // as many, of two.
   static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
-    if (heads_per_tile(p) > 1) return {work.item.head + warpgroup, 0};
+    if (heads_per_tile(p) > 1) return {work.item.head + warpgroup * heads_per_consumer(p), 0};
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
     return {work.item.head, work.first_row() + 64 * part};
   }
   // Of this warp, among those of its consumer.
   static DLATTN_DEVICE int first_row() { return 16 * (uint32(warp_index()) % 4); }
+  // Where the rows of a warp, of which the first is this one of its consumer's, come after those.
+  static DLATTN_DEVICE OwnRows rows_from(const Params& p, int row) {
+    if (heads_per_consumer(p) == 1) return {0, row};
+    return {row / 32, row % 32};
+  }
+  DLATTN_DEVICE int own_head(const Work& work) const {
+    return work.item.head + rows_from(p, first_row()).head;
+  }
+  DLATTN_DEVICE int first_query(const Work& work) const {
+    return work.queries.first + rows_from(p, first_row()).first;
+  }
 
   DLATTN_DEVICE void init() {
     if (threadIdx.x < 128) {

@@ -255,7 +255,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         const uint32 bytes = exists ? QTile::bytes : 0;
         order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
           if (!exists) return;
-          shared.q[stage][consumer].load(m.q, full, entry.row + rows.first, rows.head, entry.batch);
+          QTile& tile = shared.q[stage][consumer];
+          const int heads = Base::heads_per_consumer(p);
+          for (int i = 0; i < heads; ++i) {
+            const int row = entry.row + rows.first, head = rows.head + i;
+            tile.load_rows(64 / heads * i, m.q, full, row, head, entry.batch);
+          }
         });
       }
       place.advance();

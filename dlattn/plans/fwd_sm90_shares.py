@@ -123,17 +123,21 @@ def _sharing_blocks(
 def heads_per_tile(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
 ) -> int:
-    """Query heads that share a tile: queries so few that one consumer has those of a head leave the
-    others to heads with the same keys, if multiprocessors have enough to do all the same."""
-    heads = tiling.consumers
-    packs = geometry.seq_q <= 64 and geometry.heads_together % heads == 0
-    if not packs or problem.has_blocks or tiling.stages_bias:
+    """Query heads that share a tile: queries so few that one consumer has those of a head, or of
+    two, leave the others to heads with the same keys, if multiprocessors have enough to do all the
+    same."""
+    if problem.has_blocks or tiling.stages_bias:
         return 1
-    enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
-    if not enough and may_share_more(problem, tiling):
-        shared = sharing(problem, geometry, tiling, heads, multiprocessors)
-        enough = shared.blocks >= LEAST_BUSY * multiprocessors
-    return heads if enough else 1
+    more = may_share_more(problem, tiling)
+    for heads, queries in ((2 * tiling.consumers, 32), (tiling.consumers, 64)):
+        if geometry.seq_q > queries or geometry.heads_together % heads:
+            continue
+        blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
+        enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
+        enough |= more and blocks >= LEAST_BUSY * multiprocessors
+        if enough and (more or heads == tiling.consumers):
+            return heads
+    return 1
 
 
 def choose_tiling(
@@ -176,6 +180,7 @@ def shared_out(
     if not may_share_more(problem, tiling):
         return tiling
     heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-    it = sharing(problem, geometry, tiling, heads, multiprocessors)
-    more = it.apart or (it.blocks > 0 and not has_same_keys(problem))
+    shared = sharing(problem, geometry, tiling, heads, multiprocessors)
+    bands = shared.blocks > 0 and not has_same_keys(problem)
+    more = shared.apart or bands or heads > tiling.consumers
     return replace(tiling, shares_more=more)

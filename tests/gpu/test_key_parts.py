@@ -61,6 +61,27 @@ MORE_CASES = {
     "causal, a bias": replace(NEXT, bias="bfloat16", bias_layout="aligned"),
     "causal, dropout": replace(NEXT, dropout=0.2),
     "heads that share tiles": replace(NEXT, heads_q=8, heads_k=2, heads_v=2, seq_q=50),
+    "heads that share consumers": replace(
+        NEXT, heads_q=16, heads_k=2, heads_v=2, seq_q=20, seq_kv=20000
+    ),
+    "heads that share consumers, full": replace(
+        FEW, heads_q=8, heads_k=2, heads_v=2, seq_q=32, seq_kv=20000, sink=2.0, alibi="H"
+    ),
+    "heads that share consumers, dropout": replace(
+        FEW, heads_q=8, heads_k=1, heads_v=1, seq_q=17, seq_kv=30000, dropout=0.2
+    ),
+    "heads that share consumers, in a window": replace(
+        NEXT,
+        heads_q=4,
+        heads_k=1,
+        heads_v=1,
+        batch=8,
+        seq_q=31,
+        seq_kv=9000,
+        left=8000,
+        head_dim_qk=64,
+        head_dim_v=64,
+    ),
     "heads that share tiles, full": replace(
         FEW, heads_q=8, heads_k=2, heads_v=2, seq_q=64, seq_kv=9001
     ),
