@@ -157,7 +157,7 @@ def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     few = plan(1, 32, 8, 32, 16384, right=0)
     assert (few._heads_per_tile, few._tiles) == (4, 8) and few.tiling.shares_more
     assert few.box_rows()["q"] == 32 and packed.box_rows()["q"] == 64
-    many = plan(64, 32, 8, 32, 4096, right=0)
+    many = plan(80, 32, 8, 32, 4096, right=0)
     assert many._heads_per_tile == 4 and many.tiling.shares_more and not many._sharing.blocks
     assert plan(1, 32, 16, 32, 16384, right=0)._heads_per_tile == 2
     # None is left for others if keys are few; nor for most blocks, if they are not many.
