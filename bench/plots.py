@@ -103,7 +103,7 @@ def by_length(rows: Sequence[Row], direction: str) -> Drawn | None:
     used = []
     for mask, line in zip(masks, axes, strict=True):
         for dim, axis in zip(dims, line, strict=True):
-            points = chosen.get((mask, dim), [])
+            points = _at_several_lengths(chosen.get((mask, dim), []))
             used += [row for _, row in points]
             for impl in style.impls_of(row for _, row in points):
                 style.line(axis, [(w.seq, r.tflops) for w, r in points if r.impl == impl], impl)
@@ -117,6 +117,14 @@ def by_length(rows: Sequence[Row], direction: str) -> Drawn | None:
         axis.set_xlabel("sequence length")
     axes[0][0].set_ylim(0, 1.05 * max(row.tflops for row in used))
     return figure, f"{direction.title()}, bf16, {TOKENS} tokens of width {WIDTH}", used
+
+
+def _at_several_lengths(points: list[tuple[Words, Row]]) -> list[tuple[Words, Row]]:
+    """Without those that other presets measured in one of their cases, which are no lines."""
+    lengths: dict[str, set[int]] = {}
+    for words, row in points:
+        lengths.setdefault(row.impl, set()).add(words.seq)
+    return [(words, row) for words, row in points if len(lengths[row.impl]) > 1]
 
 
 def by_head_dim(rows: Sequence[Row]) -> Drawn | None:

@@ -9,8 +9,7 @@ struct WorkItem {
   int tile, head, batch;
   bool reversed = false;  // of warpgroups that share its rows, the first takes the last ones
   bool late = false;      // it is one of the last that are handed out
-  // Of the last part of an item whose keys blocks share, how many parts there are before it; these are
-  // numbered -1, -2, ...
+  // Of the last part of an item whose keys blocks share, how many parts there are before it; -1 of these.
   short parts = 0;
 };
 
