@@ -70,6 +70,17 @@ MORE_CASES = {
     "heads that share consumers, dropout": replace(
         FEW, heads_q=8, heads_k=1, heads_v=1, seq_q=17, seq_kv=30000, dropout=0.2
     ),
+    "heads that share consumers, lengths on the device": replace(
+        NEXT,
+        batch=70,
+        heads_q=8,
+        heads_k=2,
+        heads_v=2,
+        seq_q=20,
+        seq_kv=300,
+        len_q=(20, 17, 16, 3, 0) * 14,
+        len_kv=(300, 129, 77, 0, 5, 256, 19) * 10,
+    ),
     "heads that share consumers, in a window": replace(
         NEXT,
         heads_q=4,
