@@ -90,14 +90,14 @@ def sharing(
     if blocks == 0:
         return Sharing(0)
     tiles = query_tiles(geometry, tiling.tile_q) // heads
-    shared = tiles % multiprocessors if has_same_keys(problem) else tiles
+    # Of tiles with the same keys, those that fill blocks are whole.
+    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
+    shared = tiles % multiprocessors if same else tiles
     apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
     if pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q:
         return Sharing(blocks, apart=apart)
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
-    # Of tiles with the same keys, those that fill blocks are whole.
-    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
     if (same and tiles >= blocks - idle) or idle > MOST_IDLE * blocks or idle == blocks:
         return Sharing(blocks, apart=apart)
     return Sharing(blocks - idle, beside, apart)

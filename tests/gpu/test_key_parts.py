@@ -97,6 +97,9 @@ MORE_CASES = {
         FEW, heads_q=8, heads_k=2, heads_v=2, seq_q=64, seq_kv=9001
     ),
     "many parts": replace(FEW, heads_q=1, heads_v=1, seq_q=100, seq_kv=14000),
+    "whole tiles, and others of many parts": replace(
+        FEW, heads_q=139, heads_k=1, heads_v=1, seq_q=20, seq_kv=5000, stats=None
+    ),
     "many parts, causal": replace(NEXT, heads_q=1, heads_v=1, seq_q=64, seq_kv=14000),
 }
 

@@ -157,7 +157,7 @@ def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     few = plan(1, 32, 8, 32, 16384, right=0)
     assert (few._heads_per_tile, few._tiles) == (4, 8) and few.tiling.shares_more
     assert few.box_rows()["q"] == 32 and packed.box_rows()["q"] == 64
-    many = plan(80, 32, 8, 32, 4096, right=0)
+    many = plan(33, 32, 8, 32, 4096, right=0)  # two rounds
     assert many._heads_per_tile == 4 and many.tiling.shares_more and not many._sharing.blocks
     assert plan(1, 32, 16, 32, 16384, right=0)._heads_per_tile == 2
     # None is left for others if keys are few; nor for most blocks, if they are not many.
@@ -187,8 +187,10 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
     assert plan(1, 16, 2, 100, 16384)._sharing.beside == 1
     assert plan(1, 45, 1, 256, 2**20)._sharing.beside == 1
     # Two rounds of whole tiles, and one that all blocks share; as many as would be left.
-    for rest in (plan(1, 265, 53, 100, 70_000, right=0), plan(1, 16, 16, 1000, 16384)):
-        assert rest._sharing == Sharing(HOPPER.multiprocessors) and rest.schedule.size
+    rest, left = plan(1, 265, 53, 100, 70_000, right=0), plan(1, 16, 16, 1000, 16384)
+    assert rest._sharing == Sharing(HOPPER.multiprocessors, apart=True)
+    assert left._sharing == Sharing(HOPPER.multiprocessors)
+    assert rest.schedule.size and left.schedule.size
 
 
 def test_many_parts_meet_in_a_kernel_of_their_own() -> None:
@@ -199,6 +201,10 @@ def test_many_parts_meet_in_a_kernel_of_their_own() -> None:
         "dlattn_fwd_sm90",
         "dlattn_fwd_parts",
     ]
+    # Of 140 tiles with the same keys, whether a mask says so or not, the last eight.
+    for right in (None, 0):
+        rest = plan(heads_q=140, heads_k=140, seq_q=64, seq_kv=20_000, right=right)
+        assert rest._sharing.apart and rest._shared_tiles.size == 8 * 8
     few = plan(heads_q=64, heads_k=64)
     assert few._sharing.blocks and not few._sharing.apart and not few.tiling.shares_more
     assert len(few.kernels()) == 1
