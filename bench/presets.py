@@ -263,7 +263,7 @@ def _features() -> list[Case]:
 
 def _shapes() -> list[Case]:
     """What fills a GPU unevenly: few queries to many keys and the other way round, the next queries
-    of a long prompt, few heads, odd lengths, one sequence in a window."""
+    of a long prompt or of several, few heads, odd lengths, one sequence in a window."""
     wide = (128, 128)
     few = [
         case(batch, heads, queries, wide, keys=keys)
@@ -278,6 +278,10 @@ def _shapes() -> list[Case]:
         case(1, (32, 8), queries, wide, "causal", keys=keys)
         for queries in (64, 256, 1000)
         for keys in (4096, 16384, 65536)
+    ]
+    next_of_several = [
+        case(batch, heads, 32, wide, "causal", keys=keys)
+        for batch, heads, keys in ((4, (64, 8), 4096), (8, (32, 8), 8192), (8, (28, 4), 8192))
     ]
     alone = [
         case(1, (heads, heads), seq, (d, d), mask)
@@ -297,7 +301,7 @@ def _shapes() -> list[Case]:
         for d, heads in ((64, 16), (128, 16), (256, 8))
         for window in (64, 512, 4096)
     ]
-    return [*few, *next_of_prompt, *alone, *odd, *windows]
+    return [*few, *next_of_prompt, *next_of_several, *alone, *odd, *windows]
 
 
 #: Sequence lengths, those that say most first.
