@@ -213,10 +213,10 @@ struct BlockMaskRef {
   }
 };
 
-// What blocks of a decode leave to each other (kernels/decode.cuh). Of a forward whose blocks ask for
-// tiles there is one mark: they are being counted.
+// What blocks of a decode leave to each other (kernels/decode.cuh), or of a forward (attn/key_parts.cuh). Of
+// one whose blocks ask for tiles there is one mark: they are being counted.
 struct PartsRef {
-  void* data;         // a part for each block
+  void* data;         // a part for each block; two for a later kernel
   uint64* marks;      // likewise: `mark` where the part is there
   uint64 mark;
   const int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh)

@@ -137,11 +137,11 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void mask(Scores& scores, const Work& work, int tile,
                           const Kept& kept_by_function) {
-    const int first_row = first_query(work);
+    const int first = first_query(work);
     const int first_key = tile * tile_k + Scores::column(0, 0);  // of this lane
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int query = first_row + Scores::row(0, i);
+      const int query = first + Scores::row(0, i);
       const Interval keys = Problem::Mask::keys({query, query + 1}, work.length, p);
 #pragma unroll
       for (int n = 0; n < tile_k / 8; n += 16) {

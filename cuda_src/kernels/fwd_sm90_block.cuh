@@ -29,8 +29,8 @@ struct Sm90FwdTiling {
   static constexpr bool shares_more = false;
 };
 
-// Blocks share the keys of query tiles under a mask that gives each its own, too; and may leave parts to a
-// later kernel.
+// Blocks share the keys of query tiles under a mask that gives each its own, too, and may leave parts to a
+// later kernel; and two heads may share a consumer.
 template <class Tiling>
 struct SharesMore : Tiling {
   static constexpr bool shares_more = true;
@@ -38,7 +38,7 @@ struct SharesMore : Tiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  // Boxes: 64, tile_k, tile_k and zero_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: 64 (or 32, of two heads a consumer), tile_k, tile_k and zero_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, o;
   TensorMap bias;  // 64 rows, or one; if it is staged
   Params p;

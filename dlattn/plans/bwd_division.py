@@ -56,8 +56,8 @@ def divided_end(
     problem: Problem, geometry: Geometry, group: int, items: int, at_once: int, steps: int
 ) -> Division | None:
     """The last items, where they are fewer than blocks: else some would have nothing to do for as
-    long as a whole item takes. Under a causal mask, whose first items are the longest, only if all
-    run at once.
+    long as a whole item takes. Under a causal mask, whose items differ, only if all run at once;
+    not in windows.
 
     Args:
         items: how many there are, and how many run beside each other.
@@ -68,7 +68,7 @@ def divided_end(
     if few or not _may_divide(problem, geometry):
         return None
     differ = geometry.band_right is not None
-    if differ and (geometry.band_left is not None or items > last):
+    if geometry.band_left is not None or (differ and items > last):
         return None
 
     def end(division: tuple[int, int]) -> float:

@@ -57,7 +57,8 @@ class Sm90FwdTiling:
         exponentials_first: before the wait for the output of the tile before, or after it.
         stages_bias: a bias comes through shared memory, too.
         shares_more: blocks share the keys of query tiles under a band, too, which gives each its
-            own; and where the parts of a tile are many, leave them to a kernel of its own.
+            own; where the parts of a tile are many, they leave them to a kernel of its own; and
+            two heads may share a consumer.
     """
 
     consumers: int
@@ -248,7 +249,6 @@ class FwdSm90(MappedPlan):
         rows = {"q": 64 // heads_per_consumer, **keys, "o": ZERO_ROWS}
         return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 
-    @cached_property
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
         keys = visited(self.problem, self.geometry, self.tiling)
@@ -307,7 +307,7 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def _shared_tiles(self) -> Array:
-        return shared_tiles(self.schedule, self._blocks)
+        return shared_tiles(self.schedule(), self._blocks)
 
     @property
     def _blocks(self) -> int:
@@ -317,7 +317,7 @@ class FwdSm90(MappedPlan):
         if self._operations is not None:
             return
         if not self._asks_for_tiles:
-            self._params.schedule = self._tables.place(self.schedule)
+            self._params.schedule = self._tables.place(self.schedule())
             if self._sharing.apart:
                 self._params.parts.tiles = self._tables.place(self._shared_tiles)
         super().build()  # last: from then on another thread may execute

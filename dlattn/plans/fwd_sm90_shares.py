@@ -32,8 +32,9 @@ SLOWER = 1.25
 #: Parts of a tile that one of its blocks adds at the most, if a kernel of its own may.
 MOST_PARTS_OF_ONE = 3
 #: Of multiprocessors, how many must be left something to do where heads share tiles; and how many
-#: may have nothing, where query tiles with the same keys have as many blocks each.
-LEAST_BUSY, MOST_IDLE = 0.75, 0.1
+#: may have nothing, where query tiles with nearly the same keys have as many blocks each. These
+#: tiles have at least so much of the most keys of one.
+LEAST_BUSY, MOST_IDLE, LEAST_ALIKE = 0.75, 0.1, 0.9
 
 
 def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
@@ -73,7 +74,7 @@ class Sharing:
 
     Attributes:
         blocks: how many do, 0 if each tile is one block's.
-        beside: how many tiles with the same keys have as many of them each.
+        beside: how many tiles with nearly the same keys have as many of them each.
         apart: a kernel of its own puts the parts of tiles together, which are many.
     """
 
@@ -91,10 +92,12 @@ def sharing(
         return Sharing(0)
     tiles = query_tiles(geometry, tiling.tile_q) // heads
     # Of tiles with the same keys, those that fill blocks are whole.
-    same = has_same_keys(problem) or same_keys(*visited(problem, geometry, tiling))
+    begin, end = visited(problem, geometry, tiling)
+    same = has_same_keys(problem) or same_keys(begin, end)
     shared = tiles % multiprocessors if same else tiles
     apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
-    if pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q:
+    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
+    if stay or (end - begin).min() < LEAST_ALIKE * (end - begin).max():
         return Sharing(blocks, apart=apart)
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside

@@ -181,7 +181,7 @@ def shared_tiles(table: Array, blocks: int) -> Array:
 def share_side_by_side(
     last: Array, begin: Array, end: Array, blocks: int, beside: int
 ) -> tuple[Array, Array, Array]:
-    """:func:`share`, where so many neighbouring query tiles have the same keys: each of them has as
+    """:func:`share`, where so many neighbouring query tiles have nearly the same keys: each has as
     many blocks, which come to a key at about the same time, so that memory brings it once."""
     each = blocks // beside
     shares = [share(last[i::beside], begin[i::beside], end[i::beside], each) for i in range(beside)]
@@ -240,6 +240,7 @@ def table(
     place = [tile, pair % heads * heads_per_tile, pair // heads, zeros]
     rows = np.stack([*place, *keys[by_block].T, zeros], axis=1)
     counts = np.bincount(owner, minlength=blocks)
+    assert counts.min() > 0, "every block has a tile"
     firsts = np.cumsum(counts) - counts
     header = np.zeros((blocks + 1, 8), np.int64)
     header[:blocks] = rows[firsts]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
@@ -23,9 +23,10 @@ HOPPER = KNOWN["sm_90a"]
 
 def plan(
     batch: int = 1, heads_q: int = 16, heads_k: int = 2, seq_q: int = 100, seq_kv: int = 16384,
-    head_dim: int = 128, left: int | None = None, right: int | None = None,
+    head_dim: int = 128, left: int | None = None, right: int | None = None, corner: bool = True,
 ) -> FwdSm90:  # fmt: skip
-    """Of contiguous tensors, with bounds of a band that ends in the bottom right corner."""
+    """Of contiguous tensors, with bounds of a band that ends in the bottom right corner, or begins
+    in the top left one."""
 
     def spec(role: str, heads: int, rows: int) -> TensorSpec:
         size = (batch, heads, rows, head_dim)
@@ -38,7 +39,7 @@ def plan(
     masks = (Padding(), *([Band(left is not None, right is not None)] if bands else []))
     scale = (Scale(positive=True),)
     problem = Problem(Direction.FORWARD, data_type.HALF, head_dim, head_dim, scale, masks)
-    return FwdSm90(problem, Geometry(tensors, 0.1, left, right, bottom_right=True), HOPPER)
+    return FwdSm90(problem, Geometry(tensors, 0.1, left, right, bottom_right=corner), HOPPER)
 
 
 @given(
@@ -49,11 +50,12 @@ def plan(
     head_dim=st.sampled_from((64, 96, 128, 256)),
     left=st.none() | st.integers(1, 5000),
     right=st.none() | st.integers(0, 50),
+    corner=st.booleans(),
     stay=st.booleans(),
 )
 def test_parts_of_a_band_are_what_queries_attend_to(
     heads: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
-    right: int | None, stay: bool,
+    right: int | None, corner: bool, stay: bool,
 ) -> None:  # fmt: skip
     """All parts of a query tile together are its key tiles from the first to the last that a query
     attends to, each once; no more blocks than run at a time wait for each other."""
@@ -61,14 +63,15 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     with pytest.MonkeyPatch.context() as patch:
         if not stay:
             patch.setattr(fwd_sm90_shares, "WAVE_BYTES", 1)
-        it = plan(1, heads_q, heads, seq_q, seq_kv, head_dim, left, right)
+        it = plan(1, heads_q, heads, seq_q, seq_kv, head_dim, left, right, corner)
     if not it._sharing.blocks:  # each tile is one block's
         return
     assert it._sharing.blocks <= HOPPER.multiprocessors
     assert it.tiling.shares_more or (left, right) == (None, None)
     tile_q, tile_k = it.tiling.tile_q, it.tiling.tile_k
     missing = fwd_sm90_shares.rows_missing(it.problem, it.geometry, it.tiling)
-    diagonal, key = np.arange(seq_q)[:, None] + seq_kv - seq_q, np.arange(seq_kv)[None]
+    shift = seq_kv - seq_q if corner else 0
+    diagonal, key = np.arange(seq_q)[:, None] + shift, np.arange(seq_kv)[None]
     keep = np.ones((seq_q, seq_kv), bool)
     if left is not None:
         keep &= key > diagonal - left
@@ -81,7 +84,7 @@ def test_parts_of_a_band_are_what_queries_attend_to(
         return range(tiles[0], tiles[-1] + 1)
 
     visited: dict[tuple[int, int], list[int]] = {}
-    for row in np.concatenate(rows_of_blocks(it.schedule, it._blocks)):
+    for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
         tile, head, _, _, begin, end, parts, _ = map(int, row)
         visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
     first_heads = heads_q // it._heads_per_tile
@@ -99,18 +102,22 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     head_dim=st.sampled_from((64, 96, 128, 192, 256)),
     left=st.none() | st.integers(1, 5000),
     right=st.none() | st.just(0) | st.integers(1, 300),
+    corner=st.booleans(),
 )
+@example(1, 8, 1, 1024, 16384, 128, None, 0, False)
+@example(1, 1, 2, 2048, 70_000, 128, None, 0, False)
+@example(2, 3, 1, 1024, 258_180, 128, 4474, 0, False)
 def test_every_tile_has_its_keys(
     batch: int, heads_k: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
-    right: int | None,
+    right: int | None, corner: bool,
 ) -> None:  # fmt: skip
     """Whoever shares what, each query tile has all its key tiles once, in parts that neighbouring
-    blocks have, one behind the other; and all blocks run at a time."""
-    it = plan(batch, heads_k * group, heads_k, seq_q, seq_kv, head_dim, left, right)
+    blocks have, one behind the other; and all blocks run at a time, each of which has a tile."""
+    it = plan(batch, heads_k * group, heads_k, seq_q, seq_kv, head_dim, left, right, corner)
     begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
     parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    taken = rows_of_blocks(it.schedule, it._blocks)
-    assert len(taken) <= HOPPER.multiprocessors
+    taken = rows_of_blocks(it.schedule(), it._blocks)
+    assert len(taken) <= HOPPER.multiprocessors and all(map(len, taken))
     for block, rows in enumerate(taken):
         for row in rows:
             tile, head, entry, _, first, last, part, _ = map(int, row)
@@ -180,7 +187,7 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
         first = np.array(
             [
                 int(row[1]) // group * key_tiles + int(row[4])
-                for row, *_ in rows_of_blocks(it.schedule, it._blocks)
+                for row, *_ in rows_of_blocks(it.schedule(), it._blocks)
             ]
         ).reshape(beside, each)
         assert np.ptp(first, axis=0).max() <= 8
@@ -190,7 +197,7 @@ def test_tiles_with_the_same_keys_go_side_by_side() -> None:
     rest, left = plan(1, 265, 53, 100, 70_000, right=0), plan(1, 16, 16, 1000, 16384)
     assert rest._sharing == Sharing(HOPPER.multiprocessors, apart=True)
     assert left._sharing == Sharing(HOPPER.multiprocessors)
-    assert rest.schedule.size and left.schedule.size
+    assert rest.schedule().size and left.schedule().size
 
 
 def test_many_parts_meet_in_a_kernel_of_their_own() -> None:

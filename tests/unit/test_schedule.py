@@ -228,7 +228,7 @@ def test_heads_that_share_keys_share_tiles(
     tensors |= {role: spec(role, heads_q, seq_q) for role in "qo"}
     problem = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
     plan = FwdSm90(problem, Geometry(tensors, 0.1), KNOWN["sm_90a"])
-    rows = plan.schedule.reshape(-1, 8)[:, 1]
+    rows = plan.schedule().reshape(-1, 8)[:, 1]
     assert (rows % together == 0).all() and rows.max() == heads_q - together
     assert len(rows) == batch * heads_q // together + 1
     # Where tiles are skipped, or a bias comes by tiles, a block has one head's.
