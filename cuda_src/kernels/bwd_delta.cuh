@@ -190,7 +190,6 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       if (threadIdx.x == 0) p.dq_additions[row_tile] = count;
     }
   }
-
 }
 
 }  // namespace dlattn

@@ -196,7 +196,6 @@ struct FwdSm90Block {
   static DLATTN_DEVICE int heads_per_tile(const Params& p) {
     return visits_all ? 1 : p.heads_per_block;
   }
-  DLATTN_DEVICE int heads_per_tile() const { return heads_per_tile(p); }
 
   static DLATTN_DEVICE int heads_per_consumer(const Params& p) {
     if constexpr (!Tiling::shares_more) return 1;

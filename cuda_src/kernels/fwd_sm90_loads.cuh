@@ -85,7 +85,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if (work.empty()) {
       const int last = least(round_up(work.queries.last, 64), p.seq_q);
 #pragma unroll 1
-      for (int i = 0; i < this->heads_per_tile(); ++i, ++item.head) {
+      for (int i = 0; i < Base::heads_per_tile(p); ++i, ++item.head) {
         store_nothing(item, {work.queries.first, last}, work.length.q);
       }
       return false;
@@ -167,7 +167,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     begin_asking(count);
     for (int number = blockIdx.x; number < count; number = ask()) {
       const int4 row = p.ragged.items[1 + number];
-      const int head = uniform(row.y) * this->heads_per_tile();
+      const int head = uniform(row.y) * Base::heads_per_tile(p);
       offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
     }
   }
@@ -176,12 +176,12 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // it, those of long entries first, and the last tile of an entry.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
-    const int groups = p.heads_q / this->heads_per_tile();
+    const int groups = p.heads_q / Base::heads_per_tile(p);
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
     for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
       const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / groups;
-      offer_asked(place, {tile, walk.rest % groups * this->heads_per_tile(), walk.batch}, number);
+      offer_asked(place, {tile, walk.rest % groups * Base::heads_per_tile(p), walk.batch}, number);
     }
   }
 

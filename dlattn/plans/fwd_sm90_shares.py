@@ -97,12 +97,12 @@ def sharing(
     shared = tiles % multiprocessors if same else tiles
     apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
     stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
-    if stay or (end - begin).min() < LEAST_ALIKE * (end - begin).max():
-        return Sharing(blocks, apart=apart)
+    differ = (end - begin).min() < LEAST_ALIKE * (end - begin).max()
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
-    if (same and tiles >= blocks - idle) or idle > MOST_IDLE * blocks or idle == blocks:
-        return Sharing(blocks, apart=apart)
+    whole = same and tiles >= blocks - idle
+    if stay or differ or whole or idle > MOST_IDLE * blocks or idle == blocks:
+        beside, idle = 1, 0
     return Sharing(blocks - idle, beside, apart)
 
 
