@@ -33,6 +33,7 @@ MODS: dict[str, tuple[Any, Any]] = {
         ("cmp_lt", ("sub", "row", "col"), ("mul", "slopes", 400.0)),
     ),
     "marked documents": ("s", ("logical_and", _SAME, ("cmp_lt", "table", 0.5))),
+    "greater rows": ("s", ("cmp_gt", "rows", "columns")),
     "low scores of documents": (
         ("binary_select", "s", -math.inf, ("cmp_lt", "s", 1e4)),
         _SAME,

@@ -34,6 +34,7 @@ struct Params {
   const float* attn_scale_device;  // null: attn_scale holds the value
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
+  TileOrderRef tile_order;         // of a block mask
   float* dq_accum;    // (dq_places, heads_per_block, query tiles, tile): fp32 sums
   int* dq_arrivals;   // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
   int* dq_stored;     // (dq_places): query tiles of which dQ has been stored

@@ -208,9 +208,19 @@ struct BlockMaskRef {
   }
   // Of bits that lie like those of the mask.
   DLATTN_DEVICE bool bit(const unsigned char* bits, int b, int h, int queries, int keys) const {
-    const int64 offset = b * batch + h * head + queries * row + keys / 8 * column;
-    return __ldg(bits + offset) >> keys % 8 & 1;
+    return byte(bits, b, h, queries, keys / 8) >> keys % 8 & 1;
   }
+  DLATTN_DEVICE uint32 byte(const unsigned char* bits, int b, int h, int queries, int eight) const {
+    return __ldg(bits + b * batch + h * head + queries * row + eight * column);
+  }
+};
+
+// In which order the query tiles of a (batch, head) pair are handed out (kernels/tile_order.cuh).
+struct TileOrderRef {
+  int* data;  // null: the last tile first
+  int batch, head;
+
+  DLATTN_DEVICE int* tiles(int b, int h) const { return data + int64(b) * batch + h * head; }
 };
 
 // What blocks of a decode leave to each other (kernels/decode.cuh), or of a forward (attn/key_parts.cuh). Of

@@ -7,6 +7,8 @@
 //     static OfQuery of_query(at, values);
 //     static OfKey of_key(at, values);
 //     static bool keeps(query, key)              // what is left to do for each element
+//     static constexpr bool queries_repeat;      // neighbouring queries may be equal; keys_repeat
+//     static bool equal(query, query);           // the same elements are kept; also of keys
 //     static OfQuery from_lane(query, lane);     // another lane's
 //     static OfKey from_lane(key, lane);
 //   };
@@ -72,6 +74,38 @@ struct MaskedRows {
   }
 
   DLATTN_DEVICE KeptElements kept() const {
+    if constexpr (rows_repeat) {
+      // As of documents: the warp's rows are like its first one, or like its last.
+      const OfRow first = Mask::from_lane(rows[0], 0), last = Mask::from_lane(rows[1], 31);
+      const bool like_first[2] = {Mask::equal(rows[0], first), Mask::equal(rows[1], first)};
+      const bool like_last = (like_first[0] | Mask::equal(rows[0], last)) &
+                             (like_first[1] | Mask::equal(rows[1], last));
+      if (__all_sync(0xffffffffu, like_last)) {
+        const uint32 of_first = kept_of(first);
+        const bool one = __all_sync(0xffffffffu, like_first[0] & like_first[1]);
+        const uint32 of_last = one ? of_first : kept_of(last);
+        return {{like_first[0] ? of_first : of_last, like_first[1] ? of_first : of_last}};
+      }
+    }
+    return kept_one_by_one();
+  }
+
+ private:
+  static constexpr bool rows_repeat = rows_are_keys ? Mask::keys_repeat : Mask::queries_repeat;
+
+  // Of a row that all lanes know: each asks for its columns, and takes those of its elements.
+  DLATTN_DEVICE uint32 kept_of(const OfRow& row) const {
+    uint32 kept = 0;
+#pragma unroll
+    for (int i = 0; i < columns_of_lane; ++i) {
+      const uint32 of_columns = __ballot_sync(0xffffffffu, keeps(row, columns[i]));
+      const uint32 own = of_columns >> threadIdx.x % 4 * 2 & 0x03030303u;  // two in each eight
+      kept |= own * 0x01041040u >> 24 << 8 * i;
+    }
+    return kept;
+  }
+
+  DLATTN_DEVICE KeptElements kept_one_by_one() const {
     constexpr int group = least(8, count);  // of 32 columns; more at once take more registers
     OfColumn next[columns_of_lane];
 #pragma unroll
@@ -97,7 +131,6 @@ struct MaskedRows {
     return kept;
   }
 
- private:
   // What does not exist is as the last that does, and masked elsewhere.
   static DLATTN_DEVICE Position existing(Position at, int row, int column) {
     at.query = least(at.query + (rows_are_keys ? column : row), at.length_q - 1);

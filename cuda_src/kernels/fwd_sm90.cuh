@@ -510,7 +510,7 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
 
   Kernel kernel(params, shared);
   kernel.init();
-  if constexpr (Problem::ragged) await_kernel_before();
+  if constexpr (Problem::ragged || Kernel::Tiles::skips) await_kernel_before();
   if constexpr (Tiling::shares_more) launch_dependents();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();

@@ -173,16 +173,25 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // Lengths are known on the device only: a tile with queries goes to the block that first asks for
-  // it, those of long entries first, and the last tile of an entry.
+  // it, those of long entries first, and the last tile of an entry, or that which visits the most keys.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const int groups = p.heads_q / Base::heads_per_tile(p);
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
     for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
-      const int tile = tiles_with_queries(walk.batch) - 1 - walk.rest / groups;
-      offer_asked(place, {tile, walk.rest % groups * Base::heads_per_tile(p), walk.batch}, number);
+      const int head = walk.rest % groups * Base::heads_per_tile(p);
+      const int tile = handed_out(walk.batch, head, walk.rest / groups);
+      offer_asked(place, {tile, head, walk.batch}, number);
     }
+  }
+
+  // The tile that comes after so many of an entry.
+  DLATTN_DEVICE int handed_out(int batch, int head, int after) const {
+    if constexpr (Tiles::skips) {
+      if (p.tile_order.data != nullptr) return uniform(p.tile_order.tiles(batch, head)[after]);
+    }
+    return tiles_with_queries(batch) - 1 - after;
   }
 
   DLATTN_DEVICE int tiles_with_queries(int batch) const {

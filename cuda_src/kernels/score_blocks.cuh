@@ -13,6 +13,7 @@
 #include "attn/problem.cuh"
 #include "attn/ranges.cuh"
 #include "attn/seqlen.cuh"
+#include "ptx/grid.cuh"
 
 namespace dlattn {
 
@@ -79,6 +80,7 @@ DLATTN_DEVICE void score_blocks(const Params& p) {
   const int first_row = int(blockIdx.x) / patches * side;
   const int first_column = int(blockIdx.x) % patches * side;
   const int head = blockIdx.y, batch = blockIdx.z, warp = warp_index(), lane = threadIdx.x % 32;
+  launch_dependents();
   // Entries that share the mask have it as long as the longest may be.
   const Lengths length = p.block_mask.batch == 0 && p.batch > 1 ? Lengths(p) : Lengths(p, batch);
   const auto positions = [](int block, int end) {

@@ -157,6 +157,16 @@ class BlockMaskRef(BiasRef):
     """The same of one byte for each eight blocks of keys: (B, H, blocks of queries, bytes)."""
 
 
+class TileOrderRef(ctypes.Structure):
+    """In which order query tiles are handed out: where an entry's begin, in elements."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("batch", ctypes.c_int32),
+        ("head", ctypes.c_int32),
+    )
+
+
 class Params(ctypes.Structure):
     """What every kernel is given, by value."""
 
@@ -177,6 +187,7 @@ class Params(ctypes.Structure):
         ("attn_scale_device", ctypes.c_uint64),
         ("schedule", ctypes.c_uint64),
         ("items_taken", ctypes.c_uint64),
+        ("tile_order", TileOrderRef),
         ("dq_accum", ctypes.c_uint64),
         ("dq_arrivals", ctypes.c_uint64),
         ("dq_stored", ctypes.c_uint64),

@@ -32,6 +32,12 @@ from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, shared_tiles, table, tile_costs
 from dlattn.plans.source import kernel_source
+from dlattn.plans.tile_order import (
+    TileOrderScratch,
+    may_order_tiles,
+    orders_tiles,
+    tile_order_source,
+)
 from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
@@ -217,6 +223,8 @@ class FwdSm90(MappedPlan):
         self._params.parts.mark = secrets.randbits(64) | 1
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
+        if self._tile_order is not None:
+            self._tile_order.describe(self._params)
         if "debug_softmax" not in geometry.tensors:
             # The copy engine has maps of them; only the kernel of debug_softmax reads by address.
             self._slots = [it for it in self._slots if it[0] not in ("q", "k", "v")]
@@ -276,15 +284,27 @@ class FwdSm90(MappedPlan):
         return RaggedScratch(self.geometry, items=items)
 
     @cached_property
+    def _tile_order(self) -> TileOrderScratch | None:
+        if not orders_tiles(self.problem, self.geometry, self.target.multiprocessors):
+            return None
+        if self.score_blocks is not None:
+            return TileOrderScratch(self.problem, self.geometry, self.score_blocks.entries)
+        batch, heads, *_ = self.geometry.tensors["block_mask"].dim
+        return TileOrderScratch(self.problem, self.geometry, (batch, heads))
+
+    @cached_property
     def scratch_bytes(self) -> int:
         if self._asks_for_tiles:
-            return 256  # the counter of tiles asked for, and its mark
+            # The counter of tiles asked for, and its mark.
+            return 256 + (0 if self._tile_order is None else self._tile_order.nbytes)
         return self._marks_bytes + self._parts_bytes
 
     def scratch_places(self) -> list[Place]:
-        parts = self._params.parts
+        parts, order = self._params.parts, self._tile_order
         if self._asks_for_tiles:
-            return places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
+            places = places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
+            more = [] if order is None else order.places(self._params)
+            return places + [(slot, 256 + offset) for slot, offset in more]
         if not self._sharing.blocks:
             return []
         return places_of([(parts, "marks", self._marks_bytes), (parts, "data", self._parts_bytes)])
@@ -325,8 +345,11 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        grid, ragged = (self._blocks, 1, 1), self.problem.ragged
-        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=ragged)
+        grid, order = (self._blocks, 1, 1), self._tile_order
+        comes_later = order is not None or bool(self.first_kernels())
+        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=comes_later)
+        if order is not None:
+            return [order.kernel(programmatic=self.score_blocks is not None), main]
         return [main, self._parts_kernel()] if self._sharing.apart else [main]
 
     def _parts_kernel(self) -> KernelLaunch:
@@ -342,6 +365,8 @@ class FwdSm90(MappedPlan):
         its = tilings(self.problem)
         more = [replace(it, shares_more=True) for it in its if may_share_more(self.problem, it)]
         sources = [self._source(tiling) for tiling in (*its, *more) if tiling != self.tiling]
+        if may_order_tiles(self.problem) and self._tile_order is None:
+            sources.append(tile_order_source(self.problem))
         return sources + [self._parts_source(tiling) for tiling in more]
 
     def _parts_source(self, tiling: Sm90FwdTiling) -> KernelSource:

@@ -67,7 +67,7 @@ class ScoreBlocksScratch:
         return 4 * -(-self.geometry.seq_kv // (_SIDE * BLOCK))
 
     @cached_property
-    def _entries(self) -> tuple[int, int]:
+    def entries(self) -> tuple[int, int]:
         """Batch entries and heads that have a mask of their own; 1 if all share one."""
         program, tensors = self.blocks.program, self.geometry.tensors
         _, conditions = masked_last(program)
@@ -87,7 +87,7 @@ class ScoreBlocksScratch:
 
     @property
     def _mask_bytes(self) -> int:
-        batch, heads = self._entries
+        batch, heads = self.entries
         return batch * heads * self._rows * self._row_bytes
 
     @property
@@ -96,14 +96,14 @@ class ScoreBlocksScratch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        batch, heads = self._entries
+        batch, heads = self.entries
         columns = self._row_bytes // 4
         return columns * -(-self._rows // _SIDE), heads, batch
 
     def describe(self, params: Params) -> None:
         """Writes the mask's strides; one that the user gives becomes part of it."""
         params.given_block_mask = params.block_mask
-        batch, heads = self._entries
+        batch, heads = self.entries
         head = self._rows * self._row_bytes
         params.block_mask = BlockMaskRef(
             0, heads * head * (batch > 1), head * (heads > 1), self._row_bytes, 1

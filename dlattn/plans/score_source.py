@@ -101,6 +101,8 @@ def mask_definition(blocks: ScoreBlocks) -> str:
     return f"""\
 // score_mod
 struct ScoreMask {{
+  static constexpr bool queries_repeat = {_said(_repeats(program, of_query, 2))};
+  static constexpr bool keys_repeat = {_said(_repeats(program, of_key, 3))};
 {_of_axis(program, "Query", of_query)}{_of_axis(program, "Key", of_key)}\
   static DLATTN_DEVICE bool keeps(const OfQuery& query, const OfKey& key) {{
     using namespace pointwise;
@@ -127,6 +129,12 @@ def _axes(program: ScoreProgram, used: Sequence[int]) -> dict[int, set[str]]:
     return found
 
 
+def _repeats(program: ScoreProgram, numbers: Sequence[int], axis: int) -> bool:
+    """Whether neighbours along an axis may have the same lines: none of them tells positions."""
+    used = (program.lines[n] for n in needed(program.lines, *numbers))
+    return not any(line.operation == "position" and line.number == axis for line in used)
+
+
 def _of_axis(program: ScoreProgram, axis: str, numbers: Sequence[int]) -> str:
     """What of its lines others ask for, and how it is computed."""
     lines = program.lines
@@ -139,6 +147,9 @@ def _of_axis(program: ScoreProgram, axis: str, numbers: Sequence[int]) -> str:
   }}
   static DLATTN_DEVICE Of{axis} from_lane(const Of{axis}& own, int lane) {{
     return {{{", ".join(f"dlattn::from_lane(own.x{n}, lane)" for n in numbers)}}};
+  }}
+  static DLATTN_DEVICE bool equal(const Of{axis}& a, const Of{axis}& b) {{
+    return {" & ".join(f"(a.x{n} == b.x{n})" for n in numbers) or "true"};
   }}
 """
 

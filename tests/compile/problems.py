@@ -15,6 +15,7 @@ from dlattn.plans.decode import MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V, MOST_QUERIES,
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    BLOCK,
     PAGE_TABLES,
     RAGGED_ROLES,
     SCORE_MOD_ROLES,
@@ -159,6 +160,11 @@ def plan_for(
         offsets = TensorSpec("offsets", (3, 1, 1, 1), (1, 0, 0, 1), data_type.INT32)
         ragged = [role for role, spec in tensors.items() if spec.ragged]
         tensors |= {offset_role(role): offsets for role in ragged}
+    if problem.has_blocks and problem.score_blocks is None:
+        blocks = -(-seq // BLOCK)
+        dim = (2, 4, blocks, -(-blocks // 8))
+        stride = tuple(math.prod(dim[axis + 1 :]) for axis in range(4))
+        tensors["block_mask"] = TensorSpec("block_mask", dim, stride, data_type.UINT8)
     for role, table in PAGE_TABLES.items():
         if paged[role]:
             tensors[table] = TensorSpec(table, (2, 1, 19, 1), (19, 0, 1, 1), data_type.INT32)

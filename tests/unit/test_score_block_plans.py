@@ -123,3 +123,51 @@ def test_what_has_no_registers() -> None:
         assert plan.score_blocks is None and not plan.problem.has_blocks
         assert not plan.first_kernels()
     assert plan_for(BwdSm80, documents(BwdSm80, dropout=Philox()), "sm_80").score_blocks
+
+
+@pytest.mark.parametrize(
+    "dims, lengths, entries",
+    [
+        ({}, False, (1, 1)),
+        ({}, True, (2, 1)),
+        ({"score_mod_1": (1, 4, 300, 1)}, False, (1, 4)),
+        ({"block_mask": (2, 4, 64, 8)}, True, (2, 4)),
+    ],
+)
+def test_many_tiles_are_put_in_order(dims: Any, lengths: bool, entries: tuple[int, int]) -> None:
+    """Where blocks of the Hopper forward ask for query tiles of a block mask, a kernel before says
+    in which order they come, for each entry whose tiles differ; it waits for the mask, and the
+    forward for it, by themselves."""
+    plan = plan_for(FwdSm90, documents(FwdSm90), "sm_90a", seq=8100)
+    more = {"seq_len_q": (2, 1, 1, 1)} if lengths else {}
+    plan = with_reads(plan, dims | more)
+    order, main = plan.kernels()
+    assert [order.source.name, main.source.name] == ["dlattn_tile_order", "dlattn_fwd_sm90"]
+    assert order.programmatic and main.programmatic
+    batch, heads = entries
+    assert order.grid == (heads, batch, 1) and order.shared == 4 * 64
+    told = plan._params.tile_order
+    assert (told.batch, told.head) == (64 * heads * (batch > 1), 64 * (heads > 1))
+    assert plan.scratch_bytes == 256 + 256 * batch * heads
+
+
+def test_few_tiles_have_no_order() -> None:
+    """Nor have those of a packed batch, whose long sequences come first."""
+    for fields, seq in (({}, 300), ({"ragged": True}, 8100)):
+        plan = plan_for(FwdSm90, documents(FwdSm90, **fields), "sm_90a", seq=seq)
+        (main,) = plan.kernels()
+        assert main.source.name == "dlattn_fwd_sm90" and plan._params.tile_order.batch == 0
+        names = [source.name for source in plan.companions()]
+        assert ("dlattn_tile_order" in names) == (not fields)
+
+
+def test_a_mask_as_given_has_an_order() -> None:
+    """Of the user's, no kernel comes before it."""
+    problem = replace(
+        documents(FwdSm90).without_score_blocks,
+        edits=(Scale(),),
+        masks=(Padding(), BlockMask()),
+    )
+    order, main = plan_for(FwdSm90, problem, "sm_90a", seq=8100).kernels()
+    assert (order.programmatic, main.programmatic) == (False, True)
+    assert order.grid == (4, 2, 1)
