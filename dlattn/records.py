@@ -24,6 +24,9 @@ else:
 
         def made(cls: type) -> type:
             own = {*vars(cls)}
+            if cls.__doc__ is None:
+                # Or dataclasses would look for a signature, for 2 ms.
+                cls.__doc__ = cls.__name__
             cls = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
             fields = dataclasses.fields(cls)
             methods = {"__init__": _init(cls.__qualname__, fields), "__repr__": _repr(fields)}

@@ -16,7 +16,6 @@ from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Bound, Places, Plan
 from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
 from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch
-from dlattn.plans.score_blocks import ScoreBlocksScratch, ScoreBlocksTiling
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.layout import LONGEST
@@ -28,6 +27,7 @@ from dlattn.runtime.tables import Tables
 from dlattn.runtime.target import Target, cuda_device_count
 
 if TYPE_CHECKING:
+    from dlattn.plans.score_blocks import ScoreBlocksScratch
     from dlattn.runtime.tensormap import AddressSlot
 
 #: Blocks of a launch grid along x, and along y or z.
@@ -131,8 +131,11 @@ class CudaPlan(Plan):
     @cached_property
     def score_blocks(self) -> ScoreBlocksScratch | None:
         """The block mask that a user's function of scores is."""
-        blocks = self.problem.score_blocks
-        return None if blocks is None else ScoreBlocksScratch(blocks, self.geometry)
+        if (blocks := self.problem.score_blocks) is None:
+            return None
+        from dlattn.plans.score_blocks import ScoreBlocksScratch
+
+        return ScoreBlocksScratch(blocks, self.geometry)
 
     def first_kernels(self) -> list[KernelLaunch]:
         """What runs before :meth:`kernels`."""
@@ -140,10 +143,7 @@ class CudaPlan(Plan):
         if self.ragged is not None:
             grid = (self.geometry.batch, 1, 1)
             kernels.append(KernelLaunch(self.ragged.source, grid, RAGGED_THREADS, 0, plain=True))
-        if self.score_blocks is not None:
-            source, threads = self.score_blocks.source(), ScoreBlocksTiling().threads
-            kernels.append(KernelLaunch(source, self.score_blocks.grid, threads, 0, plain=True))
-        return kernels
+        return kernels + ([] if self.score_blocks is None else [self.score_blocks.kernel()])
 
     def make_argument(self) -> ctypes.Structure:
         """The argument of every kernel, with every address null; they are set at each execute."""

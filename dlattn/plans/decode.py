@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from dlattn.plans.cuda import (
     tile_bytes,
 )
 from dlattn.plans.mapped import MappedPlan, slab_bytes
-from dlattn.plans.params import Place, places_of
+from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.source import kernel_source
 from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem
 from dlattn.records import dataclass
@@ -219,7 +218,7 @@ class Decode(MappedPlan):
             if self.tiling.cluster
             else items_side_by_side(geometry, target.multiprocessors)
         )
-        self._params.parts.mark = secrets.randbits(64) | 1
+        self._params.parts.mark = drawn_mark()
 
     def box_rows(self) -> Mapping[str, int]:
         return {"k": 16, "v": 16} if self.tiling.boxes else {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import (
@@ -28,20 +28,17 @@ from dlattn.plans.fwd_sm90_shares import (
     visited,
 )
 from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
-from dlattn.plans.params import Place, places_of
+from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, shared_tiles, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.plans.tile_order import (
-    TileOrderScratch,
-    may_order_tiles,
-    orders_tiles,
-    tile_order_source,
-)
 from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
+
+if TYPE_CHECKING:
+    from dlattn.plans.tile_order import TileOrderScratch
 
 #: Rows of zeros that one copy stores (``zero_rows`` in the kernel).
 ZERO_ROWS = 16
@@ -220,7 +217,7 @@ class FwdSm90(MappedPlan):
         self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
         self._sharing = sharing(*shape, self._heads_per_tile, target.multiprocessors)
         self._params.heads_per_block = self._heads_per_tile
-        self._params.parts.mark = secrets.randbits(64) | 1
+        self._params.parts.mark = drawn_mark()
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
         if self._tile_order is not None:
@@ -283,9 +280,18 @@ class FwdSm90(MappedPlan):
         items = Items(tile_q, query_tiles(self.geometry, tile_q), of_keys=False, last_first=True)
         return RaggedScratch(self.geometry, items=items)
 
+    @property
+    def _may_order_tiles(self) -> bool:
+        """Whether there is an order: packed batches have theirs, the longest sequences first."""
+        return self.problem.has_blocks and not self.problem.ragged
+
     @cached_property
     def _tile_order(self) -> TileOrderScratch | None:
-        if not orders_tiles(self.problem, self.geometry, self.target.multiprocessors):
+        if not self._may_order_tiles:
+            return None
+        from dlattn.plans.tile_order import TileOrderScratch, orders_tiles
+
+        if not orders_tiles(self.geometry, self.target.multiprocessors):
             return None
         if self.score_blocks is not None:
             return TileOrderScratch(self.problem, self.geometry, self.score_blocks.entries)
@@ -365,7 +371,9 @@ class FwdSm90(MappedPlan):
         its = tilings(self.problem)
         more = [replace(it, shares_more=True) for it in its if may_share_more(self.problem, it)]
         sources = [self._source(tiling) for tiling in (*its, *more) if tiling != self.tiling]
-        if may_order_tiles(self.problem) and self._tile_order is None:
+        if self._may_order_tiles and self._tile_order is None:
+            from dlattn.plans.tile_order import tile_order_source
+
             sources.append(tile_order_source(self.problem))
         return sources + [self._parts_source(tiling) for tiling in more]
 

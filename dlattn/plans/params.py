@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -104,6 +105,11 @@ def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint
 
 #: A view of a field that holds an address, and how far that is from where scratch memory begins.
 Place = tuple[ctypes.c_uint64, int]
+
+
+def drawn_mark() -> int:
+    """What memory that nobody clears does not hold by chance: 64 bits, not all of them 0."""
+    return int.from_bytes(os.urandom(8), "little") | 1
 
 
 def places_of(arrays: Iterable[tuple[ctypes.Structure, str, int]]) -> list[Place]:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import BlockMaskRef, Params
+from dlattn.plans.cuda import KernelLaunch
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.score_source import element_type, literal
 from dlattn.plans.source import kernel_source
@@ -99,6 +100,10 @@ class ScoreBlocksScratch:
         batch, heads = self.entries
         columns = self._row_bytes // 4
         return columns * -(-self._rows // _SIDE), heads, batch
+
+    def kernel(self) -> KernelLaunch:
+        """The kernel that writes it."""
+        return KernelLaunch(self.source(), self.grid, ScoreBlocksTiling().threads, 0, plain=True)
 
     def describe(self, params: Params) -> None:
         """Writes the mask's strides; one that the user gives becomes part of it."""

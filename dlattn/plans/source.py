@@ -8,7 +8,6 @@ from typing import Protocol
 
 from dlattn.dtypes import to_cpp
 from dlattn.plans.argument import Params
-from dlattn.plans.score_source import definition, mask_definition
 from dlattn.problem import Problem, ScoreProgram
 from dlattn.runtime.jit import KernelSource
 
@@ -91,6 +90,10 @@ def _of_program(problem: Problem) -> str:
     """What a user's function is: a score edit, a mask, or both."""
     programs = [edit for edit in problem.edits if isinstance(edit, ScoreProgram)]
     blocks = problem.score_blocks
+    if not programs and blocks is None:
+        return ""
+    from dlattn.plans.score_source import definition, mask_definition
+
     mask = mask_definition(blocks) if blocks is not None and blocks.elements else ""
     return "".join(map(definition, programs)) + mask
 

@@ -92,14 +92,8 @@ def tile_order_source(problem: Problem) -> KernelSource:
     return kernel_source("tile_order", alone, TileOrderTiling(), 0)
 
 
-def may_order_tiles(problem: Problem) -> bool:
-    """Whether there is an order to be found: not of a packed batch, whose long sequences come
-    first."""
-    return problem.has_blocks and not problem.ragged
-
-
-def orders_tiles(problem: Problem, geometry: Geometry, multiprocessors: int) -> bool:
-    """Whether it is found: there are tiles that blocks ask for."""
+def orders_tiles(geometry: Geometry, multiprocessors: int) -> bool:
+    """Whether the order of a block mask's tiles matters, and is found: blocks ask for some."""
     tiles = -(-geometry.seq_q // BLOCK)
     asked = query_tiles(geometry, BLOCK) - multiprocessors
-    return may_order_tiles(problem) and asked > 0 and 1 < tiles <= MOST_TILES
+    return asked > 0 and 1 < tiles <= MOST_TILES

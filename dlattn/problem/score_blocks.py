@@ -8,15 +8,18 @@ documents are masks of blocks, but for some elements.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dlattn.problem.lines import Kind, Line, needed
 from dlattn.problem.mask import BLOCK, BlockMask
-from dlattn.problem.ranges import Known, Truth, known_lines, number_range, ranges, unknown
 from dlattn.problem.score import Array, Values, Where
 from dlattn.problem.score_program import ScoreProgram, masked_last
 from dlattn.records import dataclass
+
+if TYPE_CHECKING:
+    from dlattn.problem.ranges import Known, Truth
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class ScoreBlocks(BlockMask):
     def truth(self, entry: int, values: Values) -> Truth:
         """Of a batch entry's blocks, (1, H or 1, blocks of queries, blocks of keys): whether some
         elements may be kept, and all surely are."""
+        from dlattn.problem.ranges import Truth, number_range, ranges, unknown
+
         lengths = [int(n.reshape(-1)[entry % n.size]) for n in (values.len_q, values.len_kv)]
         floats = np.float64 if self.double else np.float32
         blocks = [np.arange(0, length, BLOCK) for length in lengths]
@@ -122,6 +127,8 @@ def is_summed_up(program: ScoreProgram, line: Line) -> bool:
 
 def skipped_blocks(program: ScoreProgram, double: bool = False) -> ScoreBlocks | None:
     """What drops blocks for a program, if anything of where it masks can be known."""
+    from dlattn.problem.ranges import known_lines
+
     known = known_lines(
         program.lines,
         lambda line: (
