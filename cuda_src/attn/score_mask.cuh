@@ -22,6 +22,13 @@
 
 namespace dlattn {
 
+// The same to whatever is computed of them: 0 and -0 are not, a NaN may be.
+template <class T>
+DLATTN_DEVICE bool identical(T a, T b) {
+  if constexpr (same_type<T, float>) return __float_as_uint(a) == __float_as_uint(b);
+  return a == b;
+}
+
 template <class Problem>
 concept MasksElements = requires { typename Problem::ElementMask; };
 

@@ -149,7 +149,7 @@ def _of_axis(program: ScoreProgram, axis: str, numbers: Sequence[int]) -> str:
     return {{{", ".join(f"dlattn::from_lane(own.x{n}, lane)" for n in numbers)}}};
   }}
   static DLATTN_DEVICE bool equal(const Of{axis}& a, const Of{axis}& b) {{
-    return {" & ".join(f"(a.x{n} == b.x{n})" for n in numbers) or "true"};
+    return {" & ".join(f"identical(a.x{n}, b.x{n})" for n in numbers) or "true"};
   }}
 """
 

@@ -289,6 +289,11 @@ def test_a_mask_as_it_is_written() -> None:
     query, key, both = (functions[name] for name in ("of_query", "of_key", "keeps"))
     assert [len(re.findall("read<", part)) for part in (query, key, both)] == [2, 1, 0]
     assert [len(re.findall("pointwise::", part)) for part in (query, key, both)] == [1, 0, 4]
+    assert "queries_repeat = false" in written and "keys_repeat = false" in written
+    (documents,) = [it for it in [skipped_blocks(condition(EXACT["documents"])[0])] if it]
+    written = mask_definition(documents)
+    assert "queries_repeat = true" in written and "keys_repeat = true" in written
+    assert len(re.findall(r"return identical\(a.x\d, b.x\d\);", written)) == 2
 
 
 def test_a_function_as_it_is_written() -> None:
