@@ -6,7 +6,8 @@ import argparse
 
 from dlattn.cli.machine import cuda_devices
 from dlattn.dtypes import data_type
-from dlattn.plans.cuda import CudaPlan, KernelLaunch
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.select import select
 from dlattn.problem import (
     PAGE_TABLES,

@@ -15,16 +15,8 @@ from dlattn.plans.bwd_dbias import (
     gradients_refusal,
     score_gradient_kernel,
 )
-from dlattn.plans.cuda import (
-    MOST_BLOCKS,
-    MOST_HEAD_DIM,
-    WAVE_BYTES,
-    CudaPlan,
-    KernelLaunch,
-    refusal,
-    round_up,
-    tile_bytes,
-)
+from dlattn.plans.cuda import MOST_HEAD_DIM, CudaPlan, refusal
+from dlattn.plans.kernels import MOST_BLOCKS, WAVE_BYTES, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.ragged import RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source

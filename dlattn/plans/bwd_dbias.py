@@ -10,7 +10,7 @@ from itertools import takewhile
 from math import prod
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.plans.cuda import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
+from dlattn.plans.kernels import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
 from dlattn.plans.score_source import definition
 from dlattn.plans.source import Tiling, kernel_source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlattn.dtypes import to_cpp
 from dlattn.plans.argument import MappedBwdParams
-from dlattn.plans.cuda import KernelLaunch, round_up
+from dlattn.plans.kernels import KernelLaunch, round_up
 from dlattn.plans.mapped import slab_bytes, staged
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.cuda import KernelLaunch, round_up, tile_bytes
+from dlattn.plans.kernels import KernelLaunch, round_up, tile_bytes
 from dlattn.plans.source import kernel_source
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass

@@ -20,7 +20,8 @@ from dlattn.plans.bwd_sm90_tiling import (
     with_few_steps,
 )
 from dlattn.plans.bwd_waves import pairs_of_causal_waves, ragged_wave
-from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, KernelLaunch
+from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.mapped import MappedPlan, bias_rows, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source

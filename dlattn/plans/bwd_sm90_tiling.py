@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import gcd
 from typing import ClassVar
 
-from dlattn.plans.cuda import round_up
+from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
 from dlattn.problem import Band, GivenMask, Problem, Scale
 from dlattn.records import dataclass

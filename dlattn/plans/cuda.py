@@ -6,7 +6,6 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING
 from dlattn.dtypes import data_type, to_numpy
 from dlattn.plans.argument import Params, SlopeRef
 from dlattn.plans.base import Bound, Places, Plan
+from dlattn.plans.dumps import debug_kernels, dump_kernels
+from dlattn.plans.kernels import MOST_BLOCKS_YZ, FirstScratch, KernelLaunch, round_up
 from dlattn.plans.params import Place, address_slot, number_at, number_slot, params_for
-from dlattn.plans.ragged import RAGGED_THREADS, RaggedScratch
-from dlattn.plans.source import kernel_source
+from dlattn.plans.ragged import RaggedScratch
 from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.layout import LONGEST
 from dlattn.problem.problem import BROADCAST_ROLES
-from dlattn.records import dataclass
 from dlattn.runtime import jit
 from dlattn.runtime.launch import Clear, Launch, Operation, turns
 from dlattn.runtime.tables import Tables
@@ -29,58 +28,6 @@ from dlattn.runtime.target import Target, cuda_device_count
 if TYPE_CHECKING:
     from dlattn.plans.score_blocks import ScoreBlocksScratch
     from dlattn.runtime.tensormap import AddressSlot
-
-#: Blocks of a launch grid along x, and along y or z.
-MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
-
-#: What one wave of blocks may re-read from L2; about half of the smallest L2 that matters (A100).
-WAVE_BYTES = 20 * 2**20
-
-
-@dataclass(frozen=True)
-class KernelLaunch:
-    """One kernel of a plan.
-
-    Attributes:
-        source: its translation unit.
-        grid: blocks along x, y, z.
-        block: threads per block.
-        shared: bytes of dynamic shared memory.
-        plain: it takes ``Params`` where the plan's argument has more.
-        programmatic: it waits by itself for the kernel before, and may be begun earlier.
-        cluster: blocks of a cluster.
-    """
-
-    source: jit.KernelSource
-    grid: tuple[int, int, int]
-    block: int
-    shared: int
-    plain: bool = False
-    programmatic: bool = False
-    cluster: int = 1
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
-
-
-def query_tiles(geometry: Geometry, tile_q: int) -> int:
-    """Query tiles of all (batch, head) pairs."""
-    return geometry.batch * geometry.heads_q * -(-geometry.seq_q // tile_q)
-
-
-def pairs_per_wave(problem: Problem, geometry: Geometry, wave_bytes: int = WAVE_BYTES) -> int:
-    """(batch, head) pairs of a forward whose keys and values stay in L2 together; at least 1."""
-    kv_bytes = 2 * geometry.seq_kv * (problem.head_dim_qk + problem.head_dim_v)
-    shared_by = geometry.heads_q // max(geometry.heads_k, geometry.heads_v)
-    return min(geometry.batch * geometry.heads_q, max(1, wave_bytes * shared_by // kv_bytes))
-
-
-def tile_bytes(rows: int, columns: int) -> int:
-    """Bytes of a ``SharedTile`` of 16-bit elements (``cuda_src/tile/shared_tile.cuh``)."""
-    pitch = columns + 8 if columns // 8 % 2 == 0 else columns
-    return 2 * rows * pitch
 
 
 class CudaPlan(Plan):
@@ -139,11 +86,7 @@ class CudaPlan(Plan):
 
     def first_kernels(self) -> list[KernelLaunch]:
         """What runs before :meth:`kernels`."""
-        kernels = []
-        if self.ragged is not None:
-            grid = (self.geometry.batch, 1, 1)
-            kernels.append(KernelLaunch(self.ragged.source, grid, RAGGED_THREADS, 0, plain=True))
-        return kernels + ([] if self.score_blocks is None else [self.score_blocks.kernel()])
+        return [scratch.kernel() for scratch in self.first_scratch()]
 
     def make_argument(self) -> ctypes.Structure:
         """The argument of every kernel, with every address null; they are set at each execute."""
@@ -157,10 +100,9 @@ class CudaPlan(Plan):
 
     @cached_property
     def workspace_size(self) -> int:
-        return self.scratch_bytes + sum(scratch.nbytes for scratch in self._first_scratch)
+        return self.scratch_bytes + sum(scratch.nbytes for scratch in self.first_scratch())
 
-    @property
-    def _first_scratch(self) -> list[RaggedScratch | ScoreBlocksScratch]:
+    def first_scratch(self) -> list[FirstScratch]:
         """What the first kernels write, after what is for the others."""
         return [scratch for scratch in (self.ragged, self.score_blocks) if scratch is not None]
 
@@ -182,7 +124,7 @@ class CudaPlan(Plan):
     def _places(self) -> list[Place]:
         """The same of all that is in the workspace."""
         places, begin = self.scratch_places(), self.scratch_bytes
-        for scratch in self._first_scratch:
+        for scratch in self.first_scratch():
             places += [(slot, begin + offset) for slot, offset in scratch.places(self._params)]
             begin += scratch.nbytes
         return places
@@ -288,64 +230,6 @@ class CudaPlan(Plan):
             number.value = number_at(pointers[role], dtype)
         self.place_workspace(workspace)
         return self._operations
-
-
-@dataclass(frozen=True)
-class DumpTiling:
-    """How a block of ``rng_dump`` divides its work (``DumpTiling`` in the kernel)."""
-
-    threads: int = 256
-    min_blocks: int = 1
-
-    @property
-    def cpp(self) -> str:
-        return f"DumpTiling<{self.threads // 32}>"
-
-
-def dump_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
-    """The kernel that writes ``rng_dump``, if that is wanted."""
-    if "rng_dump" not in geometry.tensors:
-        return []
-    plain = Problem(problem.direction, problem.dtype, 8, 8, dropout=problem.dropout)
-    grid = (-(-geometry.seq_q // 16), geometry.heads_q, geometry.batch)
-    tiling = DumpTiling()
-    source = kernel_source("rng_dump", plain, tiling, 0)
-    return [KernelLaunch(source, grid, tiling.threads, 0, plain=True)]
-
-
-@dataclass(frozen=True)
-class DebugSoftmaxTiling:
-    """How a block of ``debug_softmax`` divides its work (``DebugSoftmaxTiling`` in the kernel)."""
-
-    threads: int = 128
-    min_blocks: int = 1
-    tile_k: int = 32
-    #: Rows and columns are those of the scores, and not rounded up to 128.
-    exact: bool = False
-
-    @property
-    def tile_q(self) -> int:
-        return self.threads // 2
-
-    @property
-    def cpp(self) -> str:
-        return f"DebugSoftmaxTiling<{self.threads // 32}{', true' * self.exact}>"
-
-
-def debug_kernels(problem: Problem, geometry: Geometry) -> list[KernelLaunch]:
-    """The kernel that writes ``debug_softmax``, if that is wanted."""
-    if "debug_softmax" not in geometry.tensors:
-        return []
-    batch, heads, rows, columns = geometry.tensors["debug_softmax"].dim
-    exact = rows % 128 != 0 or columns % 128 != 0
-    tiling, dim = DebugSoftmaxTiling(exact=exact), round_up(problem.head_dim_qk, 16)
-    plain = replace(
-        problem, head_dim_v=8, score_max=False, score_sum_exp=False, sink=False, paged_v=False
-    )
-    shared = tile_bytes(tiling.tile_q, dim) + tile_bytes(tiling.tile_k, dim)
-    source = kernel_source("debug_softmax", plain, tiling, shared)
-    tiles = -(-rows // tiling.tile_q) * -(-columns // tiling.tile_k)
-    return [KernelLaunch(source, (tiles, heads, batch), tiling.threads, shared, plain=True)]
 
 
 #: The largest head dimension of the portable kernels, and of Hopper's.

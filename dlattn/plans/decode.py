@@ -8,12 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from dlattn.plans.argument import MappedDecodeParams
-from dlattn.plans.cuda import (
-    KernelLaunch,
-    refusal,
-    round_up,
-    tile_bytes,
-)
+from dlattn.plans.cuda import refusal
+from dlattn.plans.kernels import KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.source import kernel_source

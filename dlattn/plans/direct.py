@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
-from dlattn.plans.cuda import KernelLaunch
 from dlattn.plans.host import host_array
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.problem import TensorSpec
 from dlattn.problem.layout import WIDEST_ACCESS, is_wide
 from dlattn.problem.score import Array

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlattn.plans.cuda import (
+from dlattn.plans.cuda import CudaPlan, refusal
+from dlattn.plans.kernels import (
     MOST_BLOCKS,
-    CudaPlan,
     KernelLaunch,
     pairs_per_wave,
     query_tiles,
-    refusal,
     round_up,
     tile_bytes,
 )

@@ -8,15 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dlattn.plans.argument import MappedFwdParams
-from dlattn.plans.cuda import (
-    MOST_BLOCKS,
-    MOST_HOPPER_HEAD_DIM,
-    KernelLaunch,
-    pairs_per_wave,
-    query_tiles,
-    refusal,
-    round_up,
-)
+from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, refusal
 from dlattn.plans.fwd_sm90_shares import (
     WAVE_BYTES,
     asks_for_tiles,
@@ -26,6 +18,14 @@ from dlattn.plans.fwd_sm90_shares import (
     shared_out,
     sharing,
     visited,
+)
+from dlattn.plans.kernels import (
+    MOST_BLOCKS,
+    FirstScratch,
+    KernelLaunch,
+    pairs_per_wave,
+    query_tiles,
+    round_up,
 )
 from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
 from dlattn.plans.params import Place, drawn_mark, places_of
@@ -298,19 +298,20 @@ class FwdSm90(MappedPlan):
         batch, heads, *_ = self.geometry.tensors["block_mask"].dim
         return TileOrderScratch(self.problem, self.geometry, (batch, heads))
 
+    def first_scratch(self) -> list[FirstScratch]:
+        order = [] if self._tile_order is None else [self._tile_order]
+        return [*super().first_scratch(), *order]
+
     @cached_property
     def scratch_bytes(self) -> int:
         if self._asks_for_tiles:
-            # The counter of tiles asked for, and its mark.
-            return 256 + (0 if self._tile_order is None else self._tile_order.nbytes)
+            return 256  # the counter of tiles asked for, and its mark
         return self._marks_bytes + self._parts_bytes
 
     def scratch_places(self) -> list[Place]:
-        parts, order = self._params.parts, self._tile_order
+        parts = self._params.parts
         if self._asks_for_tiles:
-            places = places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
-            more = [] if order is None else order.places(self._params)
-            return places + [(slot, 256 + offset) for slot, offset in more]
+            return places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
         if not self._sharing.blocks:
             return []
         return places_of([(parts, "marks", self._marks_bytes), (parts, "data", self._parts_bytes)])
@@ -351,11 +352,8 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        grid, order = (self._blocks, 1, 1), self._tile_order
-        comes_later = order is not None or bool(self.first_kernels())
-        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=comes_later)
-        if order is not None:
-            return [order.kernel(programmatic=self.score_blocks is not None), main]
+        grid, is_later = (self._blocks, 1, 1), bool(self.first_scratch())
+        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=is_later)
         return [main, self._parts_kernel()] if self._sharing.apart else [main]
 
     def _parts_kernel(self) -> KernelLaunch:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dlattn.plans.cuda import pairs_per_wave, query_tiles, round_up
+from dlattn.plans.kernels import pairs_per_wave, query_tiles, round_up
 from dlattn.plans.schedule import (
     PARTS_COST,
     Array,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.plans.cuda import MOST_BLOCKS_YZ, KernelLaunch
 from dlattn.plans.direct import DirectPlan, direct_source, has_wide_rows, lanes_of, unit_size
+from dlattn.plans.kernels import MOST_BLOCKS_YZ, KernelLaunch
 from dlattn.problem import TensorSpec
 from dlattn.problem.score import Array
 from dlattn.runtime.target import Target

@@ -7,13 +7,14 @@ from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import LengthRef, Params
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.source import kernel_source
 from dlattn.problem import RAGGED_ROLES, Direction, Geometry, Padding, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 
-RAGGED_THREADS = 256
+_THREADS = 256
 
 #: Bytes of ``RaggedEntry``, an item, a length, an offset, ``MappedEntry`` times
 #: ``mapped_tensors``, and a bundle.
@@ -80,10 +81,10 @@ class RaggedScratch:
         """Bytes of an entry, with the number of its first key tile if that is asked for."""
         return _ENTRY + (4 if self.key_tiles else 0)
 
-    @property
-    def source(self) -> KernelSource:
+    def kernel(self) -> KernelLaunch:
         """The kernel that writes it."""
-        return ragged_source(counts_key_tiles=self.key_tiles > 0)
+        source = ragged_source(counts_key_tiles=self.key_tiles > 0)
+        return KernelLaunch(source, (self.geometry.batch, 1, 1), _THREADS, 0, plain=True)
 
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
@@ -114,7 +115,7 @@ class RaggedScratch:
 @dataclass(frozen=True)
 class _Tiling:
     cpp: str
-    threads: int = RAGGED_THREADS
+    threads: int = _THREADS
     min_blocks: int = 1
 
 
@@ -124,5 +125,5 @@ def ragged_source(*, counts_key_tiles: bool = False) -> KernelSource:
         Direction.FORWARD, data_type.HALF, 8, 8, (Scale(),), (Padding(),), ragged=True
     )
     counts = ", true" if counts_key_tiles else ""
-    tiling = _Tiling(f"RaggedTiling<{RAGGED_THREADS}{counts}>")
+    tiling = _Tiling(f"RaggedTiling<{_THREADS}{counts}>")
     return kernel_source("ragged", any_problem, tiling, 0)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import BlockMaskRef, Params
-from dlattn.plans.cuda import KernelLaunch
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.score_source import element_type, literal
 from dlattn.plans.source import kernel_source

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from dlattn.dtypes import data_type
 from dlattn.plans.argument import Params, TileOrderRef
-from dlattn.plans.cuda import KernelLaunch, query_tiles
+from dlattn.plans.kernels import KernelLaunch, query_tiles
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.source import kernel_source
 from dlattn.problem import BLOCK, BlockMask, Direction, Geometry, Problem, Scale
@@ -75,12 +75,13 @@ class TileOrderScratch:
         """Where addresses go."""
         return places_of([(params.tile_order, "data", self.nbytes)])
 
-    def kernel(self, programmatic: bool) -> KernelLaunch:
-        """The kernel that finds it."""
+    def kernel(self) -> KernelLaunch:
+        """The kernel that finds it, after the one that writes the block mask, if one does."""
         (batch, heads), threads = self._entries, TileOrderTiling().threads
         source, shared = tile_order_source(self.problem), 4 * self._tiles
         grid = heads, batch, 1
-        return KernelLaunch(source, grid, threads, shared, True, programmatic=programmatic)
+        is_later = self.problem.score_blocks is not None
+        return KernelLaunch(source, grid, threads, shared, plain=True, programmatic=is_later)
 
 
 def tile_order_source(problem: Problem) -> KernelSource:

@@ -21,8 +21,9 @@ from dlattn.plans import bwd_sm90
 from dlattn.plans.bwd_division import Division
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
-from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.decode import Decode
+from dlattn.plans.dumps import debug_kernels
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (

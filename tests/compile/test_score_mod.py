@@ -15,8 +15,9 @@ from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.bwd_sm90_refusal import MOST_SLOPE, register_refusal
-from dlattn.plans.cuda import CudaPlan, debug_kernels
+from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.decode import Decode
+from dlattn.plans.dumps import debug_kernels
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.score_blocks import ScoreBlocksScratch
 from dlattn.plans.score_source import definition, mask_definition

@@ -9,7 +9,7 @@ import pytest
 
 from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
-from dlattn.plans.cuda import debug_kernels
+from dlattn.plans.dumps import debug_kernels
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.problem import Problem, Scale, Stored, StoredSigns, TensorSpec
 from dlattn.runtime import jit

@@ -141,24 +141,27 @@ def test_many_tiles_are_put_in_order(dims: Any, lengths: bool, entries: tuple[in
     plan = plan_for(FwdSm90, documents(FwdSm90), "sm_90a", seq=8100)
     more = {"seq_len_q": (2, 1, 1, 1)} if lengths else {}
     plan = with_reads(plan, dims | more)
-    order, main = plan.kernels()
-    assert [order.source.name, main.source.name] == ["dlattn_tile_order", "dlattn_fwd_sm90"]
-    assert order.programmatic and main.programmatic
+    (blocks, order), (main,) = plan.first_kernels(), plan.kernels()
+    names = [kernel.source.name for kernel in (blocks, order, main)]
+    assert names == ["dlattn_score_blocks", "dlattn_tile_order", "dlattn_fwd_sm90"]
+    assert [it.programmatic for it in (blocks, order, main)] == [False, True, True]
     batch, heads = entries
     assert order.grid == (heads, batch, 1) and order.shared == 4 * 64
     told = plan._params.tile_order
     assert (told.batch, told.head) == (64 * heads * (batch > 1), 64 * (heads > 1))
-    assert plan.scratch_bytes == 256 + 256 * batch * heads
+    assert plan.scratch_bytes == 256
+    assert plan.score_blocks is not None
+    assert plan.workspace_size == 256 + plan.score_blocks.nbytes + 256 * batch * heads
 
 
 def test_few_tiles_have_no_order() -> None:
     """Nor have those of a packed batch, whose long sequences come first."""
     for fields, seq in (({}, 300), ({"ragged": True}, 8100)):
         plan = plan_for(FwdSm90, documents(FwdSm90, **fields), "sm_90a", seq=seq)
-        (main,) = plan.kernels()
-        assert main.source.name == "dlattn_fwd_sm90" and plan._params.tile_order.batch == 0
-        names = [source.name for source in plan.companions()]
-        assert ("dlattn_tile_order" in names) == (not fields)
+        names = [kernel.source.name for kernel in (*plan.first_kernels(), *plan.kernels())]
+        assert "dlattn_tile_order" not in names and plan._params.tile_order.batch == 0
+        companions = [source.name for source in plan.companions()]
+        assert ("dlattn_tile_order" in companions) == (not fields)
 
 
 def test_a_mask_as_given_has_an_order() -> None:
@@ -168,6 +171,7 @@ def test_a_mask_as_given_has_an_order() -> None:
         edits=(Scale(),),
         masks=(Padding(), BlockMask()),
     )
-    order, main = plan_for(FwdSm90, problem, "sm_90a", seq=8100).kernels()
+    plan = plan_for(FwdSm90, problem, "sm_90a", seq=8100)
+    (order,), (main,) = plan.first_kernels(), plan.kernels()
     assert (order.programmatic, main.programmatic) == (False, True)
     assert order.grid == (4, 2, 1)
