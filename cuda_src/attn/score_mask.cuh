@@ -25,6 +25,7 @@ namespace dlattn {
 // The same to whatever is computed of them: 0 and -0 are not, a NaN may be.
 template <class T>
 DLATTN_DEVICE bool identical(T a, T b) {
+  static_assert(!same_type<T, double>);
   if constexpr (same_type<T, float>) return __float_as_uint(a) == __float_as_uint(b);
   return a == b;
 }
@@ -85,9 +86,9 @@ struct MaskedRows {
       // As of documents: the warp's rows are like its first one, or like its last.
       const OfRow first = Mask::from_lane(rows[0], 0), last = Mask::from_lane(rows[1], 31);
       const bool like_first[2] = {Mask::equal(rows[0], first), Mask::equal(rows[1], first)};
-      const bool like_last = (like_first[0] | Mask::equal(rows[0], last)) &
-                             (like_first[1] | Mask::equal(rows[1], last));
-      if (__all_sync(0xffffffffu, like_last)) {
+      const bool like_either = (like_first[0] | Mask::equal(rows[0], last)) &
+                               (like_first[1] | Mask::equal(rows[1], last));
+      if (__all_sync(0xffffffffu, like_either)) {
         const uint32 of_first = kept_of(first);
         const bool one = __all_sync(0xffffffffu, like_first[0] & like_first[1]);
         const uint32 of_last = one ? of_first : kept_of(last);

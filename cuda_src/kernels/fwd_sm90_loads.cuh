@@ -173,7 +173,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   // Lengths are known on the device only: a tile with queries goes to the block that first asks for
-  // it, those of long entries first, and the last tile of an entry, or that which visits the most keys.
+  // it, those of long entries first, and the last tile of an entry, or in the order of kernels/tile_order.cuh.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
     const int groups = p.heads_q / Base::heads_per_tile(p);

@@ -1,5 +1,5 @@
-// Before a Hopper forward whose blocks ask for query tiles of a block mask: those that visit the most keys
-// come first, so that blocks end together. A thread block has all tiles of a (batch, head) pair.
+// Before a Hopper forward whose blocks ask for query tiles of a block mask: those that visit the most
+// blocks of keys come first, so that all end together. A thread block has the tiles of a (batch, head) pair.
 #pragma once
 
 #include "attn/mask.cuh"

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     problem, geometry = _problem(arguments)
     plan = select(problem, geometry, target)[0](problem, geometry, target)
     assert isinstance(plan, CudaPlan), "every plan for a CUDA target has kernels"
-    kernels = plan.kernels()
+    kernels = [*plan.first_kernels(), *plan.kernels()]
     print(f"{plan.name} on {target.arch}, workspace {plan.workspace_size} bytes")
     sources = [kernel.source for kernel in kernels]
     for kernel, compiled in zip(kernels, compile_kernels(sources, target.arch), strict=True):

@@ -41,7 +41,7 @@ def serialize(graph: Portable) -> bytes:
             f"Graph {graph._name!r} has no built plan to serialise; call build() first."
         )
     plan, target = execution.plan, execution.plan.target
-    sources = dict.fromkeys(plan.sources())
+    sources = dict.fromkeys([*plan.sources(), *plan.elsewhere()])
     if graph._overrides is not None:
         for it in (plan, *graph._overrides.plans):
             sources |= dict.fromkeys([*it.sources(), *it.companions()])

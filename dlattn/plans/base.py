@@ -63,6 +63,10 @@ class Runnable(ABC):
         size compiles nothing."""
         return [source for plan in self.plans for source in plan.companions()]
 
+    def elsewhere(self) -> list[KernelSource]:
+        """Kernels that the same plan launches on devices of more or fewer multiprocessors."""
+        return [source for plan in self.plans for source in plan.elsewhere()]
+
     def compile(self) -> list[CompiledKernel]:
         """The part of :meth:`build` that needs no device: compile :meth:`sources`."""
         return [kernel for plan in self.plans for kernel in plan.compile()]

@@ -12,7 +12,6 @@ from math import prod
 from dlattn.dtypes import data_type, to_cpp
 from dlattn.plans.kernels import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
-from dlattn.plans.score_source import definition
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Edit, Geometry, Problem, ScoreGradient, ScoreProgram
 from dlattn.records import dataclass
@@ -119,6 +118,8 @@ def score_gradient_kernel(
     """The same for that of a tensor that a user's function reads."""
     types, definitions = {"DBias": to_cpp(of.dtype)}, ""
     if not of.is_plain:
+        from dlattn.plans.score_source import definition
+
         # Of the score that the function is given, as the edits before it make that.
         before = takewhile(lambda edit: not isinstance(edit, ScoreProgram), problem.edits)
         given = before if of.partial.takes_score else ()

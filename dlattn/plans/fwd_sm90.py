@@ -366,7 +366,13 @@ class FwdSm90(MappedPlan):
         return KernelLaunch(source, (grid, 1, 1), 32 * warps, shared, True, programmatic=True)
 
     def companions(self) -> list[KernelSource]:
-        its = tilings(self.problem)
+        return self._of_others(tilings(self.problem))
+
+    def elsewhere(self) -> list[KernelSource]:
+        return self._of_others([replace(self.tiling, shares_more=False)])
+
+    def _of_others(self, its: Sequence[Sm90FwdTiling]) -> list[KernelSource]:
+        """What other numbers of tiles and blocks take of these tilings, which share no more."""
         more = [replace(it, shares_more=True) for it in its if may_share_more(self.problem, it)]
         sources = [self._source(tiling) for tiling in (*its, *more) if tiling != self.tiling]
         if self._may_order_tiles and self._tile_order is None:

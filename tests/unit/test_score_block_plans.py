@@ -15,8 +15,10 @@ from dlattn.plans.decode import Decode
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    Band,
     BlockMask,
     Geometry,
+    Mask,
     Padding,
     Philox,
     Problem,
@@ -175,3 +177,21 @@ def test_a_mask_as_given_has_an_order() -> None:
     (order,), (main,) = plan.first_kernels(), plan.kernels()
     assert (order.programmatic, main.programmatic) == (False, True)
     assert order.grid == (4, 2, 1)
+
+
+@pytest.mark.parametrize("masks", [(), (Band(left=False, right=True),), (BlockMask(),)])
+@pytest.mark.parametrize("seq", [129, 1700, 8100])
+def test_a_plan_travels(masks: tuple[Mask, ...], seq: int) -> None:
+    """What a forward launches on devices of other numbers of multiprocessors, with the tiling that
+    it has here, is among its kernels here, and those that it would have elsewhere."""
+    problem = replace(
+        documents(FwdSm90).without_score_blocks, edits=(Scale(),), masks=(Padding(), *masks)
+    )
+    left, right = None, 0 if masks and isinstance(masks[0], Band) else None
+    here = plan_for(FwdSm90, problem, "sm_90a", seq=seq, left=left, right=right)
+    assert isinstance(here, FwdSm90)
+    carried = {*here.sources(), *here.elsewhere()}
+    for multiprocessors in (3, 24, 78, 114, 132, 160):
+        target = replace(here.target, multiprocessors=multiprocessors)
+        there = FwdSm90(problem, here.geometry, target, here.tiling)
+        assert carried.issuperset(there.sources()), multiprocessors
