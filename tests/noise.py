@@ -125,11 +125,13 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         centred = d_p - row_sum(e, p * d_p)
         d_s = slope * p * centred
         own_d_p = kept**2 * product(e.d_o, transposed(e.v), 0 * e.d_o)
-        d_s_variance = rounding(d_s / factor) * factor**2 + slope**2 * (
-            p_variance * centred**2 + p**2 * own_d_p
-        )
+        held_d_s = rounding(d_s / factor) * factor**2
+        d_s_variance = held_d_s + slope**2 * (p_variance * centred**2 + p**2 * own_d_p)
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
         scale = case.scale_value**2
+        d_q = product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2
+        if case.offset and case.numbers == "sparse":
+            d_q[..., 0] += _of_alike(e, d_s, held_d_s**0.5 * e.k[..., None, :, 0])
         asked = {"debug_softmax": p_variance} if case.looks_inside else {}
         given_score = given_variance(case, e)
         steps = [slopes_of(case, e, off) for off in (-_STEP, _STEP)]
@@ -156,7 +158,7 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
             "stats": stats_variance,
             "score_max": own + size + row_max(e, is_largest * cut_off) ** 2 / 3,
             "score_sum_exp": sum_variance,
-            "dQ": scale * (product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2),
+            "dQ": scale * d_q,
             "dK": scale
             * product(transposed(d_s), e.q, transposed(d_s_variance + (slope * p) ** 2 * delta)),
             "dV": product(
@@ -191,6 +193,19 @@ def _sum_variance(x: Any, y: Any, eps: float, first: Any) -> Any:
     reach = abs(x) @ abs(y)
     partial_sums = x.shape[-1] / 36 * (first**2 + first * reach + reach**2)
     return eps**2 * (reach**2 + partial_sums)
+
+
+def _of_alike(e: Entry, values: Any, deviations: Any) -> Any:
+    """What the variance of the sum of a row's errors is more than theirs, because the same values
+    have the same error. Those are what is within a millionth of the row's largest magnitude."""
+    largest = row_max(e, abs(values))
+    steps = e.xp.round(1e6 * values / e.xp.where(largest > 0, largest, 1.0))
+    steps = steps.reshape(-1, values.shape[-1])
+    rows = e.xp.cumsum(e.xp.ones_like(steps[:, :1]), 0)
+    _, group, size = e.xp.unique(steps + 3e6 * rows, return_inverse=True, return_counts=True)
+    together = e.xp.bincount(group.reshape(-1), deviations.reshape(-1))
+    shares = (together**2 / size)[group.reshape(-1)].reshape(values.shape)
+    return (shares - deviations**2).sum(-1)
 
 
 def _first_product(case: Case, e: Entry) -> Any:

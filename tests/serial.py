@@ -3,8 +3,10 @@ and those of one family of kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -26,11 +28,14 @@ def reloaded(case: Case, tensors: Tensors, roles: Roles) -> Ready:
     return other, given, {}
 
 
-def overridden(case: Case, tensors: Tensors, roles: Roles) -> Ready:
-    """The graph of a case like this one, of other sizes, and the sizes of this one."""
-    other = replace(case, seq_q=case.seq_q + 3)
+def overridden(
+    case: Case, tensors: Tensors, roles: Roles, sizes: Mapping[str, Any] | None = None
+) -> Ready:
+    """The graph of a case like this one, of other sizes, or of these, and the sizes of this one."""
+    other = replace(case, **{"seq_q": case.seq_q + 3} if sizes is None else sizes)
     paged = case.page_k is not None or case.page_v is not None
-    if not paged and (case.len_q, case.len_kv, case.ragged) == (None, None, ()):
+    lengths = case.len_q, case.len_kv, case.ragged
+    if sizes is None and not paged and lengths == (None, None, ()):
         other = replace(other, batch=case.batch + 1, seq_kv=case.seq_kv + 5)
     declared = make_tensors(other, tensors["q"].library)
     graph, given = declare_graph(other, declared, roles, is_override_shape_enabled=True)
@@ -56,6 +61,11 @@ def run_serialized(case: Case, tensors: Tensors) -> None:
 def run_overridden(case: Case, tensors: Tensors) -> None:
     """As :func:`run_graph`, by graphs that were declared for other sizes."""
     run_graph(case, tensors, overridden)
+
+
+def run_overridden_from(sizes: Mapping[str, Any], case: Case, tensors: Tensors) -> None:
+    """The same, by graphs declared for these."""
+    run_graph(case, tensors, partial(overridden, sizes=sizes))
 
 
 def run_by_engine(engine: str, case: Case, tensors: Tensors) -> None:

@@ -17,6 +17,7 @@ import pytest
 from dlattn.dtypes import data_type, to_torch_name
 from dlattn.errors import DlattnError
 from dlattn.runtime import jit, streams, target, tensormap, tensors
+from dlattn.runtime.buffers import to_device
 from dlattn.runtime.launch import Launch, device_guard
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +87,25 @@ def test_programmatic_launches_in_order(cupy: Any, kernel: jit.Kernel) -> None:
     for _ in range(100):
         shift(data.data.ptr, data.data.ptr, 1.0, 0)
     np.testing.assert_array_equal(data.get(), np.full(1000, 100))
+
+
+def test_a_copy_waits_for_its_memory(cupy: Any) -> None:
+    """What goes to the device goes there after what earlier work of its stream still writes to the
+    same memory, of streams that wait for no other."""
+    text = """extern "C" __global__ void fill(int* out) {
+        for (long long begin = clock64(); clock64() - begin < 100000000;) {}
+        out[threadIdx.x] = -1;
+    }"""
+    fill, numbers = cupy.RawKernel(text, "fill"), np.arange(128, dtype=np.int32)
+    with cupy.cuda.Stream(non_blocking=True):
+        before = cupy.empty_like(numbers)
+        address = before.data.ptr
+        fill((1,), (128,), (before,))
+        del before
+        copy = to_device(numbers, 0)
+        assert copy.data.ptr == address
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_array_equal(copy.get(), numbers)
 
 
 def test_fresh_thread(cupy: Any, kernel: jit.Kernel) -> None:

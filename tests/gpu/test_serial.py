@@ -141,14 +141,20 @@ def test_a_fresh_process(tmp_path: Path) -> None:
     assert np.array_equal(np.load(out), wanted)
 
 
+def of_device_with(multiprocessors: int) -> Any:
+    """The description of this device, with another number of them."""
+    text = cudnn.create_device_properties(0).serialize()
+    here = f'"multiprocessors": {cuda_target(0).multiprocessors}'
+    changed = text.replace(here, f'"multiprocessors": {multiprocessors}')
+    assert changed != text
+    return cudnn.create_device_properties(changed)
+
+
 def test_compiled_without_the_device() -> None:
     """What was compiled for a description runs on the device, with its own multiprocessors."""
     # Of 128 there is one tiling, however many multiprocessors there are.
-    dim, here = (2, 4, 300, 128), cuda_target(0)
-    text = cudnn.create_device_properties(0).serialize()
-    fewer = text.replace(f'"multiprocessors": {here.multiprocessors}', '"multiprocessors": 3')
-    assert fewer != text
-    elsewhere = declared(dim, device_property=cudnn.create_device_properties(fewer))
+    dim = (2, 4, 300, 128)
+    elsewhere = declared(dim, device_property=of_device_with(3))
     elsewhere.build()
     with pytest.raises(RuntimeError, match="cannot be executed here"):
         elsewhere.execute(pack(dim))
@@ -157,6 +163,38 @@ def test_compiled_without_the_device() -> None:
     plain = declared(dim)
     plain.build()
     assert np.array_equal(run(graph, dim), run(plain, dim))
+
+
+@pytest.mark.parametrize("multiprocessors, heads", [(3, 4), (500, 40)])
+def test_compiled_with_and_without_an_order(multiprocessors: int, heads: int) -> None:
+    """So it does where tiles of a block mask have an order on one of them only."""
+    import cupy
+
+    dim = (2, heads, 300, 128)
+    mask = cupy.asarray([3, 5, 6], np.uint8).reshape(1, 1, 3, 1)
+
+    def of_blocks(**options: Any) -> cudnn.pygraph:
+        graph = cudnn.pygraph(io_data_type=HALF, **options)
+        tensors = [graph.tensor(dim, uid=uid) for uid in (1, 2, 3)]
+        bits = graph.tensor(mask.shape, uid=5, data_type=cudnn.data_type.UINT8)
+        o, _ = graph.sdpa(*tensors, attn_scale=0.125, generate_stats=False, block_mask=bits)
+        o.set_output(True).set_uid(4)
+        graph.build()
+        return graph
+
+    elsewhere = of_blocks(device_property=of_device_with(multiprocessors))
+    data, plain = elsewhere.serialize(), of_blocks()
+    graph, before = cudnn.pygraph(), jit.statistics.compiles
+    graph.deserialize(data)
+    outputs = []
+    for it in (graph, plain):
+        given = {**pack(dim), 5: mask}
+        size = it.get_workspace_size()
+        it.execute(given, cupy.empty(size, np.uint8) if size else None)
+        outputs.append(given[4].get())
+    assert np.array_equal(*outputs) and outputs[0].any()
+    assert jit.statistics.compiles == before
+    assert elsewhere.get_workspace_size() != plain.get_workspace_size()
 
 
 def test_shapes_across_one_query_compile_once() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import dlattn as cudnn
 from dlattn.dtypes import data_type, from_any
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
@@ -23,7 +25,10 @@ from dlattn.problem import (
 )
 from dlattn.runtime.target import cuda_target, default_target
 from tests.cases import Case
+from tests.cuda_graphs import CudaGraph
 from tests.drivers import check, gpu_library, run_graph
+from tests.score_mods import callback
+from tests.serial import run_overridden_from
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +58,15 @@ def on_hopper() -> None:
 def test_many_tiles(case: Case) -> None:
     """Every tile is handed out once, whatever its place in the order."""
     check(case, gpu_library(), run_graph)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_many_tiles_of_a_graph_of_few(case: Case) -> None:
+    """So it is where the graph was declared for sizes that have no order."""
+    few = {"batch": 1, "seq_q": 100}
+    if case.len_q is not None:
+        few |= {"len_q": (100,), "len_kv": (1300,)}
+    check(case, gpu_library(), partial(run_overridden_from, few))
 
 
 def visits(mask: Any, len_q: int, seq_q: int, len_kv: int, causal: bool) -> list[int]:
@@ -112,3 +126,85 @@ def test_order(axes: str, causal: bool, lengths: bool) -> None:
         np.testing.assert_array_equal(
             told[begin : begin + rows], np.argsort(-counts, kind="stable")
         )
+
+
+class Changing:
+    """A forward whose documents and lengths are others in each round, in the same memory."""
+
+    heads, seq, head_dim = 12, 1536, 64
+
+    def __init__(self, **options: Any) -> None:
+        import cupy
+
+        self.random = cupy.random.default_rng(0)
+        q, k, v = self.random.standard_normal((3, 1, self.heads, self.seq, self.head_dim)).astype(
+            np.float16
+        )
+        o = cupy.empty_like(q)
+        rows = cupy.zeros((1, 1, self.seq, 1), np.int32)
+        columns = cupy.zeros((1, 1, 1, self.seq), np.int32)
+        length = cupy.ones((1, 1, 1, 1), np.int32)
+        self.graph = cudnn.pygraph(
+            io_data_type=cudnn.data_type.HALF,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            **options,
+        )
+        arrays = (q, k, v, rows, columns, length)
+        self.inputs = [self.graph.tensor_like(x) for x in arrays]
+        named = dict(zip(("documents_q", "documents_k"), self.inputs[3:5], strict=True))
+        made, _ = self.graph.sdpa(
+            *self.inputs[:3], attn_scale=0.125, generate_stats=False, use_padding_mask=True,
+            seq_len_q=self.inputs[5], seq_len_kv=self.inputs[5],
+            score_mod=callback(DOCUMENTS, named),
+        )  # fmt: skip
+        made.set_output(True).set_dim(o.shape).set_stride([n // 2 for n in o.strides])
+        self.graph.build()
+        self.pack = dict(zip((*self.inputs, made), (*arrays, o), strict=True))
+        self.workspace = cupy.zeros(self.graph.get_workspace_size(), np.uint8)
+
+    def change(self) -> None:
+        """Documents of 1 to 1,536 tokens, a length, and a workspace that held anything."""
+        *_, rows, columns, length, o = self.pack.values()
+        begins = self.random.random(self.seq) < 0.5 ** self.random.integers(1, 10)
+        ids = begins.cumsum().astype(np.int32)
+        rows[:], columns[:] = ids.reshape(rows.shape), ids.reshape(columns.shape)
+        length[:] = self.random.integers(0, self.seq + 1)
+        self.workspace[:] = self.random.integers(0, 256, self.workspace.size, np.uint8)
+        o[:] = np.nan
+
+    def check(self) -> None:
+        """The output, by a softmax in float64."""
+        import cupy
+
+        q, k, v, rows, columns, length, o = self.pack.values()
+        kept = slice(int(length.item()))
+        q, k, v = (x[:, :, kept].astype(np.float64) for x in (q, k, v))
+        attends = (rows == columns)[:, :, kept, kept]
+        weights = cupy.where(attends, cupy.exp(0.125 * (q @ k.swapaxes(-1, -2))), 0.0)
+        want = cupy.zeros(o.shape)
+        want[:, :, kept] = weights / weights.sum(-1, keepdims=True) @ v
+        cupy.testing.assert_allclose(o.astype(np.float64), want, atol=4e-3, rtol=4e-3)
+
+
+def test_documents_that_change() -> None:
+    """Blocks, order and forward of each launch are of the tensors as they are then: one may begin
+    before the one before it ends, and the workspace is the same."""
+    its = Changing()
+    for _ in range(20):
+        its.change()
+        for _ in range(3):
+            its.graph.execute(its.pack, its.workspace)
+        its.check()
+
+
+def test_documents_that_change_between_replays() -> None:
+    """So they are of replays of a CUDA graph."""
+    its = Changing()
+    with CudaGraph() as native:
+        its.graph.populate_cuda_graph(None, its.pack, its.workspace, native)
+        native.instantiate()
+        for _ in range(20):
+            its.change()
+            native.launch()
+            its.check()

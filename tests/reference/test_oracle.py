@@ -311,6 +311,18 @@ def test_admits_the_sums_of_tensor_cores(head_dim: int, block: int, extra: int) 
         oracle.assert_close(case, given, {"stats": stats.reshape(1, 1, -1, 1)})
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_admits_that_the_same_is_rounded_the_same(seed: int) -> None:
+    """Few integers, and a soft cap that is nearly flat there, make elements of dS that are alike:
+    their errors add up."""
+    case = Case(
+        dtype="float16", heads_q=2, heads_k=2, heads_v=2, seq_q=256, seq_kv=446, head_dim_qk=32,
+        head_dim_v=32, scale=1.0, softcap=30.0, offset=120.0, numbers="sparse", seed=seed,
+    )  # fmt: skip
+    given = _given(case)
+    oracle.assert_close(case, given, _tiled(case, given, 16))
+
+
 @pytest.mark.parametrize("head_dim", [8, 80, 256])
 def test_noise_of_a_sum_with_an_offset(head_dim: int) -> None:
     """The deviation of float32 sums, added in order, is what the model says, and not half of it.
