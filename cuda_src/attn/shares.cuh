@@ -68,6 +68,10 @@ struct Share {
 
   // Of this item, the least tile in the share.
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
+  // Keys of the item that the share has.
+  DLATTN_DEVICE Interval rows_of_item() const {
+    return {keys.first + last_of_item() * tile_k, least(first_key() + tile_k, keys.last)};
+  }
   DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
   DLATTN_DEVICE bool enters_item() const { return completes(); }
   // The team that has the first tile of the item.
@@ -166,6 +170,9 @@ struct ClusterShare {
   DLATTN_DEVICE int group() const { return head_group; }
   DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
   DLATTN_DEVICE int last_of_item() const { return tile - left + 1; }
+  DLATTN_DEVICE Interval rows_of_item() const {
+    return {keys.first + last_of_item() * tile_k, least(first_key() + tile_k, keys.last)};
+  }
   // Blocks have no more than the first item.
   DLATTN_DEVICE bool enters_item() const { return false; }
   DLATTN_DEVICE void advance() { --left, --tile; }

@@ -18,6 +18,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using Base::loads;
   using Base::m;
   using Base::p;
+  using Base::paged;
   using Base::stages;
   using Base::team;
   using Base::teams;
@@ -60,7 +61,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   SharedMemory& shared;
   int stage = 0, parity = 0;           // where products are
   const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
-  uint32 page_k = 0, page_v = 0;       // of the rows that this warp loads next
+  // Of the rows that this warp loads of 32 tiles of the item, a lane's each; the first lane's tile.
+  uint32 page_k = 0, page_v = 0;
+  int looked_up = 0;
 
   static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
     if (threadIdx.x % 32 == 0) {
@@ -80,8 +83,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
                             const Tiles& place, int warp)
       : Base(params, place, warp), shared(shared_memory) {
     // Page numbers come with the lengths, if the block's first tile is where full sequences have it.
-    const bool guesses =
-        Base::may_guess(p) && loads.left > 0 && first_loaded(loads) < loads.keys.last;
+    const bool guesses = Base::may_guess(p) && loads.left > 0;
     if (guesses) {
       if constexpr (Problem::paged_k) pages_of_k = p.k_pages.unpacked_entries(loads.batch);
       if constexpr (Problem::paged_v) pages_of_v = p.v_pages.unpacked_entries(loads.batch);
@@ -89,7 +91,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     }
     loads.read_lengths();
     if (loads.left == 0) return;
-    if (guesses && loads.batch == place.batch && loads.first_key() == place.first_key()) {
+    if (guesses && loads.batch == place.batch && loads.first_key() == place.first_key() &&
+        loads.tile == place.tile && loads.left <= place.left) {
       Base::find_heads();
     } else {
       enter_item();
@@ -148,23 +151,24 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     if (loads.enters_item()) {
       enter_item();
       Base::prefetch_queries();
-    } else {
+    } else if (paged && lane_of_tile() == 32) {
       look_up();
     }
   }
-  template <bool paged, class Tile>
+  template <bool is_paged, class Tile>
   DLATTN_DEVICE void load(Tile& s_tile, const TensorMap& map, uint64& full,
-                          const PageTableRef& table, int head, uint32 page) const {
+                          const PageTableRef& table, int head, uint32 pages) const {
     const int first = first_loaded(loads);
+    const int page = is_paged ? __shfl_sync(0xffffffffu, pages, lane_of_tile()) : 0;
     if (threadIdx.x % 32 == 0) {
       if (first >= loads.keys.last) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, Tile::slabs * 16 * 128);
         // A page that the container does not have is beyond its bounds: zeros.
-        s_tile.load_rows(0, map, full, paged ? table.slot(first) : first, head,
-                         !paged            ? loads.batch
-                         : table.has(page) ? int(page)
+        s_tile.load_rows(0, map, full, is_paged ? table.slot(first) : first, head,
+                         !is_paged         ? loads.batch
+                         : table.has(page) ? page
                                            : table.pages);
       }
     }
@@ -177,13 +181,17 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     if constexpr (Problem::paged_v) pages_of_v = p.v_pages.entries(loads.batch);
     look_up();
   }
-  // Starts loading the pages of 16 rows, so early that copies need not wait. Nothing is done with their
-  // numbers here: the warp would wait for each.
+  DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
+  // Starts loading the pages of the next tiles, so early that copies need not wait. Nothing is done with
+  // their numbers here: the warp would wait for them.
   DLATTN_DEVICE void look_up() {
-    const int first = first_loaded(loads);
-    if (first >= loads.keys.last) return;
-    if constexpr (Problem::paged_k) page_k = p.k_pages.start_number(pages_of_k, first);
-    if constexpr (Problem::paged_v) page_v = p.v_pages.start_number(pages_of_v, first);
+    if constexpr (paged) {
+      looked_up = loads.tile;
+      Base::for_own_rows(loads, first_loaded(loads), [&](int row) {
+        if constexpr (Problem::paged_k) page_k = p.k_pages.start_number(pages_of_k, row);
+        if constexpr (Problem::paged_v) page_v = p.v_pages.start_number(pages_of_v, row);
+      });
+    }
   }
 };
 

@@ -14,6 +14,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base::first_loaded;
   using Base::loads;
   using Base::p;
+  using Base::paged;
   using Base::ragged;
   using Base::row_group;
   using Base::stages;
@@ -27,7 +28,6 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using typename Base::T;
   using typename Base::Tiles;
   using typename Base::VTile;
-  static constexpr bool paged = Problem::paged_k || Problem::paged_v;
 
   union Stage {
     struct {
