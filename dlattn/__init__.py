@@ -84,4 +84,5 @@ __getattr__, __dir__, __all__ = exports(
         "dlattn.problem.dropout": "philox_dropout_mask",
         "dlattn.states": "merge_states",
     },
+    one_at_a_time=True,
 )
