@@ -280,9 +280,13 @@ def _shapes() -> list[Case]:
         for keys in (4096, 16384, 65536)
     ]
     next_of_several = [
-        case(batch, heads, 32, wide, "causal", keys=keys)
-        for batch, heads, keys in ((4, (64, 8), 4096), (8, (32, 8), 8192), (8, (28, 4), 8192))
-    ]
+        case(batch, heads, queries, wide, "causal", keys=keys)
+        for batch, heads, queries, keys in (
+            (4, (64, 8), 32, 4096), (8, (32, 8), 32, 8192), (8, (28, 4), 32, 8192),
+            (8, (28, 4), 64, 8192), (4, (64, 8), 64, 8192), (8, (40, 8), 32, 8192),
+            (32, (32, 32), 32, 2048),
+        )
+    ]  # fmt: skip
     alone = [
         case(1, (heads, heads), seq, (d, d), mask)
         for d, heads, seq in (

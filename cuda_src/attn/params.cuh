@@ -43,6 +43,7 @@ struct Params {
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
+  int heads_together;            // that share both
   int band_left, band_right;     // cuDNN's diagonal bounds
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a

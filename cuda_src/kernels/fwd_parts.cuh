@@ -116,7 +116,7 @@ struct FwdParts {
     const auto rows = Block::rows_from(p, 16 * (warp_of_tile % 4));
     const int head = own.head + rows.head, first = own.first + rows.first;
     const int length_q = work.length.q;
-    if (own.first < 0 || first >= length_q) return;
+    if (own.first < 0 || rows.head >= own.heads || first >= length_q) return;
 
     await_kernel_before();
     const ScoreValues values(p);

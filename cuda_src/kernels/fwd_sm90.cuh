@@ -462,7 +462,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
   // Addresses are made once, for all slabs: what stands between two query tiles has to be fetched.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
-    if (work.queries.empty()) return;
+    if (work.queries.empty() || !Base::has_head(work)) return;
     const WorkItem at = work.item;
     if (Base::shares_keys && at.parts != 0 && !gather_parts(at, softmax, output)) return;
     const int warp_row = first_row(), head = own_head(work), first = first_query(work);

@@ -95,12 +95,15 @@ struct FwdSm90Block {
     Interval queries;  // that exist
     Interval full;     // keys that every query attends to
     int first_tile, last_tile;
+    int heads;  // that it is of, from the item's on
 
-    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, const Lengths& lengths, Interval rows)
+    DLATTN_DEVICE Work(const Params& p, WorkItem work_item, const Lengths& lengths, Interval rows,
+                       int heads_of_work = 1)
         : item(work_item),
           length(lengths),
           queries{most(rows.first, 0), least(rows.last, length.q)},
-          full(Problem::Mask::full_keys(queries, length, p)) {
+          full(Problem::Mask::full_keys(queries, length, p)),
+          heads(heads_of_work) {
       const Interval keys = Problem::Mask::keys(queries, length, p);
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
@@ -124,12 +127,13 @@ struct FwdSm90Block {
     DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths)
         : Work(p, item, lengths, item.tile * tile_q - rows_missing(lengths.q)) {}
     DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths, int first)
-        : Work(p, item, lengths, Interval{first, first + tile_q}) {}
+        : Work(p, item, lengths, Interval{first, first + tile_q}, heads_of_tile(p, item.head)) {}
   };
 
-  // The 64 rows of a consumer, or 16 of a warp.
+  // The 64 rows of a consumer, or 16 of a warp; a consumer may have rows of several heads, from the first
+  // on.
   struct OwnRows {
-    int head, first;
+    int head, first, heads = 1;
   };
 
   // For a consumer, whose rows may attend to fewer tiles of keys.
@@ -137,7 +141,7 @@ struct FwdSm90Block {
     int unseen_before, unseen_after;  // tiles of keys that only others of the block attend to
 
     DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
-        : Work(p, all.item, all.length, {rows.first, rows.first + 64}) {
+        : Work(p, all.item, all.length, {rows.first, rows.first + 64}, rows.heads) {
       this->item.head = rows.head;
       // Of a part, or one that has no keys there would leave nothing to add.
       const bool part = shares_keys && (!shares_bands || all.item.parts != 0);
@@ -192,9 +196,24 @@ struct FwdSm90Block {
   DLATTN_DEVICE FwdSm90Block(const MappedFwdParams& params, SharedMemory& shared_memory)
       : m(params), p(params.p), shared(shared_memory), warpgroup(warp_index() / 4 - 1) {}
 
-  // Heads whose keys are visited alike.
+  // Heads whose keys are visited alike, at the most.
   static DLATTN_DEVICE int heads_per_tile(const Params& p) {
     return visits_all ? 1 : p.heads_per_block;
+  }
+  // From this one on: those that share keys may not fill their last tile.
+  static DLATTN_DEVICE int heads_of_tile(const Params& p, int head) {
+    if (heads_per_tile(p) == 1) return 1;
+    return least(heads_per_tile(p), p.heads_together - head % p.heads_together);
+  }
+  // The first head of the tiles of this number, of a batch entry.
+  static DLATTN_DEVICE int first_head(const Params& p, int number) {
+    if (heads_per_tile(p) == 1) return number;
+    const int tiles = ceil_div(p.heads_together, heads_per_tile(p));
+    return number / tiles * p.heads_together + number % tiles * heads_per_tile(p);
+  }
+  static DLATTN_DEVICE int tiles_of_heads(const Params& p) {
+    if (heads_per_tile(p) == 1) return p.heads_q;
+    return p.heads_q / p.heads_together * ceil_div(p.heads_together, heads_per_tile(p));
   }
 
   static DLATTN_DEVICE int heads_per_consumer(const Params& p) {
@@ -204,9 +223,13 @@ struct FwdSm90Block {
 
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
   // few that they are one consumer's, each has those of another head, which shares the keys; or, of half
-  // as many, of two.
+  // as many, of two. There may be no such head: a consumer has nothing then.
   static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
-    if (heads_per_tile(p) > 1) return {work.item.head + warpgroup * heads_per_consumer(p), 0};
+    if (heads_per_tile(p) > 1) {
+      const int each = heads_per_consumer(p), before = warpgroup * each;
+      const int left = work.heads - before;
+      return {work.item.head + before, left > 0 ? 0 : -64, least(each, left)};
+    }
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
     return {work.item.head, work.first_row() + 64 * part};
   }
@@ -217,8 +240,14 @@ struct FwdSm90Block {
     if (heads_per_consumer(p) == 1) return {0, row};
     return {row / 32, row % 32};
   }
+  // Where there is no head, the rows are the last one's once more, and not stored.
+  DLATTN_DEVICE bool has_head(const Work& work) const {
+    if constexpr (!Tiling::shares_more) return true;
+    return rows_from(p, first_row()).head < work.heads;
+  }
   DLATTN_DEVICE int own_head(const Work& work) const {
-    return work.item.head + rows_from(p, first_row()).head;
+    if constexpr (!Tiling::shares_more) return work.item.head;
+    return work.item.head + least(rows_from(p, first_row()).head, work.heads - 1);
   }
   DLATTN_DEVICE int first_query(const Work& work) const {
     return work.queries.first + rows_from(p, first_row()).first;

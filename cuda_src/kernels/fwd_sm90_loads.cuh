@@ -85,7 +85,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if (work.empty()) {
       const int last = least(round_up(work.queries.last, 64), p.seq_q);
 #pragma unroll 1
-      for (int i = 0; i < Base::heads_per_tile(p); ++i, ++item.head) {
+      for (int i = 0; i < work.heads; ++i, ++item.head) {
         store_nothing(item, {work.queries.first, last}, work.length.q);
       }
       return false;
@@ -167,7 +167,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     begin_asking(count);
     for (int number = blockIdx.x; number < count; number = ask()) {
       const int4 row = p.ragged.items[1 + number];
-      const int head = uniform(row.y) * Base::heads_per_tile(p);
+      const int head = Base::first_head(p, uniform(row.y));
       offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
     }
   }
@@ -176,11 +176,11 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // it, those of long entries first, and the last tile of an entry, or in the order of kernels/tile_order.cuh.
   DLATTN_DEVICE void offer_attending(Place<item_stages>& place) {
     BatchWalk walk;
-    const int groups = p.heads_q / Base::heads_per_tile(p);
+    const int groups = Base::tiles_of_heads(p);
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
     for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
-      const int head = walk.rest % groups * Base::heads_per_tile(p);
+      const int head = Base::first_head(p, walk.rest % groups);
       const int tile = handed_out(walk.batch, head, walk.rest / groups);
       offer_asked(place, {tile, head, walk.batch}, number);
     }
@@ -267,7 +267,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
           QTile& tile = shared.q[stage][consumer];
           const int heads = Base::heads_per_consumer(p);
           for (int i = 0; i < heads; ++i) {
-            const int row = entry.row + rows.first, head = rows.head + i;
+            const int row = entry.row + rows.first, head = rows.head + least(i, rows.heads - 1);
             tile.load_rows(64 / heads * i, m.q, full, row, head, entry.batch);
           }
         });

@@ -200,6 +200,7 @@ class Params(ctypes.Structure):
         ("seq_kv", ctypes.c_int32),
         ("heads_per_k", ctypes.c_int32),
         ("heads_per_v", ctypes.c_int32),
+        ("heads_together", ctypes.c_int32),
         ("band_left", ctypes.c_int32),
         ("band_right", ctypes.c_int32),
         ("bottom_right", ctypes.c_int32),

@@ -17,6 +17,8 @@ from dlattn.plans.fwd_sm90_shares import (
     may_share_more,
     shared_out,
     sharing,
+    tile_heads,
+    tiles_of_heads,
     visited,
 )
 from dlattn.plans.kernels import (
@@ -259,11 +261,10 @@ class FwdSm90(MappedPlan):
         keys = visited(self.problem, self.geometry, self.tiling)
         return table(
             tile_costs(*keys),
-            self.geometry.heads_q,
+            tile_heads(self.geometry, self._heads_per_tile),
             self.geometry.batch,
             max(1, pairs_per_wave(self.problem, self.geometry, WAVE_BYTES) // self._heads_per_tile),
             self._blocks,
-            self._heads_per_tile,
             keys if self._sharing.blocks else None,
             self._sharing.beside,
         )
@@ -330,7 +331,7 @@ class FwdSm90(MappedPlan):
 
     @property
     def _tiles(self) -> int:
-        return query_tiles(self.geometry, self.tiling.tile_q) // self._heads_per_tile
+        return tiles_of_heads(self.geometry, self.tiling.tile_q, self._heads_per_tile)
 
     @cached_property
     def _shared_tiles(self) -> Array:

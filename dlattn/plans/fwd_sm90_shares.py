@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dlattn.plans.kernels import pairs_per_wave, query_tiles, round_up
 from dlattn.plans.schedule import (
     PARTS_COST,
@@ -31,10 +33,9 @@ SLOWER = 1.25
 
 #: Parts of a tile that one of its blocks adds at the most, if a kernel of its own may.
 MOST_PARTS_OF_ONE = 3
-#: Of multiprocessors, how many must be left something to do where heads share tiles; and how many
-#: may have nothing, where query tiles with nearly the same keys have as many blocks each. These
-#: tiles have at least so much of the most keys of one.
-LEAST_BUSY, MOST_IDLE, LEAST_ALIKE = 0.75, 0.1, 0.9
+#: Of multiprocessors, how many may have nothing to do where query tiles with nearly the same keys
+#: have as many blocks each. These tiles have at least so much of the most keys of one.
+MOST_IDLE, LEAST_ALIKE = 0.1, 0.9
 
 
 def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
@@ -56,6 +57,19 @@ def visited(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> tupl
     """See :func:`dlattn.plans.schedule.visited_keys`."""
     missing = rows_missing(problem, geometry, tiling)
     return visited_keys(geometry, tiling.tile_q, tiling.tile_k, missing)
+
+
+def tile_heads(geometry: Geometry, heads: int) -> Array:
+    """The first head of each tile of so many, at the most, of a batch entry. Those of a tile share
+    keys."""
+    together = geometry.heads_together if heads > 1 else 1
+    every = np.arange(geometry.heads_q)
+    return every[every % together % heads == 0]
+
+
+def tiles_of_heads(geometry: Geometry, tile_q: int, heads: int) -> int:
+    """Query tiles of so many heads, at the most."""
+    return query_tiles(geometry, tile_q) // geometry.heads_q * len(tile_heads(geometry, heads))
 
 
 def has_same_keys(problem: Problem) -> bool:
@@ -90,7 +104,7 @@ def sharing(
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
     if blocks == 0:
         return Sharing(0)
-    tiles = query_tiles(geometry, tiling.tile_q) // heads
+    tiles = tiles_of_heads(geometry, tiling.tile_q, heads)
     # Of tiles with the same keys, those that fill blocks are whole.
     begin, end = visited(problem, geometry, tiling)
     same = has_same_keys(problem) or same_keys(begin, end)
@@ -111,7 +125,7 @@ def _sharing_blocks(
 ) -> int:
     if asks_for_tiles(problem, geometry):
         return 0
-    pairs = geometry.batch * geometry.heads_q // heads
+    pairs = geometry.batch * len(tile_heads(geometry, heads))
     begin, end = visited(problem, geometry, tiling)
     if has_same_keys(problem):
         return sharing_blocks(pairs * len(begin), geometry.seq_kv, multiprocessors)
@@ -126,21 +140,25 @@ def _sharing_blocks(
 def heads_per_tile(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
 ) -> int:
-    """Query heads that share a tile: queries so few that one consumer has those of a head, or of
-    two, leave the others to heads with the same keys, if multiprocessors have enough to do all the
-    same."""
+    """Query heads that share a tile, at the most: queries so few that one consumer has those of a
+    head, or of two, leave the others to heads with the same keys, if multiprocessors then have less
+    to do."""
     if problem.has_blocks or tiling.stages_bias:
         return 1
-    more = may_share_more(problem, tiling)
-    for heads, queries in ((2 * tiling.consumers, 32), (tiling.consumers, 64)):
-        if geometry.seq_q > queries or geometry.heads_together % heads:
-            continue
+    more, together = may_share_more(problem, tiling), geometry.heads_together
+    choices = [1]
+    if geometry.seq_q <= 64 and (more or together % tiling.consumers == 0):
+        choices.append(tiling.consumers)
+    if geometry.seq_q <= 32 and more:
+        choices.append(2 * tiling.consumers)
+
+    def tiles_of_one(heads: int) -> float:
+        """Tiles that a multiprocessor has, one after the other."""
+        tiles = tiles_of_heads(geometry, tiling.tile_q, heads)
         blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
-        enough = geometry.batch * geometry.heads_q >= heads * multiprocessors
-        enough |= more and blocks >= LEAST_BUSY * multiprocessors
-        if enough and (more or heads == tiling.consumers):
-            return heads
-    return 1
+        return tiles / blocks if blocks else -(-tiles // multiprocessors)
+
+    return min(choices, key=tiles_of_one)
 
 
 def choose_tiling(
@@ -161,12 +179,13 @@ def choose_tiling(
         """In products of a query and a key."""
         costs = tile_costs(*visited(problem, geometry, tiling))
         heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-        at_a_time = min(query_tiles(geometry, tiling.tile_q) // heads, multiprocessors)
+        at_a_time = min(tiles_of_heads(geometry, tiling.tile_q, heads), multiprocessors)
         slower = 1.0 if tiling is tilings[0] else SLOWER
-        of_head = float(costs.sum()) / heads * tiling.tile_q * tiling.tile_k * slower
+        of_entry = float(costs.sum()) * len(tile_heads(geometry, heads))
+        of_entry *= tiling.tile_q * tiling.tile_k * slower
+        total = of_entry * geometry.batch
         if has_same_keys(problem):
-            return of_head / at_a_time
-        total = of_head * geometry.batch * geometry.heads_q
+            return total / at_a_time
         blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
         if blocks:
             return total / blocks + PARTS_COST * tiling.tile_q * slower

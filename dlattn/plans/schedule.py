@@ -192,11 +192,10 @@ def share_side_by_side(
 
 def table(
     costs: Array,
-    heads: int,
+    heads: Array,
     batch: int,
     pairs_per_wave: int,
     blocks: int,
-    heads_per_tile: int = 1,
     shared_keys: tuple[Array, Array] | None = None,
     beside: int = 1,
 ) -> Array:
@@ -204,7 +203,7 @@ def table(
     of a block after one access to memory.
 
     Args:
-        heads_per_tile: neighbouring heads that share a tile, which is scheduled as of the first.
+        heads: the first of each tile, of those that share one, of a batch entry.
         shared_keys: of each query tile of a pair the first key tile and the one after its last, if
             blocks share them: those of the last query tiles, or where they differ, of all.
         beside: see :func:`share_side_by_side`; 1 unless blocks share the keys of all query tiles.
@@ -216,8 +215,7 @@ def table(
         tile whose keys are all one block's; else of the last part how many there are before it, and
         -1 of these.
     """
-    heads //= heads_per_tile
-    pairs = heads * batch
+    pairs = len(heads) * batch
     if shared_keys:
         begin, end = shared_keys
         order = balance(costs, pairs, pairs_per_wave, min(blocks, pairs * len(costs)))[1]
@@ -237,7 +235,7 @@ def table(
     by_block = np.argsort(owner, kind="stable")
     pair, tile = order[by_block] // len(costs), order[by_block] % len(costs)
     zeros = np.zeros_like(tile)
-    place = [tile, pair % heads * heads_per_tile, pair // heads, zeros]
+    place = [tile, heads[pair % len(heads)], pair // len(heads), zeros]
     rows = np.stack([*place, *keys[by_block].T, zeros], axis=1)
     counts = np.bincount(owner, minlength=blocks)
     assert counts.min() > 0, "every block has a tile"

@@ -93,6 +93,48 @@ MORE_CASES = {
         head_dim_qk=64,
         head_dim_v=64,
     ),
+    "seven heads, of which one has no other": replace(
+        NEXT, heads_q=28, heads_k=4, heads_v=4, seq_q=32, seq_kv=9000, alibi="H", sink=1.0
+    ),
+    "five heads, a tile of one": replace(
+        NEXT,
+        batch=3,
+        heads_q=10,
+        heads_k=2,
+        heads_v=2,
+        seq_q=30,
+        seq_kv=9000,
+        head_dim_qk=64,
+        head_dim_v=64,
+        dropout=0.2,
+        row_outputs=("score_max",),
+    ),
+    "three heads, whose queries fill consumers": replace(
+        FEW, heads_q=12, heads_k=4, heads_v=2, seq_q=60, seq_kv=9001, bias="bfloat16"
+    ),
+    "seven heads, lengths on the device": replace(
+        NEXT,
+        batch=35,
+        heads_q=14,
+        heads_k=2,
+        heads_v=2,
+        seq_q=32,
+        seq_kv=300,
+        len_q=(20, 17, 32, 3, 0) * 7,
+        len_kv=(300, 129, 77, 0, 5, 256, 19) * 5,
+    ),
+    "six heads, in a window, many tiles": replace(
+        NEXT,
+        heads_q=6,
+        heads_k=1,
+        heads_v=1,
+        batch=70,
+        seq_q=31,
+        seq_kv=700,
+        left=300,
+        stats=None,
+        layouts=(("q", "bhsd"), ("o", "bhsd")),
+    ),
     "heads that share tiles, full": replace(
         FEW, heads_q=8, heads_k=2, heads_v=2, seq_q=64, seq_kv=9001
     ),

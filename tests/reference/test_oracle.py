@@ -10,138 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlattn.problem import alibi_slopes
 from tests import oracle
 from tests.builders import make_tensors
 from tests.cases import Case
-from tests.definition import kept_by, modified
 from tests.libraries import Library
 from tests.pages import by_sequence
 from tests.strategies import cases
+from tests.tiled import tiled
 
 _HALVES = st.sampled_from(("bfloat16", "float16"))
-
-
-def _tiled(case: Case, given: dict[str, Any], tile: int) -> dict[str, Any]:
-    """A fused kernel's arithmetic: FlashAttention-2 in float32, with keys in tiles.
-
-    P is rounded against the running maximum, which later tiles change; exponentials are base 2.
-    """
-    arrays = {role: given[role].astype(np.float32) for role in ("q", "k", "v", "dO")}
-    dims, log2e = case.dims(), np.float32(np.log2(np.e))
-    out = {role: np.zeros(dims[role], np.float32) for role in ("o", "dQ", "dK", "dV")}
-    out |= {role: np.full(dims[role], -np.inf, np.float32) for role in ("stats", "score_max")}
-    out["score_sum_exp"] = np.zeros(dims["stats"], np.float32)
-    out["dSink_token"] = np.zeros(dims["dSink_token"], np.float32)
-    if case.d_bias:
-        out["dBias"] = np.zeros(case.bias_dim(), np.float32)
-    sinks = np.full(case.heads_q, -np.inf, np.float32)
-    if case.sink is not None:
-        sinks = given["sink_token"].reshape(-1)
-
-    mask, drop_scale = np.ones(case.scores_dim(), np.float32), np.float32(case.dropout_scale())
-    if case.dropout is not None:
-        mask = kept_by(case, given, "float32")
-
-    def store(x: Any) -> Any:
-        return given["q"].dtype.type(x).astype(np.float32)
-
-    for b, h in np.ndindex(case.batch, case.heads_q):
-        m, n = case.lengths_q()[b], case.lengths_kv()[b]
-        hk, hv = h * case.heads_k // case.heads_q, h * case.heads_v // case.heads_q
-        q, d_o = arrays["q"][b, h, :m], arrays["dO"][b, h, :m]
-        k, v = arrays["k"][b, hk, :n], arrays["v"][b, hv, :n]
-        row, column = np.arange(m)[:, None], np.arange(n)[None, :]
-        ahead = column - row - (n - m if case.bottom_right else 0)
-        keep = (ahead <= (n if case.right is None else case.right)) | (case.right is None)
-        keep &= (ahead > -(m if case.left is None else case.left)) | (case.left is None)
-        if case.blocks is not None:
-            keep &= _blocks(case, given, b, h)[:m, :n]
-        if case.softcap:
-            tanh = _tanh((q @ k.T) * np.float32(case.scale_value / case.softcap))
-            s, slope = tanh * (np.float32(case.softcap) * log2e), 1 - tanh * tanh
-        else:
-            s, slope = (q @ k.T) * (np.float32(case.scale_value) * log2e), np.float32(1)
-        if case.score_mod is not None:
-            edited, bend, kept = modified(case, given, arrays["q"], b, h, s / log2e)
-            s, slope, keep = edited * log2e, slope * bend, keep & kept
-        if case.bias:
-            bias = np.broadcast_to(given["bias"], (case.batch, case.heads_q, *case.bias_dim()[2:]))
-            bias = bias[b, h][:m, :n]
-            if case.bias in ("bool", "uint8"):
-                bias = np.where(bias, 0, -np.inf)
-            s = s + bias.astype(np.float32) * log2e
-        s = np.where(keep, s + _alibi(case, given, b, h, m, n) * log2e, np.float32(-np.inf))
-        kept = mask[b, h, :m, :n]
-        top = np.full((m, 1), -np.inf, np.float32)
-        total, acc = np.zeros((m, 1), np.float32), np.zeros((m, case.head_dim_v), np.float32)
-        for j in range(0, n, tile):
-            new = np.maximum(top, s[:, j : j + tile].max(1, keepdims=True))
-            safe = np.where(np.isinf(new), 0, new)
-            shrink, p = np.exp2(top - safe), np.exp2(s[:, j : j + tile] - safe)
-            total = total * shrink + p.sum(1, keepdims=True)
-            acc = acc * shrink + (store(p) * kept[:, j : j + tile]) @ v[j : j + tile]
-            top = new
-        sink = sinks[h] * log2e
-        new = np.maximum(top, sink)
-        safe = np.where(np.isinf(new), 0, new)
-        shrink = np.exp2(top - safe)
-        total, acc, top = total * shrink + np.exp2(sink - safe), acc * shrink, new
-        alive = total > 0
-        o = store(acc / np.where(alive, total, 1) * drop_scale)
-        stats = np.where(alive, top, 0) / log2e + np.log(np.where(alive, total, 1))
-        p = np.exp2(s - np.where(alive, stats * log2e, np.inf))
-        delta = (d_o * o).sum(1, keepdims=True)
-        d_edited = p * (kept * (d_o @ v.T) - delta / drop_scale)
-        if case.d_bias:
-            shared = tuple(axis for axis, name in enumerate("qk") if name not in case.bias_axes)
-            at = (b if "b" in case.bias_axes else 0, h if "h" in case.bias_axes else 0)
-            d_bias = out["dBias"][at][: m if "q" in case.bias_axes else 1]
-            d_bias = d_bias[:, : n if "k" in case.bias_axes else 1]
-            d_bias += d_edited.sum(axis=shared, keepdims=True) * drop_scale
-        d_s = store(slope * d_edited) * drop_scale
-        out["o"][b, h, :m] = o
-        out["stats"][b, h, :m] = np.where(alive, stats, -np.inf)
-        out["score_max"][b, h, :m] = top / log2e
-        out["score_sum_exp"][b, h, :m] = total
-        out["dSink_token"][0, h] -= (
-            np.exp2(sink - np.where(alive, stats * log2e, np.inf)) * delta
-        ).sum(0, keepdims=True)
-        for j in range(0, n, tile):
-            out["dQ"][b, h, :m] += d_s[:, j : j + tile] @ k[j : j + tile]
-        out["dK"][b, hk, :n] += d_s.T @ q * np.float32(case.scale_value)
-        out["dV"][b, hv, :n] += (store(p) * kept).T @ d_o * drop_scale
-    out["dQ"] *= np.float32(case.scale_value)
-    if case.d_bias:
-        out["dBias"] = out["dBias"].astype(Library().dtype(case.d_bias))
-    return out | {role: given["q"].dtype.type(out[role]) for role in ("dQ", "dK", "dV")}
-
-
-def _tanh(x: Any) -> Any:
-    """As ``cuda_src/attn/softcap.cuh`` computes it."""
-    square, total = x * x, np.float32(0.01799921877682209)
-    for term in (-0.05339105427265167, 0.1333051323890686, -0.3333331048488617):
-        total = total * square + np.float32(term)
-    small = total * (x * square) + x
-    large = 1 - 2 / (1 + np.exp2(np.float32(2 * np.log2(np.e)) * x))
-    return np.where(abs(x) > 0.5, large, small)
-
-
-def _alibi(case: Case, given: dict[str, Any], b: int, h: int, m: int, n: int) -> Any:
-    row, column = np.arange(m)[:, None], np.arange(n)[None, :]
-    if case.alibi is None:
-        return np.float32(0)
-    if case.alibi == "cudnn":
-        return alibi_slopes(case.heads_q)[0, h, 0, 0] * np.float32(column - row)
-    slopes = given["alibi_slopes"].reshape(-1, case.heads_q)
-    return -slopes[b % len(slopes), h] * np.float32(abs(row + n - m - column))
-
-
-def _blocks(case: Case, given: dict[str, Any], b: int, h: int) -> Any:
-    """What a block mask keeps, (blocks of queries x 128, blocks of keys x 128)."""
-    shape = (case.batch, case.heads_q, *case.blocks_dim()[2:])
-    bits = np.unpackbits(np.broadcast_to(given["block_mask"], shape)[b, h], 1, bitorder="little")
-    return bits.repeat(128, 0).repeat(128, 1) == 1
 
 
 def _given(case: Case) -> dict[str, Any]:
@@ -156,7 +33,7 @@ def test_admits_tiled_kernels(case: Case, dtype: str, tile: int) -> None:
     case = replace(case, dtype=dtype, stats="float32")
     given = _given(case)
     with np.errstate(all="ignore"):
-        oracle.assert_close(case, given, _tiled(case, given, tile))
+        oracle.assert_close(case, given, tiled(case, given, tile))
 
 
 _TYPICAL = Case(
@@ -196,7 +73,7 @@ def test_refuses_other_problems(wrong: dict[str, Any], dtype: str) -> None:
     case = replace(_TYPICAL, dtype=dtype)
     given = _given(case)
     with np.errstate(all="ignore"), pytest.raises(AssertionError):
-        oracle.assert_close(case, given, _tiled(replace(case, **wrong), given, 16))
+        oracle.assert_close(case, given, tiled(replace(case, **wrong), given, 16))
 
 
 def test_refuses_another_soft_cap() -> None:
@@ -204,7 +81,7 @@ def test_refuses_another_soft_cap() -> None:
     case = replace(_TYPICAL, softcap=2.0)
     given = _given(case)
     with pytest.raises(AssertionError):
-        oracle.assert_close(case, given, _tiled(replace(case, softcap=2.02), given, 16))
+        oracle.assert_close(case, given, tiled(replace(case, softcap=2.02), given, 16))
 
 
 @pytest.mark.parametrize("alibi", [None, "cudnn", "H"])
@@ -212,11 +89,11 @@ def test_refuses_another_alibi(alibi: str | None) -> None:
     """Each form of ALiBi, and none, differ."""
     case = replace(_TYPICAL, alibi="BH")
     given = _given(case) | {"alibi_slopes": _given(case)["alibi_slopes"][::-1]}
-    good = _tiled(case, given, 16)
+    good = tiled(case, given, 16)
     oracle.assert_close(case, given, good)
     wrong = given | {"alibi_slopes": given["alibi_slopes"][0]} if alibi == "H" else given
     with pytest.raises(AssertionError):
-        oracle.assert_close(case, given, _tiled(replace(case, alibi=alibi), wrong, 16))
+        oracle.assert_close(case, given, tiled(replace(case, alibi=alibi), wrong, 16))
 
 
 @pytest.mark.parametrize(
@@ -226,10 +103,10 @@ def test_refuses_another_bias(wrong: dict[str, Any]) -> None:
     """No bias, a mask that is added, and the bias of another batch entry fail."""
     case = replace(_TYPICAL, bias="bool")
     given = _given(case)
-    oracle.assert_close(case, given, _tiled(case, given, 16))
+    oracle.assert_close(case, given, tiled(case, given, 16))
     with pytest.raises(AssertionError):
         other = given | {"bias": given["bias"][:1]} if "bias_axes" in wrong else given
-        oracle.assert_close(case, given, _tiled(replace(case, **wrong), other, 16))
+        oracle.assert_close(case, given, tiled(replace(case, **wrong), other, 16))
 
 
 @pytest.mark.parametrize(
@@ -239,9 +116,9 @@ def test_refuses_another_dropout(wrong: dict[str, Any]) -> None:
     """Another mask, none, or another probability is not close."""
     case = replace(_TYPICAL, dropout=0.1, seed=0)
     given = _given(case)
-    good = _tiled(case, given, 16)
+    good = tiled(case, given, 16)
     oracle.assert_close(case, given, good)
-    other = _tiled(replace(case, **wrong), given, 16)
+    other = tiled(replace(case, **wrong), given, 16)
     for role in ("o", "dQ", "dK", "dV"):
         with pytest.raises(AssertionError, match=f"{role}: error"):
             oracle.assert_close(case, given, {role: other[role]})
@@ -252,11 +129,11 @@ def test_refuses_another_gradient_of_a_bias(axes: str) -> None:
     """One that the scale multiplies, or that lacks a batch entry, or a head, fails."""
     case = replace(_TYPICAL, bias="float32", bias_axes=axes, d_bias="float32", right=None, sink=5.0)
     given = _given(case)
-    good = _tiled(case, given, 16)
+    good = tiled(case, given, 16)
     oracle.assert_close(case, given, {"dBias": good["dBias"]})
     lacking = {**given, "dO": given["dO"].copy()}
     lacking["dO"][0, 1] = 0
-    for wrong in (good["dBias"] * np.float32(0.125), _tiled(case, lacking, 16)["dBias"]):
+    for wrong in (good["dBias"] * np.float32(0.125), tiled(case, lacking, 16)["dBias"]):
         with pytest.raises(AssertionError, match="dBias"):
             oracle.assert_close(case, given, {"dBias": wrong})
 
@@ -265,7 +142,7 @@ def test_refuses_another_gradient_of_a_bias(axes: str) -> None:
 def test_refuses_one_wrong_element(role: str) -> None:
     """One element of an otherwise good result, off by a tenth of the typical value, fails."""
     given = _given(_TYPICAL)
-    good = {role: _tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
+    good = {role: tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
     oracle.assert_close(_TYPICAL, given, good)
     good[role][0, 0, 5, 7] += 0.1 * np.std(good[role])
     with pytest.raises(AssertionError):
@@ -320,7 +197,7 @@ def test_admits_that_the_same_is_rounded_the_same(seed: int) -> None:
         head_dim_v=32, scale=1.0, softcap=30.0, offset=120.0, numbers="sparse", seed=seed,
     )  # fmt: skip
     given = _given(case)
-    oracle.assert_close(case, given, _tiled(case, given, 16))
+    oracle.assert_close(case, given, tiled(case, given, 16))
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 256])
@@ -349,14 +226,14 @@ def test_refuses_wrong_scores_with_an_offset(dtype: str) -> None:
     """A part in a million of a log-sum-exp near -120 is too much; so is one key too few."""
     case = replace(_OFFSET, dtype=dtype)
     given = _given(case)
-    good = _tiled(case, given, 16)
+    good = tiled(case, given, 16)
     oracle.assert_close(case, given, good)
     with pytest.raises(AssertionError, match="stats"):
         oracle.assert_close(case, given, {"stats": good["stats"] * np.float32(1 + 1e-6)})
     for role in ("o", "stats", "dQ", "dK", "dV"):
         other = replace(case, len_kv=(55, 41))
         with pytest.raises(AssertionError), np.errstate(all="ignore"):
-            oracle.assert_close(case, given, {role: _tiled(other, given, 16)[role]})
+            oracle.assert_close(case, given, {role: tiled(other, given, 16)[role]})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -364,10 +241,10 @@ def test_refuses_another_sink(dtype: str) -> None:
     """The results of sinks 0.05 off, and of sinks that are far away, fail."""
     case = replace(_TYPICAL, sink=3.0, right=None, dtype=dtype)
     given = _given(case)
-    good = _tiled(case, given, 16)
+    good = tiled(case, given, 16)
     oracle.assert_close(case, given, good)
     for other in (given["sink_token"] + np.float32(0.05), np.full_like(given["sink_token"], -20)):
-        wrong = _tiled(case, given | {"sink_token": other}, 16)
+        wrong = tiled(case, given | {"sink_token": other}, 16)
         for role in ("o", "stats", "score_sum_exp", "dSink_token"):
             with pytest.raises(AssertionError):
                 oracle.assert_close(case, given, {role: wrong[role]})
@@ -377,7 +254,7 @@ def test_refuses_another_sink(dtype: str) -> None:
 def test_refuses_nan(role: str) -> None:
     """A NaN anywhere fails, also in rows that should be 0 or -inf."""
     given = _given(_TYPICAL)
-    good = {role: _tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
+    good = {role: tiled(_TYPICAL, given, 16)[role].astype(np.float64)}
     good[role][1, 0, -1, 0] = np.nan
     with pytest.raises(AssertionError):
         oracle.assert_close(_TYPICAL, given, good)

@@ -44,7 +44,7 @@ def plan(
 
 @given(
     heads=st.integers(1, 8) | st.integers(40, 90),
-    group=st.integers(1, 3),
+    group=st.integers(1, 7),
     seq_q=st.integers(1, 1500),
     seq_kv=st.integers(1, 6000),
     head_dim=st.sampled_from((64, 96, 128, 256)),
@@ -87,8 +87,8 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
         tile, head, _, _, begin, end, parts, _ = map(int, row)
         visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
-    first_heads = heads_q // it._heads_per_tile
-    assert len(visited) == first_heads * -(-(seq_q + missing) // tile_q)
+    of_group = -(-group // it._heads_per_tile)
+    assert len(visited) == heads * of_group * -(-(seq_q + missing) // tile_q)
     for (tile, _), tiles in visited.items():
         assert sorted(tiles) == list(attended(tile))
 
@@ -96,7 +96,7 @@ def test_parts_of_a_band_are_what_queries_attend_to(
 @given(
     batch=st.sampled_from((1, 1, 2, 5)),
     heads_k=st.sampled_from((1, 2, 3, 8, 16, 53, 64)),
-    group=st.sampled_from((1, 2, 3, 5, 8, 16)),
+    group=st.sampled_from((1, 2, 3, 5, 6, 7, 8, 16)),
     seq_q=st.integers(1, 64) | st.integers(1, 3000),
     seq_kv=st.integers(1, 5000) | st.integers(1, 70_000),
     head_dim=st.sampled_from((64, 96, 128, 192, 256)),
@@ -167,7 +167,16 @@ def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     many = plan(33, 32, 8, 32, 4096, right=0)  # two rounds
     assert many._heads_per_tile == 4 and many.tiling.shares_more and not many._sharing.blocks
     assert plan(1, 32, 16, 32, 16384, right=0)._heads_per_tile == 2
-    # None is left for others if keys are few; nor for most blocks, if they are not many.
+    # Of heads that do not fill their last tile, one does not wait for other keys' heads.
+    for heads, (of_tile, *first) in {28: (4, 0, 4, 7), 12: (4, 0, 3, 6), 20: (4, 0, 4, 5)}.items():
+        odd = plan(8, heads, 4, 32, 8192, right=0)
+        rows = np.concatenate(rows_of_blocks(odd.schedule(), odd._blocks))
+        assert (odd._heads_per_tile, *np.unique(rows[:, 1])[:3]) == (of_tile, *first)
+    assert plan(8, 20, 4, 64, 8192, right=0)._tiles == 8 * 4 * 3
+    # Nearly as many tiles as multiprocessors, each of which one has to itself.
+    even = plan(4, 64, 8, 64, 8192, right=0)
+    assert (even._heads_per_tile, even._tiles, even._sharing) == (2, 128, Sharing(0))
+    # Nothing is gained if keys are few; nor by most blocks, if they are not many.
     assert plan(1, 32, 8, 64, 400, right=0)._heads_per_tile == 1
     assert plan(1, 16, 2, 32, 1024)._heads_per_tile == 1
 
