@@ -218,7 +218,7 @@ struct FwdSm90Block {
 
   static DLATTN_DEVICE int heads_per_consumer(const Params& p) {
     if constexpr (!Tiling::shares_more) return 1;
-    return most(1, heads_per_tile(p) / consumers);
+    return ceil_div(heads_per_tile(p), consumers);
   }
 
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
@@ -226,7 +226,7 @@ struct FwdSm90Block {
   // as many, of two. There may be no such head: a consumer has nothing then.
   static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
     if (heads_per_tile(p) > 1) {
-      const int each = heads_per_consumer(p), before = warpgroup * each;
+      const int each = ceil_div(work.heads, consumers), before = warpgroup * each;
       const int left = work.heads - before;
       return {work.item.head + before, left > 0 ? 0 : -64, least(each, left)};
     }

@@ -252,7 +252,7 @@ class FwdSm90(MappedPlan):
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
-        heads_per_consumer = max(1, self._heads_per_tile // tiling.consumers)
+        heads_per_consumer = -(-self._heads_per_tile // tiling.consumers)
         rows = {"q": 64 // heads_per_consumer, **keys, "o": ZERO_ROWS}
         return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 

@@ -158,7 +158,8 @@ def heads_per_tile(
         blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
         return tiles / blocks if blocks else -(-tiles // multiprocessors)
 
-    return min(choices, key=tiles_of_one)
+    # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to do.
+    return -(-together // -(-together // min(choices, key=tiles_of_one)))
 
 
 def choose_tiling(
