@@ -130,8 +130,8 @@ struct FwdSm90Block {
         : Work(p, item, lengths, Interval{first, first + tile_q}, heads_of_tile(p, item.head)) {}
   };
 
-  // The 64 rows of a consumer, or 16 of a warp; a consumer may have rows of several heads, from the first
-  // on.
+  // The 64 rows of a consumer, or 16 of a warp. A consumer may have those of several heads, or of one that
+  // another consumer has as well.
   struct OwnRows {
     int head, first, heads = 1;
   };
@@ -223,12 +223,14 @@ struct FwdSm90Block {
 
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
   // few that they are one consumer's, each has those of another head, which shares the keys; or, of half
-  // as many, of two. There may be no such head: a consumer has nothing then.
+  // as many, of two. Where there is none left, it has the last one's once more, which it does not store:
+  // then tiles of the same keys go on at one pace, and find them in L2.
   static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
     if (heads_per_tile(p) > 1) {
       const int each = ceil_div(work.heads, consumers), before = warpgroup * each;
       const int left = work.heads - before;
-      return {work.item.head + before, left > 0 ? 0 : -64, least(each, left)};
+      const int head = work.item.head + least(before, work.heads - 1);
+      return {head, 0, most(0, least(each, left))};
     }
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
     return {work.item.head, work.first_row() + 64 * part};
@@ -240,14 +242,16 @@ struct FwdSm90Block {
     if (heads_per_consumer(p) == 1) return {0, row};
     return {row / 32, row % 32};
   }
-  // Where there is no head, the rows are the last one's once more, and not stored.
+  // Or the same rows as another consumer or warp.
   DLATTN_DEVICE bool has_head(const Work& work) const {
-    if constexpr (!Tiling::shares_more) return true;
     return rows_from(p, first_row()).head < work.heads;
   }
   DLATTN_DEVICE int own_head(const Work& work) const {
-    if constexpr (!Tiling::shares_more) return work.item.head;
-    return work.item.head + least(rows_from(p, first_row()).head, work.heads - 1);
+    return work.item.head + of_heads(work.heads, rows_from(p, first_row()).head);
+  }
+  // The last one once more, where there are fewer.
+  static DLATTN_DEVICE int of_heads(int heads, int number) {
+    return most(0, least(number, heads - 1));
   }
   DLATTN_DEVICE int first_query(const Work& work) const {
     return work.queries.first + rows_from(p, first_row()).first;

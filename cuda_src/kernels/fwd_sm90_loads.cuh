@@ -267,7 +267,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
           QTile& tile = shared.q[stage][consumer];
           const int heads = Base::heads_per_consumer(p);
           for (int i = 0; i < heads; ++i) {
-            const int row = entry.row + rows.first, head = rows.head + least(i, rows.heads - 1);
+            const int row = entry.row + rows.first;
+            const int head = rows.head + Base::of_heads(rows.heads, i);
             tile.load_rows(64 / heads * i, m.q, full, row, head, entry.batch);
           }
         });
