@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +25,7 @@ HOPPER = KNOWN["sm_90a"]
 def plan(
     batch: int = 1, heads_q: int = 16, heads_k: int = 2, seq_q: int = 100, seq_kv: int = 16384,
     head_dim: int = 128, left: int | None = None, right: int | None = None, corner: bool = True,
+    multiprocessors: int = HOPPER.multiprocessors,
 ) -> FwdSm90:  # fmt: skip
     """Of contiguous tensors, with bounds of a band that ends in the bottom right corner, or begins
     in the top left one."""
@@ -39,7 +41,8 @@ def plan(
     masks = (Padding(), *([Band(left is not None, right is not None)] if bands else []))
     scale = (Scale(positive=True),)
     problem = Problem(Direction.FORWARD, data_type.HALF, head_dim, head_dim, scale, masks)
-    return FwdSm90(problem, Geometry(tensors, 0.1, left, right, bottom_right=corner), HOPPER)
+    geometry = Geometry(tensors, 0.1, left, right, bottom_right=corner)
+    return FwdSm90(problem, geometry, replace(HOPPER, multiprocessors=multiprocessors))
 
 
 @given(
@@ -103,21 +106,25 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     left=st.none() | st.integers(1, 5000),
     right=st.none() | st.just(0) | st.integers(1, 300),
     corner=st.booleans(),
+    multiprocessors=st.sampled_from((2, 5, 24, 132, 132)),
 )
-@example(1, 8, 1, 1024, 16384, 128, None, 0, False)
-@example(1, 1, 2, 2048, 70_000, 128, None, 0, False)
-@example(2, 3, 1, 1024, 258_180, 128, 4474, 0, False)
+@example(1, 8, 1, 1024, 16384, 128, None, 0, False, 132)
+@example(1, 1, 2, 2048, 70_000, 128, None, 0, False, 132)
+@example(2, 3, 1, 1024, 258_180, 128, 4474, 0, False, 132)
 def test_every_tile_has_its_keys(
     batch: int, heads_k: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
-    right: int | None, corner: bool,
+    right: int | None, corner: bool, multiprocessors: int,
 ) -> None:  # fmt: skip
     """Whoever shares what, each query tile has all its key tiles once, in parts that neighbouring
     blocks have, one behind the other; and all blocks run at a time, each of which has a tile."""
-    it = plan(batch, heads_k * group, heads_k, seq_q, seq_kv, head_dim, left, right, corner)
+    heads_q = heads_k * group
+    it = plan(
+        batch, heads_q, heads_k, seq_q, seq_kv, head_dim, left, right, corner, multiprocessors
+    )
     begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
     parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     taken = rows_of_blocks(it.schedule(), it._blocks)
-    assert len(taken) <= HOPPER.multiprocessors and all(map(len, taken))
+    assert len(taken) <= multiprocessors and all(map(len, taken))
     for block, rows in enumerate(taken):
         for row in rows:
             tile, head, entry, _, first, last, part, _ = map(int, row)
@@ -125,6 +132,14 @@ def test_every_tile_has_its_keys(
             keys = (int(begin[tile]), int(end[tile])) if whole else (first, last)
             parts.setdefault((tile, head, entry), []).append((block, *keys, part))
     assert len(parts) == it._tiles
+    # Of heads that share keys, the last tile has those that are left (`heads_of_tile` in the kernel).
+    most, places = it._heads_per_tile, {(tile, entry) for tile, _, entry in parts}
+    heads = [
+        (tile, entry, head + i)
+        for tile, head, entry in parts
+        for i in range(min(most, group - head % group) if most > 1 else 1)
+    ]
+    assert sorted(heads) == [(*at, head) for at in sorted(places) for head in range(heads_q)]
     for (tile, *_), of_tile in parts.items():
         assert (of_tile[0][1], of_tile[-1][2]) == (begin[tile], end[tile])
         assert all(a[2] == b[1] and a[0] + 1 == b[0] for a, b in pairwise(of_tile))
