@@ -115,8 +115,9 @@ def test_every_tile_has_its_keys(
     batch: int, heads_k: int, group: int, seq_q: int, seq_kv: int, head_dim: int, left: int | None,
     right: int | None, corner: bool, multiprocessors: int,
 ) -> None:  # fmt: skip
-    """Whoever shares what, each query tile has all its key tiles once, in parts that neighbouring
-    blocks have, one behind the other; and all blocks run at a time, each of which has a tile."""
+    """Whoever shares what, each head has its query tiles, and each of these all its key tiles once,
+    in parts that neighbouring blocks have, one behind the other; and all blocks run at a time, each
+    of which has a tile."""
     heads_q = heads_k * group
     it = plan(
         batch, heads_q, heads_k, seq_q, seq_kv, head_dim, left, right, corner, multiprocessors
@@ -132,12 +133,12 @@ def test_every_tile_has_its_keys(
             keys = (int(begin[tile]), int(end[tile])) if whole else (first, last)
             parts.setdefault((tile, head, entry), []).append((block, *keys, part))
     assert len(parts) == it._tiles
-    # Of heads that share keys, the last tile has those that are left (`heads_of_tile` in the kernel).
+    # The last tile of heads that share keys has those that are left, as `heads_of_tile` says.
     most, places = it._heads_per_tile, {(tile, entry) for tile, _, entry in parts}
     heads = [
         (tile, entry, head + i)
         for tile, head, entry in parts
-        for i in range(min(most, group - head % group) if most > 1 else 1)
+        for i in range(min(most, group - head % group))
     ]
     assert sorted(heads) == [(*at, head) for at in sorted(places) for head in range(heads_q)]
     for (tile, *_), of_tile in parts.items():
