@@ -49,7 +49,7 @@ struct Params {
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
                         // decode, items that blocks walk side by side
   int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; of a
-                        // Hopper forward some of a group, if they are more than one
+                        // Hopper forward, at the most: some of heads_together, if they are more than one
   int dq_places;        // for how many pairs there are sums of dQ, or bundles of a ragged problem
   int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item, or bundle, so many before

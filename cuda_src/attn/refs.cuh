@@ -119,12 +119,13 @@ struct PageTableRef {
   DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
     return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
   }
-  // Of rows at hand, by a warp, which asks L2 for few lines once: all blocks may ask for the same ones.
+  // Of the last of these rows, by a warp, which asks L2 for each sector once: all blocks may want the same
+  // ones.
   DLATTN_DEVICE void prefetch_numbers(const int* entries, Interval rows) const {
     constexpr int sector = 8;
-    const int last = (rows.last - 1) >> log2_rows;
-    const int own = (rows.first >> log2_rows) + threadIdx.x % 32 * sector;
-    if (!rows.empty() && own < last + sector) prefetch_l2(entries + least(own, last) * page);
+    const int first = rows.first >> log2_rows;
+    const int own = ((rows.last - 1) >> log2_rows) - threadIdx.x % 32 * sector;
+    if (!rows.empty() && own > first - sector) prefetch_l2(entries + most(own, first) * page);
   }
   // A page that the container has.
   DLATTN_DEVICE bool has(int number) const { return uint32(number) < uint32(pages); }

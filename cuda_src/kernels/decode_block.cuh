@@ -88,9 +88,8 @@ struct DecodeBlock {
   static DLATTN_DEVICE void prefetch_first(const Params& p, const Tiles& place, int warp) {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
-    if (place.left == 0 || warp != 0) return;
-    if (!ragged) prefetch_queries(p, place);
-    if (!may_guess(p)) return;
+    if (!ragged && place.left > 0 && warp == 0) prefetch_queries(p, place);
+    if (!may_guess(p) || place.left == 0 || warp != 0) return;
     const Interval rows = place.rows_of_item();
     if constexpr (Problem::paged_k) {
       p.k_pages.prefetch_numbers(p.k_pages.unpacked_entries(place.batch), rows);
@@ -98,13 +97,6 @@ struct DecodeBlock {
     if constexpr (Problem::paged_v) {
       p.v_pages.prefetch_numbers(p.v_pages.unpacked_entries(place.batch), rows);
     }
-  }
-  // Calls read(row) in the lanes that have one of a warp's 16 rows each of the share's next tiles of an
-  // item: from `first` on the first lane's.
-  template <class Read>
-  static DLATTN_DEVICE void for_own_rows(const Tiles& at, int first, const Read& read) {
-    const int lane = threadIdx.x % 32, row = first - lane * (teams * tile_k);
-    if (lane < at.left && row >= at.keys.first && row < at.keys.last) read(row);
   }
   // Tables have entries for full sequences, unless they are packed.
   static DLATTN_DEVICE bool may_guess(const Params& p) {

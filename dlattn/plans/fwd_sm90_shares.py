@@ -143,11 +143,11 @@ def heads_per_tile(
     """Query heads that share a tile, at the most: queries so few that one consumer has those of a
     head, or of two, leave the others to heads with the same keys, if multiprocessors then have less
     to do."""
-    if problem.has_blocks or tiling.stages_bias:
-        return 1
     more, together = may_share_more(problem, tiling), geometry.heads_together
+    if problem.has_blocks or tiling.stages_bias or together == 1 or geometry.seq_q > 64:
+        return 1
     choices = [1]
-    if geometry.seq_q <= 64 and (more or together % tiling.consumers == 0):
+    if more or together % tiling.consumers == 0:
         choices.append(tiling.consumers)
     if geometry.seq_q <= 32 and more:
         choices.append(2 * tiling.consumers)

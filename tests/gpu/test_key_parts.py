@@ -96,7 +96,7 @@ MORE_CASES = {
     "seven heads, of which one has no other": replace(
         NEXT, heads_q=28, heads_k=4, heads_v=4, seq_q=32, seq_kv=9000, alibi="H", sink=1.0
     ),
-    "five heads, a tile of one": replace(
+    "five heads, in tiles of three and two": replace(
         NEXT,
         batch=3,
         heads_q=10,
@@ -122,6 +122,15 @@ MORE_CASES = {
         seq_kv=300,
         len_q=(20, 17, 32, 3, 0) * 7,
         len_kv=(300, 129, 77, 0, 5, 256, 19) * 5,
+    ),
+    "three heads, of which the last block adds the parts": replace(
+        FEW, batch=4, heads_q=24, heads_k=8, heads_v=8, seq_q=64, seq_kv=2000, stats=None
+    ),
+    "three heads, the same, causal": replace(
+        NEXT, batch=4, heads_q=24, heads_k=8, heads_v=8, seq_q=64, seq_kv=2000, stats=None
+    ),
+    "five heads, of which the last block adds the parts": replace(
+        NEXT, batch=4, heads_q=40, heads_k=8, heads_v=8, seq_q=32, seq_kv=2000, stats=None
     ),
     "six heads, in a window, many tiles": replace(
         NEXT,
