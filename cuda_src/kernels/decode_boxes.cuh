@@ -61,9 +61,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   SharedMemory& shared;
   int stage = 0, parity = 0;           // where products are
   const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
-  // Of the rows that this warp loads of 32 tiles of the item: a lane has those of tiles of its number,
-  // modulo 32.
+  // Of the rows that this warp loads of 32 tiles of the item, a lane's each; the first lane's tile.
   uint32 page_k = 0, page_v = 0;
+  int looked_up = 0;
 
   static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
     if (threadIdx.x % 32 == 0) {
@@ -151,7 +151,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     if (loads.enters_item()) {
       enter_item();
       Base::prefetch_queries();
-    } else if (paged && lane_of_tile() == 31) {
+    } else if (paged && lane_of_tile() == 32) {
       look_up();
     }
   }
@@ -181,14 +181,14 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     if constexpr (Problem::paged_v) pages_of_v = p.v_pages.entries(loads.batch);
     look_up();
   }
-  DLATTN_DEVICE int lane_of_tile() const { return loads.tile % 32u; }
+  DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
   // Starts loading the pages of the next tiles, so early that copies need not wait. Nothing is done with
   // their numbers here: the warp would wait for them.
   DLATTN_DEVICE void look_up() {
     if constexpr (paged) {
-      const int before = lane_of_tile() - int(threadIdx.x % 32);
-      const int row = first_loaded(loads) - before * (teams * tile_k);
-      if (before < 0 || before >= loads.left || row >= loads.keys.last) return;
+      looked_up = loads.tile;
+      const int lane = threadIdx.x % 32, row = first_loaded(loads) - lane * (teams * tile_k);
+      if (lane >= loads.left || row < loads.keys.first || row >= loads.keys.last) return;
       if constexpr (Problem::paged_k) page_k = p.k_pages.start_number(pages_of_k, row);
       if constexpr (Problem::paged_v) page_v = p.v_pages.start_number(pages_of_v, row);
     }
