@@ -43,7 +43,6 @@ struct Params {
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
-  int heads_together;            // that share both
   int band_left, band_right;     // cuDNN's diagonal bounds
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
@@ -71,7 +70,7 @@ struct Params {
   int whole_items;  // of a Hopper backward: from here on, items have parts of groups or of queries, and add to those sums
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
-  int unused;
+  int heads_together;  // query heads that share both a head of K and one of V
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

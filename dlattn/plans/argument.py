@@ -200,7 +200,6 @@ class Params(ctypes.Structure):
         ("seq_kv", ctypes.c_int32),
         ("heads_per_k", ctypes.c_int32),
         ("heads_per_v", ctypes.c_int32),
-        ("heads_together", ctypes.c_int32),
         ("band_left", ctypes.c_int32),
         ("band_right", ctypes.c_int32),
         ("bottom_right", ctypes.c_int32),
@@ -225,7 +224,7 @@ class Params(ctypes.Structure):
         ("whole_items", ctypes.c_int32),
         ("item_parts", ctypes.c_int32),
         ("lone_shares", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("heads_together", ctypes.c_int32),
         ("dq_additions", ctypes.c_uint64),
     ]
 
