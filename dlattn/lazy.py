@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -32,22 +33,17 @@ def exports(
         for module, names in modules.items()
         for name in names.split() or [module.rpartition(".")[2]]
     }
-    turn = threading.RLock()
+    turn = threading.RLock() if one_at_a_time else nullcontext()
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if not one_at_a_time:
-            return found(name)
         with turn:
-            return found(name)
-
-    def found(name: str) -> Any:
-        it = import_module(homes[name])
-        if modules[homes[name]]:
-            it = getattr(it, name)
-        setattr(sys.modules[package], name, it)
-        return it
+            found = import_module(homes[name])
+            if modules[homes[name]]:
+                found = getattr(found, name)
+            setattr(sys.modules[package], name, found)
+            return found
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

@@ -28,6 +28,11 @@ struct ItemKeys {
     last = keys.last;
     tiles = most(1, ceil_div(last - first, tile_k));
   }
+
+  // Of the tiles from one to another, and of both.
+  DLATTN_DEVICE Interval rows(int first_tile, int last_tile) const {
+    return {first + first_tile * tile_k, least(first + (last_tile + 1) * tile_k, last)};
+  }
 };
 
 // The tiles of a block, of which it is at one. Every lane of a warp must be there.
@@ -68,10 +73,6 @@ struct Share {
 
   // Of this item, the least tile in the share.
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
-  // Keys of the item that the share has.
-  DLATTN_DEVICE Interval rows_of_item() const {
-    return {keys.first + last_of_item() * tile_k, least(first_key() + tile_k, keys.last)};
-  }
   DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
   DLATTN_DEVICE bool enters_item() const { return completes(); }
   // The team that has the first tile of the item.
@@ -170,9 +171,6 @@ struct ClusterShare {
   DLATTN_DEVICE int group() const { return head_group; }
   DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
   DLATTN_DEVICE int last_of_item() const { return tile - left + 1; }
-  DLATTN_DEVICE Interval rows_of_item() const {
-    return {keys.first + last_of_item() * tile_k, least(first_key() + tile_k, keys.last)};
-  }
   // Blocks have no more than the first item.
   DLATTN_DEVICE bool enters_item() const { return false; }
   DLATTN_DEVICE void advance() { --left, --tile; }

@@ -90,7 +90,7 @@ struct DecodeBlock {
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
     if (!ragged && place.left > 0 && warp == 0) prefetch_queries(p, place);
     if (!may_guess(p) || place.left == 0 || warp != 0) return;
-    const Interval rows = place.rows_of_item();
+    const Interval rows = place.keys.rows(place.last_of_item(), place.tile);
     if constexpr (Problem::paged_k) {
       p.k_pages.prefetch_numbers(p.k_pages.unpacked_entries(place.batch), rows);
     }

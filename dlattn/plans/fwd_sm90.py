@@ -13,10 +13,9 @@ from dlattn.plans.fwd_sm90_shares import (
     WAVE_BYTES,
     asks_for_tiles,
     choose_tiling,
-    heads_per_tile,
     may_share_more,
+    shared_by_heads,
     shared_out,
-    sharing,
     tile_heads,
     tiles_of_heads,
     visited,
@@ -216,8 +215,7 @@ class FwdSm90(MappedPlan):
         tiling = tiling or self.choices(self.problem, geometry, target)[0]
         self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
         shape = self.problem, geometry, self.tiling
-        self._heads_per_tile = heads_per_tile(*shape, target.multiprocessors)
-        self._sharing = sharing(*shape, self._heads_per_tile, target.multiprocessors)
+        self._heads_per_tile, self._sharing = shared_by_heads(*shape, target.multiprocessors)
         self._params.heads_per_block = self._heads_per_tile
         self._params.parts.mark = drawn_mark()
         if problem.ragged:

@@ -137,29 +137,31 @@ def _sharing_blocks(
     return band_sharing_blocks(tile_costs(begin, end), pairs, tiling.tile_k, multiprocessors)
 
 
-def heads_per_tile(
+def shared_by_heads(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
-) -> int:
-    """Query heads that share a tile, at the most: queries so few that one consumer has those of a
-    head, or of two, leave the others to heads with the same keys, if multiprocessors then have less
-    to do."""
+) -> tuple[int, Sharing]:
+    """Query heads that share a tile, at the most, and which blocks share its keys.
+
+    Queries so few that one consumer has those of a head, or of two, leave the others to heads with
+    the same keys, if multiprocessors then have less to do."""
     more, together = may_share_more(problem, tiling), geometry.heads_together
-    if problem.has_blocks or tiling.stages_bias or together == 1 or geometry.seq_q > 64:
-        return 1
     choices = [1]
-    if more or together % tiling.consumers == 0:
-        choices.append(tiling.consumers)
-    if geometry.seq_q <= 32 and more:
-        choices.append(2 * tiling.consumers)
+    if not (problem.has_blocks or tiling.stages_bias or together == 1 or geometry.seq_q > 64):
+        if more or together % tiling.consumers == 0:
+            choices.append(tiling.consumers)
+        if geometry.seq_q <= 32 and more:
+            choices.append(2 * tiling.consumers)
+    shared = {it: sharing(problem, geometry, tiling, it, multiprocessors) for it in choices}
 
     def tiles_of_one(heads: int) -> float:
         """Tiles that a multiprocessor has, one after the other."""
-        tiles = tiles_of_heads(geometry, tiling.tile_q, heads)
-        blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
+        tiles, blocks = tiles_of_heads(geometry, tiling.tile_q, heads), shared[heads].blocks
         return tiles / blocks if blocks else -(-tiles // multiprocessors)
 
-    # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to do.
-    return -(-together // -(-together // min(choices, key=tiles_of_one)))
+    heads = min(choices, key=tiles_of_one)
+    # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to do: as
+    # many tiles, of nearly as many heads each.
+    return -(-together // -(-together // heads)), shared[heads]
 
 
 def choose_tiling(
@@ -179,7 +181,7 @@ def choose_tiling(
     def cost(tiling: Sm90FwdTiling) -> float:
         """In products of a query and a key."""
         costs = tile_costs(*visited(problem, geometry, tiling))
-        heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
+        heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
         at_a_time = min(tiles_of_heads(geometry, tiling.tile_q, heads), multiprocessors)
         slower = 1.0 if tiling is tilings[0] else SLOWER
         of_entry = float(costs.sum()) * len(tile_heads(geometry, heads))
@@ -187,9 +189,8 @@ def choose_tiling(
         total = of_entry * geometry.batch
         if has_same_keys(problem):
             return total / at_a_time
-        blocks = sharing(problem, geometry, tiling, heads, multiprocessors).blocks
-        if blocks:
-            return total / blocks + PARTS_COST * tiling.tile_q * slower
+        if shared.blocks:
+            return total / shared.blocks + PARTS_COST * tiling.tile_q * slower
         longest = float(costs.max()) * tiling.tile_q * tiling.tile_k * slower
         return max(total / at_a_time, longest)
 
@@ -202,8 +203,7 @@ def shared_out(
     """The tiling, with what it needs if blocks share keys."""
     if not may_share_more(problem, tiling):
         return tiling
-    heads = heads_per_tile(problem, geometry, tiling, multiprocessors)
-    shared = sharing(problem, geometry, tiling, heads, multiprocessors)
+    heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
     bands = shared.blocks > 0 and not has_same_keys(problem)
     more = shared.apart or bands or heads > tiling.consumers
     return replace(tiling, shares_more=more)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.plans.fwd_sm90 import FwdSm90, tilings
-from dlattn.plans.fwd_sm90_shares import heads_per_tile
+from dlattn.plans.fwd_sm90_shares import shared_by_heads
 from dlattn.plans.schedule import (
     ALL_KEYS,
     EMPTY_COST,
@@ -238,4 +238,4 @@ def test_heads_that_share_keys_share_tiles(
     ):
         tiling = max(tilings(apart), key=lambda it: it.stages_bias)
         assert tiling.stages_bias or apart.has_blocks
-        assert heads_per_tile(apart, plan.geometry, tiling, 132) == 1
+        assert shared_by_heads(apart, plan.geometry, tiling, 132)[0] == 1
