@@ -19,7 +19,8 @@ from bench.tune_sm80 import flash2, right_calls
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.bwd_sm90_tiling import Sm90BwdTiling
 from dlattn.plans.cuda import CudaPlan
-from dlattn.plans.fwd_sm90 import FwdSm90, Sm90FwdTiling
+from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.fwd_sm90_tiling import Sm90FwdTiling
 from dlattn.problem import Direction
 
 #: consumers, tile_k, stages, q_stages; each with all four choices of the two flags.

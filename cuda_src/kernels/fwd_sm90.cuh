@@ -36,6 +36,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   using Base::first_query;
   using Base::first_row;
   using Base::item_stages;
+  using Base::m;
+  using Base::o_slabs;
   using Base::own_head;
   using Base::p;
   using Base::q_stages;
@@ -445,6 +447,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
         __syncwarp();  // ptxas then knows that stages are the same in all lanes: uniform registers
       }
     }
+    if (threadIdx.x % 32 == 0) tma_wait_read<0>();
   }
 
   // Where blocks share keys: true if this one has all of the rows.
@@ -459,44 +462,46 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     return parts.gather(item.parts, softmax, output);
   }
 
-  // A slab at a time, through this warp's rows of a buffer: whole rows of 128 bytes leave it.
-  // Addresses are made once, for all slabs: what stands between two query tiles has to be fetched.
+  // What the map of the output has not got, the copy engine does not store.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
     if (work.queries.empty() || !Base::has_head(work)) return;
     const WorkItem at = work.item;
     if (Base::shares_keys && at.parts != 0 && !gather_parts(at, softmax, output)) return;
-    const int warp_row = first_row(), head = own_head(work), first = first_query(work);
-    const int length_q = work.length.q;
+    const int head = own_head(work), first = first_query(work), length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, head, first, length_q, softmax, output);
+    if (first >= p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q)) return;
+    const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);
+#pragma unroll
+    for (int slab = 0; slab < VTile::slabs; slab += o_slabs) {
+      store_slabs(output, slab, entry.row + first, head, entry.batch);
+    }
+  }
+
+  // As many as there is room for, through this warp's rows of it.
+  DLATTN_DEVICE void store_slabs(Output& output, int first, int row, int head, int batch) {
     const int lane = opaque(threadIdx.x % 32);  // or addresses are held, or spilled, between tiles
-    const int row = lane / 8, unit = lane % 8;
-    const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
-    T* o = p.o.template rows<T, Problem::ragged>(at.batch, head, first + row) + 8 * unit;
-    T* o_rows[4];
+    const OSlab& staged = shared.o[warpgroup][0];
+    const uint32 unit = opaque(staged.unit_address(first_row() + lane % 16, lane / 16));
+    const uint32 rows = staged.address() + first_row() * OSlab::pitch;
+    const int slabs = least(o_slabs, VTile::slabs - first);
+    if (lane == 0) tma_wait_read<0>();
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) o_rows[i] = opaque(o + 4 * i * p.o.row);
-    const OSlab& staged = shared.o[warpgroup];
-    const uint32 written = opaque(staged.unit_address(warp_row + lane % 16, lane / 16));
-    const uint32 read = opaque(staged.unit_address(warp_row + row, unit));
+    for (int slab = 0; slab < slabs; ++slab) {
 #pragma unroll
-    for (int slab = 0; slab < VTile::slabs; ++slab) {
-      __syncwarp();
-#pragma unroll
-      for (int n = 0; n < least(8, dim_v / 8 - 8 * slab); n += 2) {
-        store_columns<T>(OSlab::other_unit(written, n), output, 8 * slab + n);
+      for (int n = 0; n < least(8, dim_v / 8 - 8 * (first + slab)); n += 2) {
+        store_columns<T>(OSlab::other_unit(unit, n) + slab * OSlab::bytes, output,
+                         8 * (first + slab) + n);
       }
-      __syncwarp();
-      uint4 columns[4];
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32 swizzled = 4 * i % 8;  // what the swizzle changes, four rows further
-        columns[i] = load_shared_16(OSlab::other_unit(read, swizzled) + 4 * i * 128);
+      for (int slab = 0; slab < slabs; ++slab) {
+        tma_store_4d(m.o, rows + slab * OSlab::bytes, 64 * (first + slab), row, head, batch);
       }
-      if (64 * slab + 8 * unit >= Problem::head_dim_v) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (row + 4 * i < rows) store_16(o_rows[i] + 64 * slab, columns[i]);
-      }
+      tma_commit();
     }
   }
 };

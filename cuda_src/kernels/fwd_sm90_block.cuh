@@ -58,6 +58,7 @@ struct FwdSm90Block {
 
   using QTile = SlabTile<T, 64, dim_qk>;  // of a consumer
   using OSlab = SlabTile<T, 64, 64>;
+  static constexpr int o_slabs = Problem::output_slabs;  // in shared memory at a time
   static constexpr int zero_rows = 16;
   using Zeros = SlabTile<T, zero_rows, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
@@ -170,7 +171,7 @@ struct FwdSm90Block {
     QTile q[q_stages][consumers];
     KTile k[stages];
     VTile v[stages];
-    OSlab o[consumers];
+    OSlab o[consumers][o_slabs];
     Zeros zeros;  // what rows without keys, or beyond a length, are stored from
     Either<stages_bias, BiasTile, Nothing> bias[consumers];
     Told told[item_stages];

@@ -33,16 +33,6 @@ DLATTN_DEVICE void store_shared_zeros(uint32 shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
-// 16 bytes, in their place among other accesses. PTX ISA 9.7.9.8 (ld).
-DLATTN_DEVICE uint4 load_shared_16(uint32 shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared)
-               : "memory");
-  return v;
-}
-
 // One byte, or two, in the low bits. PTX ISA 9.7.9.8 (ld).
 DLATTN_DEVICE uint32 load_shared_u8(uint32 shared) {
   uint32 v;

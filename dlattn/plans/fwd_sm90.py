@@ -20,6 +20,13 @@ from dlattn.plans.fwd_sm90_shares import (
     tiles_of_heads,
     visited,
 )
+from dlattn.plans.fwd_sm90_tiling import (
+    ZERO_ROWS,
+    PartsTiling,
+    Sm90FwdTiling,
+    tilings,
+    value_columns,
+)
 from dlattn.plans.kernels import (
     MOST_BLOCKS,
     FirstScratch,
@@ -28,174 +35,17 @@ from dlattn.plans.kernels import (
     query_tiles,
     round_up,
 )
-from dlattn.plans.mapped import MappedPlan, bias_rows, bias_tile_bytes, slab_bytes, staged
+from dlattn.plans.mapped import MappedPlan, bias_rows, staged
 from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.schedule import Array, shared_tiles, table, tile_costs
 from dlattn.plans.source import kernel_source
-from dlattn.problem import Direction, Geometry, GivenMask, Problem, Scale
-from dlattn.records import dataclass
+from dlattn.problem import Direction, Geometry, Problem
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 
 if TYPE_CHECKING:
     from dlattn.plans.tile_order import TileOrderScratch
-
-#: Rows of zeros that one copy stores (``zero_rows`` in the kernel).
-ZERO_ROWS = 16
-
-#: Widths of the output product; the next one at or above head_dim_v is computed.
-VALUE_COLUMNS = (64, 96, 128, 192, 256)
-
-
-@dataclass(frozen=True)
-class Sm90FwdTiling:
-    """How a Hopper forward block divides its work (``Sm90FwdTiling`` in the kernel).
-
-    Attributes:
-        consumers: warpgroups of 64 query rows each, 2 to 4.
-        tile_k: keys per tile.
-        stages: key tiles, and value tiles, in shared memory.
-        q_stages: query tiles in shared memory.
-        ping_pong: consumers take turns at the tensor cores.
-        exponentials_first: before the wait for the output of the tile before, or after it.
-        stages_bias: a bias comes through shared memory, too.
-        shares_more: blocks share the keys of query tiles under a band, too, which gives each its
-            own; where the parts of a tile are many, they leave them to a kernel of its own; and
-            two heads may share a consumer.
-    """
-
-    consumers: int
-    tile_k: int
-    stages: int = 2
-    q_stages: int = 1
-    ping_pong: bool = False
-    exponentials_first: bool = True
-    stages_bias: bool = False
-    shares_more: bool = False
-
-    @property
-    def tile_q(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (1 + self.consumers)
-
-    @property
-    def min_blocks(self) -> int:
-        return 1
-
-    @property
-    def cpp(self) -> str:
-        ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
-        cpp = (
-            f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{ping_pong}, {first}>"
-        )
-        return f"SharesMore<{cpp}>" if self.shares_more else cpp
-
-    def shared_memory(self, problem: Problem) -> int:
-        """Bytes of the kernel's ``SharedMemory``."""
-        dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
-        q, o = slab_bytes(self.tile_q, dim_qk), slab_bytes(self.tile_q + ZERO_ROWS, 64)
-        k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
-        items = 3 * (64 * (1 + self.consumers) + 2 * 8)
-        rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
-        barriers = 8 * 4 + 2 * 8 * rings
-        asking = 2 * 4
-        visits = 4 * self.stages if problem.has_blocks else self.stages
-        bias = self.consumers
-        if self.stages_bias:
-            bias *= bias_tile_bytes(problem, 64, self.tile_k)
-        tiles = self.q_stages * q + o + self.stages * k_and_v + bias
-        return round_up(tiles + items + visits + barriers + asking, 1024)
-
-
-@dataclass(frozen=True)
-class PartsTiling:
-    """How the kernel that puts parts together divides its work (``FwdParts`` in the kernel).
-
-    Attributes:
-        of: the tiling that has left them.
-        threads: of a block, at the most.
-        columns: of the 16 rows that a block has.
-        at_a_time: parts that a warp loads.
-    """
-
-    of: Sm90FwdTiling
-    threads: int = 256
-    min_blocks: int = 2
-    columns: int = 32
-    at_a_time: int = 4
-
-    @property
-    def cpp(self) -> str:
-        return self.of.cpp
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of shared memory, for each warp but the first."""
-        return 32 * 16 * (1 + self.columns // 8)
-
-
-def value_columns(problem: Problem) -> int:
-    """Columns of the output product: a width of wgmma, not below head_dim_v."""
-    return next(width for width in VALUE_COLUMNS if width >= problem.head_dim_v)
-
-
-def is_positive(problem: Problem) -> bool:
-    """Whether the scale is known to be."""
-    return any(isinstance(edit, Scale) and edit.positive for edit in problem.edits)
-
-
-def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
-    """The fastest tilings (``bench/NOTES.md``): for many query tiles, then for fewer than there are
-    multiprocessors."""
-    dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
-    largest = max(dim_qk, dim_v)
-    if problem.has_aligned_bias and largest <= 128:
-        tiling = Sm90FwdTiling(2, 128, stages_bias=True, ping_pong=True)
-        if largest <= 64:
-            # A scale of either sign takes a register more.
-            keys = 128 if is_positive(problem) else 64
-            tiling = replace(tiling, tile_k=keys, stages=3, q_stages=2)
-        return (tiling,)
-    crowded = problem.keeps_scores and problem.has_bias and largest > 64
-    crowded |= problem.has_program and largest > (64 if problem.has_blocks else 128)
-    if crowded and problem.has_program and problem.ragged and largest > 128:
-        return (Sm90FwdTiling(2, 32, stages=4),)
-    if problem.gathers and problem.dropout and largest <= 64:
-        return (Sm90FwdTiling(2, 64, stages=3, q_stages=2, ping_pong=True),)
-    if crowded and largest <= 192:
-        return (Sm90FwdTiling(2, 64, ping_pong=True),)
-    # Four consumers have no registers for edits or dropout, and do not divide blocks.
-    if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
-        return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
-    if largest <= 64:
-        short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
-        # Their scheduler has no registers to divide by other numbers, nor beside other results.
-        more = problem.sink or problem.score_max or problem.score_sum_exp
-        more |= (problem.paged_k or problem.paged_v) and not is_positive(problem)
-        if dim_v & (dim_v - 1) or largest <= 32 or more:
-            return (short,)
-        return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
-    if largest <= 128:
-        # A soft cap takes longer than the other's products: consumers would wait for their turns.
-        caps = problem.keeps_scores and not problem.has_program
-        return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps),)
-    if dim_qk <= 192 and dim_v <= 128:
-        return (Sm90FwdTiling(2, 128, ping_pong=True),)
-    if largest <= 192 and problem.has_blocks:
-        return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
-    if largest <= 192 and problem.adds_to_scores and problem.ragged:
-        return (Sm90FwdTiling(2, 64, ping_pong=True),)
-    if largest <= 192:
-        return (Sm90FwdTiling(2, 96, ping_pong=True),)
-    given_mask = isinstance(problem.dropout, GivenMask)
-    if problem.adds_to_scores or problem.has_blocks or given_mask:
-        return (Sm90FwdTiling(2, 32, stages=4),)
-    return (Sm90FwdTiling(2, 64),)
 
 
 class FwdSm90(MappedPlan):
@@ -382,7 +232,7 @@ class FwdSm90(MappedPlan):
 
     def _parts_source(self, tiling: Sm90FwdTiling) -> KernelSource:
         its = PartsTiling(tiling)
-        constants = {"value_columns": value_columns(self.problem)}
+        constants = self._constants(tiling)
         return kernel_source("fwd_parts", self.problem, its, its.sum_bytes, constants=constants)
 
     def _source(self, tiling: Sm90FwdTiling) -> KernelSource:
@@ -392,5 +242,11 @@ class FwdSm90(MappedPlan):
             tiling,
             tiling.shared_memory(self.problem),
             argument=MappedFwdParams,
-            constants={"value_columns": value_columns(self.problem)},
+            constants=self._constants(tiling),
         )
+
+    def _constants(self, tiling: Sm90FwdTiling) -> dict[str, int]:
+        return {
+            "value_columns": value_columns(self.problem),
+            "output_slabs": tiling.output_slabs(self.problem),
+        }

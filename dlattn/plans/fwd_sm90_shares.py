@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dlattn.plans.fwd_sm90_tiling import Sm90FwdTiling
 from dlattn.plans.kernels import pairs_per_wave, query_tiles, round_up
 from dlattn.plans.schedule import (
     PARTS_COST,
@@ -21,9 +21,6 @@ from dlattn.plans.schedule import (
 )
 from dlattn.problem import Geometry, Padding, Problem
 from dlattn.records import dataclass
-
-if TYPE_CHECKING:
-    from dlattn.plans.fwd_sm90 import Sm90FwdTiling
 
 #: What one wave of blocks may re-read from L2, of 50 MB.
 WAVE_BYTES = 32 * 2**20

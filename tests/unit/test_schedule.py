@@ -11,8 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.fwd_sm90 import FwdSm90, tilings
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.fwd_sm90_shares import shared_by_heads
+from dlattn.plans.fwd_sm90_tiling import tilings
 from dlattn.plans.schedule import (
     ALL_KEYS,
     EMPTY_COST,
