@@ -35,17 +35,27 @@ struct ValueGradients {
   }
 };
 
+// Whose dK or dV it is; and where that begins, in a ragged tensor.
+template <class T>
+struct KeyEntry {
+  int batch, length;
+  T* g_first = nullptr;
+};
+
 // Stores a warp's 16 rows, whose keys begin with `first`, 16 bytes a lane at a time.
-template <class Problem, class Of, int n_tiles>
-DLATTN_DEVICE void store_key_rows(const Accumulator<1, n_tiles>& gradient, int first, int batch,
-                                  int head, const Params& p) {
-  using T = typename Problem::Element;
+template <class Problem, class Of, int n_tiles, class T = typename Problem::Element>
+DLATTN_DEVICE void store_key_rows(const Accumulator<1, n_tiles>& gradient, int first,
+                                  const KeyEntry<T>& entry, int head, const Params& p) {
   const int lane = opaque(threadIdx.x % 32), key = first + lane / 4, column = lane % 4 * 8;
   const TensorRef& ref = Of::ref(p);
-  const int length = p.seq_len_kv.at(batch, p.seq_kv);
-  const int end = stored_keys<Problem, Of::paged>(p, ref, Of::pages(p), length);
-  const auto g_rows =
-      key_rows<Problem, Of::paged>(ref, Of::pages(p), batch, head, key, column);
+  const int end = stored_keys<Problem, Of::paged>(p, ref, Of::pages(p), entry.length);
+  const auto g_rows = [&] {
+    if constexpr (Problem::ragged && !Of::paged) {
+      return StridedRows<T>{entry.g_first + head * ref.head + key * ref.row + column, ref.row};
+    } else {
+      return key_rows<Problem, Of::paged>(ref, Of::pages(p), entry.batch, head, key, column);
+    }
+  }();
   const float factor = Of::factor(p);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -147,7 +157,10 @@ struct KeySums {
       d[3] = sum.w;
       g_sums += 128;
     }
-    store_key_rows<Problem, Of>(gradient, key, batch, head, p);
+    using T = typename Problem::Element;
+    KeyEntry<T> entry{batch, p.seq_len_kv.at(batch, p.seq_kv)};
+    entry.g_first = Of::ref(p).template rows<T, Problem::ragged>(batch, 0, 0);
+    store_key_rows<Problem, Of>(gradient, key, entry, head, p);
   }
 };
 

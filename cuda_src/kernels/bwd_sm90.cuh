@@ -246,11 +246,10 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   // Calls walk(i, last, some), once keys and values of heads i to last are there; some: for queries.
   template <class Walk>
   DLATTN_DEVICE void for_each_walk(Walk walk) {
-    const bool some = anew<Score>(!tiles.empty());  // in one register, not in two
     for (int i = 0; i < p.heads_per_block; i += this->heads_per_walk()) {
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
       mbarrier_wait(shared.v_ring.full[0], this->values_parity(i));
-      walk(i, i + this->heads_per_walk(), some);
+      walk(i, i + this->heads_per_walk(), this->has_tiles());
     }
   }
 
@@ -279,6 +278,21 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     }
   }
 
+  // What follows the last head of a walk, whose keys and values are done: store() stores gradients.
+  template <class Store>
+  DLATTN_DEVICE void end_walk(int last, Store store) {
+    free_keys_and_values(last);
+    if constexpr (Tiling::shares_last) {
+      typename Base::RowsAhead ahead;
+      const bool ends_item = last == p.heads_per_block;
+      if (ends_item) this->ask_for_share(ahead);
+      store();
+      if (ends_item) this->store_share(ahead);
+    } else {
+      store();
+    }
+  }
+
   DLATTN_DEVICE void work_on_keys_and_values(Steps& at) {
     const ScoreValues values(p);
     DK dK[1];
@@ -293,11 +307,12 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
           return at.advance(step_in_parts(dK[0], dV[0], held, at, values));
         return at.advance(step(dK[0], dV[0], held, at, values));
       });
-      free_keys_and_values(last);
-      this->await_turn_on_keys();
-      store_dv(dV, own_piece(0).key, i, last);
-      store_dk(dK, own_piece(0).key, i, last);
-      this->end_turn_on_keys();
+      end_walk(last, [&] {
+        this->await_turn_on_keys();
+        store_dv(dV, own_piece(0).key, i, last);
+        store_dk(dK, own_piece(0).key, i, last);
+        this->end_turn_on_keys();
+      });
     });
   }
 
@@ -308,8 +323,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DV& gradient : dV) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_values(dV, at, values)); });
-      free_keys_and_values(last);
-      store_dv(dV, 0, i, last);
+      end_walk(last, [&] { store_dv(dV, 0, i, last); });
     });
   }
 
@@ -319,8 +333,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     for (DK& gradient : dK) gradient.clear();
     for_each_walk([&](int i, int last, bool some) {
       this->take_steps(i, last, some, [&] { return at.advance(step_on_keys(dK, at)); });
-      free_keys_and_values(last);
-      store_dk(dK, 0, i, last);
+      end_walk(last, [&] { store_dk(dK, 0, i, last); });
     });
   }
 
@@ -382,7 +395,6 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
       } else {
         kernel.work_on_keys(steps);
       }
-      if constexpr (Tiling::shares_last) kernel.store_share();
     });
     if constexpr (!relays) Shares(block..., 0).template store_rest<false>();
   }

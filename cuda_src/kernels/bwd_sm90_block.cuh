@@ -73,26 +73,37 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
 
   struct Nothing {};
 
-  // What all roles are told of an item. In a ragged problem it lies in memory, where each would wait for
-  // it in every step: whatever a block looks for what others have added leaves nothing in L1.
+  // What all roles are told of an item: the divisions and masks that it follows from are instructions that
+  // each of them would have to fetch anew. In a cluster, only its number travels.
   struct TellNumber {
     int number;
   };
-  struct alignas(8) TellRagged {
-    int number, bundle;
-    int first_sum;  // of the first head's first query tile
+  struct TellItem : TellNumber {
     WorkItem item;
     int length_q, length_kv;
+  };
+  struct TellTiles : TellItem {
+    Interval tiles;  // of queries
+  };
+  // In a ragged problem more lies in memory, where each role would wait for it in every step: whatever a
+  // block looks for what others have added leaves nothing in L1.
+  struct alignas(8) TellRagged : TellItem {
+    int bundle;
+    int first_sum;  // of the first head's first query tile
     RaggedEntry entry;
     MappedEntry mapped[mapped_tensors];
+    T *dK, *dV;  // where the entry's begin
   };
   struct TellPartOfGroup : TellRagged {
     float* key_sums;  // of dK and dV
   };
   // All items of a ragged problem have some heads of a group.
   static constexpr bool parts_of_groups = Tiling::adds_keys && Problem::ragged;
-  using Told = Either<parts_of_groups, TellPartOfGroup,
-                      Either<Problem::ragged, TellRagged, TellNumber>>;
+  static constexpr bool tells_items = cluster == 1 || Problem::ragged;
+  static constexpr bool tells_tiles = tells_items && !Problem::ragged;
+  using OfRagged = Either<parts_of_groups, TellPartOfGroup, TellRagged>;
+  using OfOthers = Either<tells_tiles, TellTiles, TellNumber>;
+  using Told = Either<Problem::ragged, OfRagged, OfOthers>;
 
   // The other block's keys, in the slabs that have the columns of this block's dQ.
   using OtherKTile = SlabTile<T, block_k, own_columns>;
@@ -294,7 +305,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int none_left = -1;  // in the place of an item, or of a number of pieces
 
   // A lane each.
-  static DLATTN_DEVICE void describe(Told& told, int item, const Params& p) {
+  static DLATTN_DEVICE void describe_ragged(Told& told, int item, const Params& p) {
     const int lane = threadIdx.x % 32;
     const int4 row = p.ragged.items[1 + item];
     if (lane < mapped_tensors) told.mapped[lane] = p.ragged.mapped[lane * p.batch + row.z];
@@ -310,23 +321,24 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       told.item = {row.x, row.y, row.z};
       told.bundle = row.w;
     }
+    if (lane == mapped_tensors + 4) told.dK = p.dK.template rows<T, true>(row.z, 0, 0);
+    if (lane == mapped_tensors + 5) told.dV = p.dV.template rows<T, true>(row.z, 0, 0);
     if constexpr (parts_of_groups) {
       const int head = row.y * p.heads_per_block / p.heads_per_k;
-      if (lane == mapped_tensors + 4) {
+      if (lane == mapped_tensors + 6) {
         told.key_sums = KeySums<Problem, Tiling>::of_entry(p, row.z, head, row.x).g_first;
       }
     }
   }
 
   // The first warp of the first block: tells everyone of an item.
+  template <class Kernel>
   static DLATTN_DEVICE void tell_item(SharedMemory& shared, int round, int item, const Params& p) {
     const auto place = place_of<2>(round);
     mbarrier_wait(shared.item_ring.empty[place.stage], place.parity ^ 1);
     if constexpr (cluster == 1) {
       if (threadIdx.x % 32 == 0) shared.items[place.stage].number = item;
-      if constexpr (Problem::ragged) {
-        if (item != none_left) describe(shared.items[place.stage], item, p);
-      }
+      if (item != none_left) Kernel::describe(shared.items[place.stage], item, p);
       __syncwarp();
       release(shared.item_ring.full[place.stage]);
     } else {
@@ -376,7 +388,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     for (int round = 0;; ++round) {
       if (takes) {
         if (item >= part_count(m.p, shared)) item = none_left;
-        tell_item(shared, round, item, m.p);
+        tell_item<Kernel>(shared, round, item, m.p);
       }
       if constexpr (cluster > 1) item = told_item(shared, round);
       if (item == none_left) return;

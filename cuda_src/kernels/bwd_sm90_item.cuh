@@ -15,7 +15,9 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   using Base::tile_k;
   using Base::tile_q;
   using typename Base::SharedMemory;
+  using typename Base::T;
   using typename Base::Tiles;
+  using typename Base::Told;
 
   const WorkItem work;
   const Lengths length;
@@ -28,11 +30,28 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
         work(own_item()),
         length(own_lengths()),
         keys(uniform(keys_of_block(rank()))),
-        tiles(uniform(Base::queries_of_part(query_tiles(work.tile), this->number(), p))),
+        tiles(own_tiles()),
         handed_on(Base::relays ? uniform(first_of_next()) : tiles.last) {}
 
-  DLATTN_DEVICE WorkItem own_item() const {
+  // For all roles, by the warp that takes items.
+  static DLATTN_DEVICE void describe(Told& told, int number, const Params& p) {
     if constexpr (Problem::ragged) {
+      Base::describe_ragged(told, number, p);
+    } else {
+      const WorkItem item = Base::work_item(Base::item_of_part(number, p), p);
+      const Lengths length(p, item.batch);
+      const Interval tiles = Base::queries_of_part(query_tiles(item, length, p), number, p);
+      if (threadIdx.x % 32 == 0) {
+        told.item = item;
+        told.length_q = length.q;
+        told.length_kv = length.kv;
+        told.tiles = tiles;
+      }
+    }
+  }
+
+  DLATTN_DEVICE WorkItem own_item() const {
+    if constexpr (Base::tells_items) {
       const WorkItem& item = this->told().item;
       return {uniform(item.tile), uniform(item.head), uniform(item.batch)};
     } else {
@@ -40,12 +59,26 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
     }
   }
   DLATTN_DEVICE Lengths own_lengths() const {
-    if constexpr (Problem::ragged) {
+    if constexpr (Base::tells_items) {
       const auto& told = this->told();
       return Lengths::of(p, uniform(told.length_q), uniform(told.length_kv));
     } else {
       return {p, work.batch};
     }
+  }
+  DLATTN_DEVICE Interval own_tiles() const {
+    if constexpr (Base::tells_tiles) {
+      return uniform(this->told().tiles);
+    } else {
+      const Interval all = query_tiles(work, length, p);
+      return uniform(Base::queries_of_part(all, this->number(), p));
+    }
+  }
+
+  // Asked again after a walk, during which the interval would hold two registers.
+  DLATTN_DEVICE bool has_tiles() const {
+    if constexpr (Base::tells_tiles) return !own_tiles().empty();
+    return anew<typename Problem::Score>(!tiles.empty());
   }
 
   DLATTN_DEVICE Interval keys_of_block(int block) const {
@@ -54,18 +87,19 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   }
 
   // Those that attend to a key tile.
-  DLATTN_DEVICE Interval query_tiles(int key_tile) const {
-    const Interval keys{key_tile * tile_k, least((key_tile + 1) * tile_k, length.kv)};
+  static DLATTN_DEVICE Interval query_tiles(const WorkItem& item, const Lengths& length,
+                                            const Params& p) {
+    const Interval keys{item.tile * tile_k, least((item.tile + 1) * tile_k, length.kv)};
     const Interval queries = Problem::Mask::queries(keys, length, p);
     if (keys.empty() || queries.empty()) return {0, 0};
     const Interval all{queries.first / tile_q, ceil_div(queries.last, tile_q)};
     if constexpr (!Base::adds_steps_alone) return all;
-    const WorkItem of_heads{key_tile, first_head(), work.batch};
+    const WorkItem of_heads{item.tile, item.head * p.heads_per_block, item.batch};
     return Tiles::span_of_queries(p, of_heads, p.heads_per_block, all);
   }
 
   DLATTN_DEVICE int first_of_next() const {
-    const Interval next = query_tiles(work.tile + 1);
+    const Interval next = query_tiles({work.tile + 1, work.head, work.batch}, length, p);
     return next.empty() ? tiles.last : next.first;
   }
 
@@ -119,10 +153,23 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
 
   // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
   DLATTN_DEVICE int first_stored_key() const {
-    if constexpr (Problem::ragged) {
+    if constexpr (Base::tells_items) {
       return this->told().item.tile * tile_k + rank() * block_k;
     } else {
       return keys.first;
+    }
+  }
+
+  // What memory would say of their gradients is told, or nothing could be stored before it answers.
+  template <class Of>
+  DLATTN_DEVICE KeyEntry<T> key_entry(int batch) const {
+    if constexpr (Problem::ragged) {
+      const auto& told = this->told();
+      return {batch, told.length_kv, Of::of_keys ? told.dK : told.dV};
+    } else if constexpr (Base::tells_items) {
+      return {batch, this->told().length_kv};
+    } else {
+      return {batch, p.seq_len_kv.at(batch, p.seq_kv)};
     }
   }
 

@@ -144,7 +144,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
       const int first_key = Base::rank() * block_k + row;
       Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);
     } else {
-      store_key_rows<Problem, Of>(gradient, this->first_stored_key() + row, batch, head, p);
+      const int first_key = this->first_stored_key() + row;
+      store_key_rows<Problem, Of>(gradient, first_key, this->template key_entry<Of>(batch), head, p);
     }
     gradient.clear();
   }

@@ -16,6 +16,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   using Base::first_head;
   using Base::gives_orders;
   using Base::handed_on;
+  using Base::length;
   using Base::own_pieces;
   using Base::p;
   using Base::share_slots;
@@ -58,7 +59,8 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
 
   // Query tiles before this one attend to the keys of the item before, too.
   DLATTN_DEVICE int end_of_taken_over() const {
-    return work.tile == 0 ? 0 : this->query_tiles(work.tile - 1).last;
+    if (work.tile == 0) return 0;
+    return this->query_tiles({work.tile - 1, work.head, work.batch}, length, p).last;
   }
 
   // In the place of the counter: brings the other items' parts, and counts what this one stores.

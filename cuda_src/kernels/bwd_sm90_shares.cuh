@@ -301,13 +301,17 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
+  // Quotients of unsigned numbers take fewer registers, which ragged problems of wide heads have not got.
+  // Of others, it is with these that ptxas spills one.
+  using Number = Either<Problem::ragged && (dim_qk > 64), uint32, int>;
+
   // Stores these rows as dQ, and leaves zeros in the sum, if its place will be another pair's. load(n)
   // is this lane's part of columns [8 n, 8 n + 8).
   template <bool leaves_zeros = true, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
-    int tile = share.tile + piece_of_share / dq_pieces, head = share.first_head;
+    Number tile = share.tile + Number(piece_of_share) / dq_pieces, head = share.first_head;
     if (Problem::ragged || p.heads_per_block > 1) {
-      const int tiles_per_head = query_tiles_of(share);
+      const Number tiles_per_head = query_tiles_of(share);
       head += tile / tiles_per_head;
       tile %= tiles_per_head;
     }
@@ -321,7 +325,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   template <class Load, class Used>
   DLATTN_DEVICE void store_piece(HeadOfDQ head, int tile, int piece, Load load, Used used) const {
     constexpr int per_row = dim_qk / piece_columns;
-    const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
+    const int lane = Number(opaque(threadIdx.x)) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;
@@ -362,10 +366,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     LoadedRows rows;
     const DQRows& g_rows = sum_rows(share, piece, Base::warp_of_group());
 #pragma unroll
-    for (int n = 0; n < piece_columns / 8; ++n) {
-      rows.at[n] = load_relaxed(&g_rows.at[n][threadIdx.x % 32]);
-    }
+    for (int n = 0; n < piece_columns / 8; ++n) rows.at[n] = load_row(g_rows, n);
     return rows;
+  }
+  static DLATTN_DEVICE float4 load_row(const DQRows& g_rows, int n) {
+    return load_relaxed(&g_rows.at[n][threadIdx.x % 32]);
   }
 
   // A warp's walk through the pieces of the item's share.
@@ -447,13 +452,38 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
 
-  // The key workers, where they store shares, when the steps of an item are too few for it.
-  DLATTN_DEVICE void store_share() {
+  // What a key worker has asked for of a share, in eights of columns of its first piece: as much as there
+  // are registers for beside dK and dV.
+  struct RowsAhead {
+    static constexpr int count = Base::cluster == 1 ? piece_columns / 16 : 0;
+    float4 at[most(count, 1)];
+    bool asked = false;
+  };
+
+  // The key workers, where they store shares, when the steps of an item are too few for it. L2 takes as
+  // long to answer as dK and dV to be stored, so that they ask before, if it is known what for.
+  DLATTN_DEVICE void ask_for_share(RowsAhead& ahead) const {
+    const int piece = Base::warpgroup_index() - 2;
+    if (RowsAhead::count == 0 || !has_ended(shared.share_complete, this->round % 2)) return;
+    ahead.asked = uniform(piece < shared.share.pieces);
+    if (!ahead.asked) return;
+    const DQRows& g_rows = sum_rows(shared.share, piece, Base::warp_of_group());
+#pragma unroll
+    for (int n = 0; n < RowsAhead::count; ++n) ahead.at[n] = load_row(g_rows, n);
+  }
+  DLATTN_DEVICE void store_share(RowsAhead& ahead) {
     mbarrier_wait(shared.share_complete, this->round % 2);
     const int pieces = uniform(shared.share.pieces);
 #pragma unroll 1
     for (int piece = Base::warpgroup_index() - 2; piece < pieces; piece += 2) {
-      const LoadedRows rows = load_rows(shared.share, piece);
+      const DQRows& g_rows = sum_rows(shared.share, piece, Base::warp_of_group());
+      LoadedRows rows;
+#pragma unroll
+      for (int n = 0; n < piece_columns / 8; ++n) {
+        const bool is_there = n < RowsAhead::count && ahead.asked;
+        rows.at[n] = is_there ? ahead.at[n] : load_row(g_rows, n);
+      }
+      ahead.asked = false;
       store_rows(shared.share, piece, [&](int n) { return rows.at[n]; });
     }
     __syncwarp();
