@@ -46,6 +46,9 @@ struct ProductStats {
     const uint32 pair = opaque(threadIdx.x) % 4 * 2 - column;  // of this lane
     const uint32 ones = (pair < 3 ? 0x3f80 : 0) | (pair + 1 < 3 ? 0x3f800000 : 0);
     const uint32 left[4] = {ones, ones, 0, 0};
+    // Overwritten: but ptxas of CUDA 13.3 to 13.5 would have what was there before live until here, from one
+    // step to the next, in 64 registers that nobody has. No instruction is left of it.
+    c.clear();
     auto& d = reinterpret_cast<float (&)[4 * n_tiles]>(c.at);
     wgmma_fence();
     WgmmaShape<8 * n_tiles>::template register_shared<bf16, 0>(
