@@ -98,8 +98,7 @@ struct KeySums {
     return p.ragged.first_key_tile(p.batch, batch) + tile;
   }
   explicit DLATTN_DEVICE KeySums(float* g_sums) : g_first(g_sums) {}
-  DLATTN_DEVICE KeySums(const Params& p, int number)
-      : g_first(p.key_sums + int64(number) * size) {}
+  DLATTN_DEVICE KeySums(const Params& p, int number) : g_first(p.key_sums + int64(number) * size) {}
 
   // That have sums of their own.
   static DLATTN_DEVICE int heads(const Params& p) { return p.heads_q / p.heads_per_k; }
@@ -109,7 +108,8 @@ struct KeySums {
     const int tiles = most(1, ceil_div(p.seq_len_kv.at(batch, p.seq_kv), tile_k));
     const int first = tile_of_all(p, batch, 0), last = least(first + tiles, p.ragged.key_tiles);
     const int64 units = int64(heads(p)) * (size / 4), end = last * units;
-    const int block = blockIdx.x + gridDim.x * blockIdx.y, step = gridDim.x * gridDim.y * blockDim.x;
+    const int block = blockIdx.x + gridDim.x * blockIdx.y;
+    const int step = gridDim.x * gridDim.y * blockDim.x;
     auto* g_sums = reinterpret_cast<float4*>(p.key_sums);
     for (int64 i = first * units + block * blockDim.x + threadIdx.x; i < end; i += step) {
       g_sums[i] = float4{0.f, 0.f, 0.f, 0.f};
@@ -158,8 +158,8 @@ struct KeySums {
       g_sums += 128;
     }
     using T = typename Problem::Element;
-    KeyEntry<T> entry{batch, p.seq_len_kv.at(batch, p.seq_kv)};
-    entry.g_first = Of::ref(p).template rows<T, Problem::ragged>(batch, 0, 0);
+    T* g_entry = Of::ref(p).template rows<T, Problem::ragged>(batch, 0, 0);
+    const KeyEntry<T> entry{batch, p.seq_len_kv.at(batch, p.seq_kv), g_entry};
     store_key_rows<Problem, Of>(gradient, key, entry, head, p);
   }
 };

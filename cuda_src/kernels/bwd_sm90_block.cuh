@@ -99,8 +99,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   };
   // All items of a ragged problem have some heads of a group.
   static constexpr bool parts_of_groups = Tiling::adds_keys && Problem::ragged;
-  static constexpr bool tells_items = cluster == 1 || Problem::ragged;
+  static constexpr bool tells_items = cluster == 1;
   static constexpr bool tells_tiles = tells_items && !Problem::ragged;
+  static_assert(tells_items || (!Problem::ragged && !Tiling::adds_keys));
   using OfRagged = Either<parts_of_groups, TellPartOfGroup, TellRagged>;
   using OfOthers = Either<tells_tiles, TellTiles, TellNumber>;
   using Told = Either<Problem::ragged, OfRagged, OfOthers>;
@@ -171,8 +172,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<ds_stages> weights_ring[block_k / 64];  // between the key workers, of each 64 keys
     Ring<2> sums_ring;                           // from the writer to the counter
     Either<relays, Ring<most(share_slots, 1)>, Nothing> parts_ring;  // from the copy engine
-    int sums_added[2];                           // what a step has been added to
-    uint64 landed[2];                            // what a loader is to clear
+    int sums_added[2];  // what a step has been added to
+    uint64 landed[2];   // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
     Share share, rest;                             // that goes with the item; that goes with none
@@ -227,8 +228,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
     if (!Tiling::adds_keys || parts_of_groups || number < p.whole_items) return all;
     const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
-    return {all.first + count * part / p.item_parts,
-            all.first + count * (part + 1) / p.item_parts};
+    return {all.first + count * part / p.item_parts, all.first + count * (part + 1) / p.item_parts};
   }
 
   // Of the item at work.

@@ -55,7 +55,7 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
       const WorkItem& item = this->told().item;
       return {uniform(item.tile), uniform(item.head), uniform(item.batch)};
     } else {
-      return Base::work_item(Base::item_of_part(this->number(), p), p);
+      return Base::work_item(this->number(), p);
     }
   }
   DLATTN_DEVICE Lengths own_lengths() const {
@@ -70,12 +70,12 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
     if constexpr (Base::tells_tiles) {
       return uniform(this->told().tiles);
     } else {
-      const Interval all = query_tiles(work, length, p);
-      return uniform(Base::queries_of_part(all, this->number(), p));
+      return uniform(query_tiles(work, length, p));
     }
   }
 
-  // Asked again after a walk, during which the interval would hold two registers.
+  // Asked again for each walk, during which the interval would hold two registers; or where it is not told,
+  // one.
   DLATTN_DEVICE bool has_tiles() const {
     if constexpr (Base::tells_tiles) return !own_tiles().empty();
     return anew<typename Problem::Score>(!tiles.empty());
@@ -154,13 +154,13 @@ struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
   // Where dK and dV are stored. Read again: the first key would hold a register during the walk.
   DLATTN_DEVICE int first_stored_key() const {
     if constexpr (Base::tells_items) {
-      return this->told().item.tile * tile_k + rank() * block_k;
+      return this->told().item.tile * tile_k;
     } else {
       return keys.first;
     }
   }
 
-  // What memory would say of their gradients is told, or nothing could be stored before it answers.
+  // Told, where memory would have to answer before anything could be stored.
   template <class Of>
   DLATTN_DEVICE KeyEntry<T> key_entry(int batch) const {
     if constexpr (Problem::ragged) {

@@ -301,8 +301,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Quotients of unsigned numbers take fewer registers, which ragged problems of wide heads have not got.
-  // Of others, it is with these that ptxas spills one.
+  // Ragged problems of wide heads have registers for quotients of unsigned numbers alone, which take fewer;
+  // in all others ptxas spills one by those, and none by quotients of signed ones.
   using Number = Either<Problem::ragged && (dim_qk > 64), uint32, int>;
 
   // Stores these rows as dQ, and leaves zeros in the sum, if its place will be another pair's. load(n)

@@ -38,7 +38,8 @@ struct SharesMore : Tiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  // Boxes: 64 (or 32, of two heads a consumer), tile_k, tile_k and zero_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: 64 (or 32, of two heads a consumer), tile_k, tile_k and output_rows rows of 64 columns; of
+  // pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, o;
   TensorMap bias;  // 64 rows, or one; if it is staged
   Params p;
@@ -59,8 +60,8 @@ struct FwdSm90Block {
   using QTile = SlabTile<T, 64, dim_qk>;  // of a consumer
   using OSlab = SlabTile<T, 64, 64>;
   static constexpr int o_slabs = Problem::output_slabs;  // in shared memory at a time
-  static constexpr int zero_rows = 16;
-  using Zeros = SlabTile<T, zero_rows, 64>;
+  static constexpr int output_rows = 16;                 // a warp's, which it stores by itself
+  using Zeros = SlabTile<T, output_rows, 64>;
   using KTile = SlabTile<T, tile_k, dim_qk>;
   using VTile = SlabTile<T, tile_k, dim_v>;
   using BiasTile = StagedTile<typename Score::StagedBias, 64, tile_k>;
@@ -111,8 +112,7 @@ struct FwdSm90Block {
       last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
     }
     // For the block.
-    DLATTN_DEVICE Work(const Params& p, WorkItem item)
-        : Work(p, item, Lengths(p, item.batch)) {
+    DLATTN_DEVICE Work(const Params& p, WorkItem item) : Work(p, item, Lengths(p, item.batch)) {
       if constexpr (Tiles::skips) {
         last_tile = Tiles::last_keys(p, item, last_tile, first_tile);
         first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
@@ -181,9 +181,9 @@ struct FwdSm90Block {
     Ring<item_stages> item_ring;
     Ring<1> bias_ring[consumers];
     uint64 nearly_loaded[item_stages];  // the keys of an item
-    uint64 padded_values;               // a tile of v has landed, of which some rows are to be cleared
-    int item_count;  // where blocks ask for items; the scheduler has no register for it
-    int counts;      // this block has seen the mark beside the counter of items; not of a ragged problem
+    uint64 padded_values;  // a tile of v has landed, of which some rows are to be cleared
+    int item_count;        // where blocks ask for items; the scheduler has no register for it
+    int counts;  // this block has seen the mark beside the counter of items; not of a ragged problem
   };
 
   // Named barriers, by event; + warpgroup.

@@ -220,7 +220,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const int last = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
-      for (int row = rows.first; row < least(rows.last, last); row += Base::zero_rows) {
+      for (int row = rows.first; row < least(rows.last, last); row += Base::output_rows) {
 #pragma unroll
         for (int column = 0; column < Problem::head_dim_v; column += 64) {
           tma_store_4d(m.o, shared.zeros.address(), column, entry.row + row, at.head, entry.batch);
@@ -318,11 +318,11 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   // There lies whatever the user left: zero probabilities do not silence NaN, zero values do. The loader
   // clears them, because it is ahead of the consumers, and tells these of the tile only then.
-  DLATTN_DEVICE void clear_padding(const Work& work, const Place<stages>& place,
-                                   Place<1>& padded) {
+  DLATTN_DEVICE void clear_padding(const Work& work, const Place<stages>& place, Place<1>& padded) {
     mbarrier_wait(shared.padded_values, padded.parity);
     padded.advance();
-    shared.v[place.stage].clear_rows(work.length.kv - work.last_tile * tile_k, threadIdx.x % 32, 32);
+    shared.v[place.stage].clear_rows(work.length.kv - work.last_tile * tile_k, threadIdx.x % 32,
+                                     32);
     fence_proxy_async();
     __syncwarp();
     release(shared.v_ring.full[place.stage]);

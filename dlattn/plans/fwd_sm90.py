@@ -21,7 +21,7 @@ from dlattn.plans.fwd_sm90_shares import (
     visited,
 )
 from dlattn.plans.fwd_sm90_tiling import (
-    ZERO_ROWS,
+    OUTPUT_ROWS,
     PartsTiling,
     Sm90FwdTiling,
     tilings,
@@ -101,7 +101,7 @@ class FwdSm90(MappedPlan):
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
         heads_per_consumer = -(-self._heads_per_tile // tiling.consumers)
-        rows = {"q": 64 // heads_per_consumer, **keys, "o": ZERO_ROWS}
+        rows = {"q": 64 // heads_per_consumer, **keys, "o": OUTPUT_ROWS}
         return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
 
     def schedule(self) -> Array:

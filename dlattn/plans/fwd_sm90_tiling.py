@@ -8,12 +8,10 @@ from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
 from dlattn.problem import GivenMask, Problem, Scale
 from dlattn.records import dataclass
+from dlattn.runtime.target import KNOWN
 
-#: Rows of zeros that one copy stores (``zero_rows`` in the kernel).
-ZERO_ROWS = 16
-
-#: Bytes of shared memory that a Hopper block may have.
-MOST_SHARED_MEMORY = 227 << 10
+#: Rows that one copy stores: a warp's, or zeros (``output_rows`` in the kernel).
+OUTPUT_ROWS = 16
 
 #: Widths of the output product; the next one at or above head_dim_v is computed.
 VALUE_COLUMNS = (64, 96, 128, 192, 256)
@@ -68,7 +66,7 @@ class Sm90FwdTiling:
 
     def output_slabs(self, problem: Problem) -> int:
         """Slabs of 64 columns of the output in shared memory at a time: what there is room for."""
-        room = MOST_SHARED_MEMORY - self._bytes_beside_output(problem)
+        room = KNOWN["sm_90a"].shared_memory - self._bytes_beside_output(problem)
         needed = -(-value_columns(problem) // 64)
         return max(1, min(needed, room // slab_bytes(self.tile_q, 64)))
 
@@ -79,7 +77,7 @@ class Sm90FwdTiling:
 
     def _bytes_beside_output(self, problem: Problem) -> int:
         dim_qk, dim_v = problem.head_dim_qk, value_columns(problem)
-        q, zeros = slab_bytes(self.tile_q, dim_qk), slab_bytes(ZERO_ROWS, 64)
+        q, zeros = slab_bytes(self.tile_q, dim_qk), slab_bytes(OUTPUT_ROWS, 64)
         k_and_v = slab_bytes(self.tile_k, dim_qk) + slab_bytes(self.tile_k, dim_v)
         items = 3 * (64 * (1 + self.consumers) + 2 * 8)
         rings = self.q_stages * self.consumers + 2 * self.stages + self.consumers
