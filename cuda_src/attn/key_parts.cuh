@@ -20,7 +20,7 @@ DLATTN_DEVICE void add_part(Softmax& softmax, Accumulator<1, v_tiles>& output, f
 #pragma unroll
   for (int n = 0; n < v_tiles; ++n) {
     const float4 o = load(n);
-    float(&own)[4] = output.at[0][n];
+    float (&own)[4] = output.at[0][n];
     own[0] = own[0] * own_factor[0] + o.x * factor[0];
     own[1] = own[1] * own_factor[0] + o.y * factor[0];
     own[2] = own[2] * own_factor[1] + o.z * factor[1];
@@ -30,7 +30,7 @@ DLATTN_DEVICE void add_part(Softmax& softmax, Accumulator<1, v_tiles>& output, f
 
 template <class Softmax>
 DLATTN_DEVICE float4 told_of(const Softmax& softmax) {
-  const float(&reference)[2] = softmax.reference, (&sum)[2] = softmax.row_sum;
+  const float (&reference)[2] = softmax.reference, (&sum)[2] = softmax.row_sum;
   return {reference[0], reference[1], sum[0], sum[1]};
 }
 DLATTN_DEVICE float4 told_of(const float (&output)[4]) {

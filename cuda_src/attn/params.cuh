@@ -35,8 +35,8 @@ struct Params {
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
   TileOrderRef tile_order;         // of a block mask
-  float* dq_accum;    // (dq_places, heads_per_block, query tiles, tile): fp32 sums
-  int* dq_arrivals;   // the same without tile: how many key tiles have been added; in a relay, 1 while a part waits
+  float* dq_accum;                 // (dq_places, heads_per_block, query tiles, tile): fp32 sums
+  int* dq_arrivals;   // the same without tile: key tiles added so far; in a relay, 1: a part waits
   int* dq_stored;     // (dq_places): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item
   float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
@@ -47,8 +47,8 @@ struct Params {
   int bottom_right;              // the diagonal ends in the bottom right corner
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
                         // decode, items that blocks walk side by side
-  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; of a
-                        // Hopper forward, at the most: some of heads_together, if they are more than one
+  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; at
+                        // the most, in a Hopper forward: some of heads_together, if more than one
   int dq_places;        // for how many pairs there are sums of dQ, or bundles of a ragged problem
   int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
   int dq_lag;           // with an item goes the share of dQ of the item, or bundle, so many before
@@ -66,12 +66,13 @@ struct Params {
   BiasRef d_score_mod[8];  // the gradients of what it reads
   float* dbias_parts;   // (tiles of a gradient, blocks of a tile, tile): what each block has of it
   int* dbias_arrivals;  // (tiles of a gradient): how many blocks of it are done
-  float* key_sums;  // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
-  int whole_items;  // of a Hopper backward: from here on, items have parts of groups or of queries, and add to those sums
+  float* key_sums;      // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
+  int whole_items;  // of a Hopper backward: items from here on have parts of groups or of queries,
+                    // and add to those sums
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
   int heads_together;  // query heads that share both a head of K and one of V
-  int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
+  int* dq_additions;   // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

@@ -195,7 +195,7 @@ struct RaggedRef {
   int item_rows;         // queries or keys that an item has
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
-  int key_tiles;  // whose sums of dK and dV the workspace has room for, of one head
+  int key_tiles;            // whose sums of dK and dV the workspace has room for, of one head
 
   // Among those of all entries, of one head.
   DLATTN_DEVICE int& first_key_tile(int batches, int b) const {
@@ -231,8 +231,8 @@ struct TileOrderRef {
 // What blocks of a decode leave to each other (kernels/decode.cuh), or of a forward (attn/key_parts.cuh). Of
 // one whose blocks ask for tiles there is one mark: they are being counted.
 struct PartsRef {
-  void* data;         // a part for each block; two for a later kernel
-  uint64* marks;      // likewise: `mark` where the part is there
+  void* data;     // a part for each block; two for a later kernel
+  uint64* marks;  // likewise: `mark` where the part is there
   uint64 mark;
   const int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh)
 };

@@ -450,9 +450,8 @@ struct BwdDBias {
                sum.at[m][n]);
         }
     };
-    each(g_parts + int64(part) * part_size, [](float4& stored, const float(&own)[4]) {
-      stored = {own[0], own[1], own[2], own[3]};
-    });
+    each(g_parts + int64(part) * part_size,
+         [](float4& stored, const float (&own)[4]) { stored = {own[0], own[1], own[2], own[3]}; });
     fence_gpu();
     __syncthreads();
     int* s_done = reinterpret_cast<int*>(&shared);
@@ -464,7 +463,7 @@ struct BwdDBias {
     sum.clear();
 #pragma unroll 1
     for (int i = 0; i < parts; ++i) {
-      each(g_parts + int64(i) * part_size, [](const float4& stored, float(&total)[4]) {
+      each(g_parts + int64(i) * part_size, [](const float4& stored, float (&total)[4]) {
         const float4 other = load_relaxed(&stored);
         total[0] += other.x, total[1] += other.y, total[2] += other.z, total[3] += other.w;
       });

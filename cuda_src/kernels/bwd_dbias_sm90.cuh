@@ -285,10 +285,9 @@ struct BwdDBiasSm90 {
     DBias* g_dBias =
         static_cast<DBias*>(p.dBias.data) + tile.batch * p.dBias.batch + tile.head * p.dBias.head;
     constexpr int unit = 16 / sizeof(DBias);
-    const bool by_units =
-        tile.key + tile_k <= p.seq_kv && p.dBias.column == 1 &&
-        ((p.dBias.row | p.dBias.head | p.dBias.batch) % unit) == 0 &&
-        reinterpret_cast<uint64>(p.dBias.data) % 16 == 0;
+    const bool by_units = tile.key + tile_k <= p.seq_kv && p.dBias.column == 1 &&
+                          ((p.dBias.row | p.dBias.head | p.dBias.batch) % unit) == 0 &&
+                          reinterpret_cast<uint64>(p.dBias.data) % 16 == 0;
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int query = tile.query + first_row() + Scores::row(0, i);

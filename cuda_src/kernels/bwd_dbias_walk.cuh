@@ -32,8 +32,8 @@ DLATTN_DEVICE DBiasStep uniform(const DBiasStep& step) {
 // Of several blocks that share a tile, each takes every so many steps along two of the axes that it
 // walks: the first of queries and keys, the first of heads and batch entries.
 DLATTN_DEVICE DBiasStep along_walk(const BiasRef& dBias, int y, int z, int other) {
-  return {dBias.head == 0 ? other : z, dBias.head == 0 ? z : other,
-          dBias.row == 0 ? y : other, dBias.row == 0 ? other : y};
+  return {dBias.head == 0 ? other : z, dBias.head == 0 ? z : other, dBias.row == 0 ? y : other,
+          dBias.row == 0 ? other : y};
 }
 DLATTN_DEVICE DBiasStep parts_of_walk(const BiasRef& dBias) {
   return along_walk(dBias, gridDim.y, gridDim.z, 1);

@@ -10,8 +10,8 @@ template <class Problem, class Tiling>
 struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   using Base = BwdSm90Item<Problem, Tiling>;
   using Base::Base;
-  using Base::first_head;
   using Base::ends_walk;
+  using Base::first_head;
   using Base::keys;
   using Base::length;
   using Base::m;
@@ -79,7 +79,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
     constexpr bool once = Base::cluster == 1 && !Tiling::adds_keys;
     fill_rows(ring, place, tile, rows, landed, clearings, bytes, [&](int, uint64& full) {
       if (!moves) return;
-      load_key_tile<Problem, paged, once>(tile[0], mapped, full, keys.first, head, work.batch, length, p);
+      load_key_tile<Problem, paged, once>(tile[0], mapped, full, keys.first, head, work.batch,
+                                          length, p);
     });
   }
 

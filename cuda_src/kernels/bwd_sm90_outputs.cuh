@@ -145,7 +145,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
       Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);
     } else {
       const int first_key = this->first_stored_key() + row;
-      store_key_rows<Problem, Of>(gradient, first_key, this->template key_entry<Of>(batch), head, p);
+      store_key_rows<Problem, Of>(gradient, first_key, this->template key_entry<Of>(batch), head,
+                                  p);
     }
     gradient.clear();
   }

@@ -59,8 +59,7 @@ struct BwdSm90Scores : BwdSm90Outputs<Problem, Tiling> {
   static constexpr bool constant_derivative = Score::constant_derivative;
   static constexpr bool drops = Problem::Dropout::drops;
   static constexpr bool stats_in_products = Tiling::stats_in_products;
-  using Weights =
-      Either<constant_derivative && !drops && !stats_in_products, Scores, Rounded>;
+  using Weights = Either<constant_derivative && !drops && !stats_in_products, Scores, Rounded>;
 
   using LogSumExp = Either<constant_derivative && (!Score::reads_positions ||
                                                    (Score::is_quick && part_q <= 64 && !drops)),

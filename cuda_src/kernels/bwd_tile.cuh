@@ -31,8 +31,8 @@ struct BwdTiling {
 // Of the Hopper backward: dlattn/plans/bwd_sm90_tiling.py says what these are.
 template <int tile_q_, int tile_k_, bool by_product_, int stages_, int ds_stages_,
           int piece_columns_, int dq_slots_, int share_slots_, int do_stages_, int cluster_,
-          int query_registers_, bool stats_in_products_, bool keys_in_registers_,
-          bool adds_keys_, bool shares_last_, bool relays_>
+          int query_registers_, bool stats_in_products_, bool keys_in_registers_, bool adds_keys_,
+          bool shares_last_, bool relays_>
 struct Sm90BwdTiling {
   static constexpr int tile_q = tile_q_, tile_k = tile_k_;
   static constexpr int cluster = cluster_;

@@ -48,7 +48,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
 
   SharedMemory& shared;
   int stage = 0;     // where products are
-  const int* pages;  // of the batch entry that copies are at: of keys or of values, as look_up() says
+  const int* pages;  // of keys or values (look_up()) of the batch entry that copies are at
   int page;          // of the row that this lane finds for the next copies
 
   DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
@@ -84,10 +84,10 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load_next(int stage) {
     if (loads.left > 0) {
       auto& s_keys = shared.stage[stage][team].keys;
-      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages,
-                                                        Base::at_head_k(), 0);
-      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages,
-                                                       Base::at_head_v(), 16);
+      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages, Base::at_head_k(),
+                                                        0);
+      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages, Base::at_head_v(),
+                                                       16);
       loads.advance();
       if (loads.left > 0) {
         if (loads.enters_item()) {

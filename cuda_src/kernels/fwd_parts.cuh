@@ -97,7 +97,7 @@ struct FwdParts {
       uint32 words[4];
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n) {
-        const float(&o)[4] = output.at[0][n];
+        const float (&o)[4] = output.at[0][n];
         words[n] = Convert<T>::pack(o[2 * half], o[2 * half + 1]);
       }
       transpose_quad(words, lane);

@@ -7,6 +7,8 @@
 // accumulate = 0 overwrites the accumulators. Warp w has rows 16 w .. 16 w + 15, as mma has them.
 #pragma once
 
+// clang-format off: instruction text is laid out by the script
+
 #include "base/types.cuh"
 
 namespace dlattn {

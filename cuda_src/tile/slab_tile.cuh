@@ -54,7 +54,8 @@ struct SlabTile {
   }
 
   // The same of what nobody reads again.
-  DLATTN_DEVICE void load_once(const TensorMap& map, uint64& barrier, int row, int head, int batch) {
+  DLATTN_DEVICE void load_once(const TensorMap& map, uint64& barrier, int row, int head,
+                               int batch) {
 #pragma unroll
     for (int slab = 0; slab < slabs; ++slab) {
       tma_load_4d(address() + slab * slab_bytes, map, barrier, slab * slab_columns, row, head,
