@@ -217,6 +217,7 @@ def _compile(
     headers: Headers,
     library: nvrtc.Nvrtc,
 ) -> CompiledKernel:
+    _check_known(arch, library)
     facts = {"name": source.name, "arch": arch, "nvrtc": library.version, "options": OPTIONS}
     started = time.perf_counter()
     try:
@@ -251,6 +252,17 @@ def _compiled(facts: dict[str, Any], usage: Usage, folder: Path, output: str) ->
         log=output,
         **vars(usage),
     )
+
+
+def _check_known(arch: str, library: nvrtc.Nvrtc) -> None:
+    """A GPU may be newer than NVRTC."""
+    known = [f"sm_{number}" for number in library.architectures]
+    if arch.rstrip("a") not in known:
+        raise CompileError(
+            f"NVRTC {library.version} cannot compile for {arch}, only for {', '.join(known)}. "
+            'Install a newer one with pip install ".[cu13]" in a checkout of dlattn, or set '
+            "CUDA_PATH to a newer CUDA toolkit; python -m dlattn env shows which one is found."
+        )
 
 
 def _first_error(output: str) -> str:

@@ -52,6 +52,15 @@ class Nvrtc:
         """What the cache's key holds of the compiler; see :func:`identity`."""
         return (self.path and _file_identity(self.path)) or self.version
 
+    @cached_property
+    def architectures(self) -> tuple[int, ...]:
+        """What it compiles for, e.g. ``(..., 90, 100, 120)``, the oldest first."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", numbers)
+        return tuple(numbers)
+
     def compile(
         self, source: str, headers: Mapping[str, str], options: Iterable[str]
     ) -> tuple[bytes, str]:
