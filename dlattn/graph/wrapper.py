@@ -161,7 +161,7 @@ class Graph(Operations):
             if isinstance(value, Tensor):
                 self._names.add_port(f"{node}::{position}", value)
             arguments[argument] = value
-        outputs = self._graph._add(operation, arguments)
+        outputs = self._graph._add(operation, arguments, self)
         self._nodes.add(node)
         self._counts[operation] += 1
         for output in outputs:
