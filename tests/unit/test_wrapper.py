@@ -312,6 +312,29 @@ def test_wrong_calls(qkv):
         graph(qkv[0], qkv[1].astype(np.float64), qkv[2])
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_inputs_that_are_none(qkv, position):
+    """None for an input is an input left out, whichever it is and however the graph is called."""
+    graph, names = declared(qkv), [f"SDPA::{name}" for name in "qkv"]
+    given = [None if n == position else x for n, x in enumerate(qkv)]
+    for call in (given, [dict(zip(names, given, strict=True))]):
+        with pytest.raises(RuntimeError, match=f"lacks the inputs '{names[position]}'; add"):
+            graph(*call)
+
+
+def test_several_keys_of_one_tensor(qkv):
+    """They may hold one object, and each gets the output; with different ones a call is refused."""
+    q, k, v = qkv
+    graph = declared(qkv)
+    others = {"SDPA::k": k, "SDPA::v": v}
+    given = graph(others | {"SDPA::q": q, "SDPA::0": q, "o": None, "SDPA::O": None})
+    assert given["o"] is given["SDPA::O"]
+    assert_close(given["o"], attention(*qkv)[0])
+    for other in (q + 1, None):
+        with pytest.raises(ValueError, match="'SDPA::q' and 'SDPA::0' are both 'SDPA::q', and the"):
+            graph(others | {"SDPA::q": q, "SDPA::0": other})
+
+
 def test_handles(qkv):
     """None and "auto" follow the current stream; other strings mean nothing."""
     for handle in (None, "auto", cudnn.create_handle()):
