@@ -107,10 +107,11 @@ def from_any(dtype: Any) -> data_type:
         return by_torch
     try:
         return _BY_NUMPY[np.dtype(dtype)]
-    except (TypeError, KeyError):
+    # NumPy parses texts, and reads the ``dtype`` of objects: each fails in its own way.
+    except (TypeError, KeyError, ValueError, SyntaxError):
         raise InvalidGraphError(
-            f"{dtype!r} is not an element type; expected a dlattn.data_type, a NumPy dtype or a "
-            "torch dtype such as torch.bfloat16"
+            f"{dtype!r:.100} is not an element type; expected a dlattn.data_type, a NumPy dtype or "
+            "a torch dtype such as torch.bfloat16"
         ) from None
 
 

@@ -20,6 +20,7 @@ from dlattn.runtime.tensors import view
 
 if TYPE_CHECKING:
     from dlattn.graph.primitives.nodes import PrimitiveNode
+    from dlattn.graph.score_mod.callback import Declaring
 
 Node: TypeAlias = "AttentionNode | PrimitiveNode"
 
@@ -171,7 +172,10 @@ class Declarations(Operations):
         self._tensors.append(t)
         return t
 
-    def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
+    def _add(
+        self, operation: str, given: dict[str, Any], user: Declaring | None = None
+    ) -> list[Any]:
+        """Add a node; ``user`` is the graph that callbacks declare tensors in, if not this one."""
         if self._is_built:
             raise InvalidGraphError(
                 f"Graph {self._name!r} is built, so {operation} cannot be added; make a new graph."
@@ -193,19 +197,19 @@ class Declarations(Operations):
                 f"{operation}: score_mod_gradients must be tensors of the graph that score_mod "
                 f"reads; got {asked!r:.100}."
             )
-        node = self._node(operation, given)
+        node = self._node(operation, given, user or self)
         self._nodes.append(node)
         self._calls.append(given)
         self._keep_tensors_of(node)
         return list(node.returned)
 
-    def _node(self, operation: str, given: dict[str, Any]) -> Node:
+    def _node(self, operation: str, given: dict[str, Any], user: Declaring) -> Node:
         """The node of a call; what few graphs hold is imported for those."""
         if operation in _BUILDERS:
             if given["score_mod"] is not None or given.get("score_mod_bprop") is not None:
                 from dlattn.graph.score_mod.callback import score_mod
 
-                given = {**given, "score_mod": score_mod(self, operation, given)}
+                given = {**given, "score_mod": score_mod(user, operation, given)}
             return _BUILDERS[operation](given["name"] or operation, given)
         from dlattn.graph.primitives.nodes import primitive_node
 

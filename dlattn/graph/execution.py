@@ -17,7 +17,7 @@ from dlattn import dtypes
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered
-from dlattn.graph.slots import NumberSlot, RaggedSlot, Slot, said_device, slot_type
+from dlattn.graph.slots import NumberSlot, RaggedSlot, Sizes, Slot, said_device, slot_type
 from dlattn.graph.tensor import Device, tensor
 from dlattn.plans.base import Runnable, bound
 from dlattn.plans.host import HostSequences
@@ -101,6 +101,8 @@ class Execution:
         pointers: dict[str, int] = {}
         inputs = []
         unordered = []
+        #: By role: of ragged tensors alone.
+        sizes_of: dict[str, Sizes] = {}
         alike = True
         get = pack.get
         for slot, key, uid, role, alignment, is_output in self._slots:
@@ -113,14 +115,17 @@ class Execution:
                 pointers[role] = slot.checked_address(value)
                 alike = False
                 continue
-            pointer = slot.match(value)
+            match, sizes = slot.accepted
+            pointer = match(value)
             if not pointer or pointer % alignment:
                 numbers = (int, np.integer) if slot.takes_int else (float, np.floating)
                 if slot.by_value and isinstance(value, numbers):
                     value = slot.number(value)
-                pointer = slot.admit(value)
+                pointer, sizes = slot.admit(value)
                 alike = False
             pointers[role] = pointer
+            if sizes is not None:
+                sizes_of[role] = sizes
             if not is_output:
                 inputs.append(value)
                 if type(value) not in ORDERED_TYPES:
@@ -128,7 +133,7 @@ class Execution:
         if self._ragged:
             sequences = HostSequences(self._geometry, pointers)
             for ragged_slot, offsets in self._ragged:
-                ragged_slot.check_sequences(sequences, offsets)
+                ragged_slot.check_sequences(sequences, offsets, sizes_of.get(ragged_slot.role))
         for number in self._numbers:
             number.check(_find(number, pack))
         return Addresses(pointers, inputs, unordered, alike)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from dlattn.errors import InvalidGraphError
@@ -60,15 +61,35 @@ class Names:
         """
         found = self._lookup(entry)
         if found is None:
-            said = repr(entry) if isinstance(entry, (str, int)) else f"A {type(entry).__qualname__}"
             raise InvalidGraphError(
-                f"{said} is not a tensor of this graph; it has {', '.join(self._all())}."
+                f"{_said_entry(entry, 'A')} is not a tensor of this graph; it has "
+                f"{', '.join(self._all())}."
             )
         if found.get_is_virtual():
             raise InvalidGraphError(
                 f"{said_name(found)} is virtual, so it has no memory; call set_output(True) on it."
             )
         return found
+
+    def keys(self, given: Mapping[Any, Any]) -> dict[Any, Tensor]:
+        """The tensor of each key of a call but ``None``; several keys of one hold the same object.
+
+        Raises:
+            InvalidGraphError: they hold different ones, or a key is none that :meth:`find` knows.
+        """
+        keys: dict[Any, Tensor] = {}
+        first: dict[Tensor, Any] = {}
+        for key, value in given.items():
+            if key is None:
+                continue
+            t = keys[key] = self.find(key)
+            other = first.setdefault(t, key)
+            if given[other] is not value:
+                raise InvalidGraphError(
+                    f"{_said_entry(other, 'A')} and {_said_entry(key)} are both {said_name(t)}, "
+                    "and the call gives different values for them; give one."
+                )
+        return keys
 
     def _lookup(self, entry: Any) -> Tensor | None:
         if isinstance(entry, Tensor):
@@ -86,6 +107,11 @@ class Names:
 
     def _all(self) -> list[str]:
         return sorted({said_name(t) for t in self._tensors} | {repr(port) for port in self._ports})
+
+
+def _said_entry(entry: Any, article: str = "a") -> str:
+    """How messages call what a user calls a tensor."""
+    return repr(entry) if isinstance(entry, (str, int)) else f"{article} {type(entry).__qualname__}"
 
 
 def said_name(t: Tensor) -> str:

@@ -73,12 +73,13 @@ class Overrides:
 
     def _execution(self, uids: Any, shapes: Any, strides: Any, plan: str | None) -> Execution:
         try:
-            key = (
-                plan,
-                None if uids is None else tuple(uids),
-                None if shapes is None else tuple(map(tuple, shapes)),
-                None if strides is None else tuple(map(tuple, strides)),
-            )
+            # Each is read once, as it may be an iterator; what is none stays, to be told of below.
+            uids = None if uids is None else tuple(uids)
+            shapes = None if shapes is None else tuple(shapes)
+            strides = None if strides is None else tuple(strides)
+            shapes = None if shapes is None else tuple(map(tuple, shapes))
+            strides = None if strides is None else tuple(map(tuple, strides))
+            key = (plan, uids, shapes, strides)
             found = self._kept.get(key)
         except TypeError:
             overridden(self._graph, uids, shapes, strides)  # says which argument is no sequence

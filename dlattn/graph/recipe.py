@@ -6,6 +6,7 @@ own here. A callback is kept as the operations that it has added.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -281,11 +282,16 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
     """What the arguments of ``execute`` say, by uid.
 
     Raises:
-        InvalidGraphError: they differ in length, or name no tensor of the graph.
+        InvalidGraphError: they differ in length, or name no tensor of the graph, or one twice.
     """
     known = {t.attributes.uid: t for t in graph._tensors}
     said: dict[int, dict[str, tuple[int, ...]]] = {}
     uids = integers("override_uids", () if uids is None else uids)
+    twice = [uid for uid, count in Counter(uids).items() if count > 1]
+    if twice:
+        raise InvalidGraphError(
+            f"override_uids has {twice[0]} more than once; give one shape for each tensor."
+        )
     for field, what, given in (("dim", "shapes", shapes), ("stride", "strides", strides)):
         if given is None:
             continue

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,30 @@ from dlattn.runtime.tensors import TensorView, matcher, view
 _LOWEST_ADDRESS = 4096
 
 
+class Sizes(NamedTuple):
+    """What one call's tensor holds, where it is ragged.
+
+    Attributes:
+        elements: from the first to the last.
+        gap: what may be missing behind its last token.
+    """
+
+    elements: int
+    gap: int
+
+
+class Accepted(NamedTuple):
+    """What the last accepted tensor looked like; one object, so that threads see all of it or none.
+
+    Attributes:
+        match: the address of a tensor that is laid out as it was, else 0.
+        sizes: those of such a tensor, if it is ragged.
+    """
+
+    match: Callable[[Any], int]
+    sizes: Sizes | None
+
+
 class Slot:
     """One tensor of the pack: its keys, and what the last accepted tensor looked like."""
 
@@ -49,11 +73,11 @@ class Slot:
         self.device: Device = (
             ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
         )
-        #: The address of a tensor that is laid out as the last accepted one, else 0.
-        self.match: Callable[[Any], int] = lambda value: 0
+        self.accepted = Accepted(lambda value: 0, None)
 
-    def admit(self, value: Any) -> int:
-        """The address of a tensor that agrees with the graph in all that means something.
+    def admit(self, value: Any) -> tuple[int, Sizes | None]:
+        """Of a tensor that agrees with the graph in all that means something, the address and, if
+        it is ragged, the sizes.
 
         Raises:
             InvalidVariantPackError: it does not, or is no tensor.
@@ -65,8 +89,9 @@ class Slot:
         complaint = self._complaint(seen)
         if complaint is not None:
             raise InvalidVariantPackError(f"{self.said}: {complaint}")
-        self.match = matcher(value)
-        return seen.ptr
+        sizes = self._sizes(seen.shape, seen.stride)
+        self.accepted = Accepted(matcher(value), sizes)
+        return seen.ptr, sizes
 
     def number(self, value: Any) -> Array:
         """A number of the pack's as what it is passed by.
@@ -86,6 +111,9 @@ class Slot:
     @property
     def said(self) -> str:
         return f"{self.spec.name} (uid {self.uid})"
+
+    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Sizes | None:
+        return None
 
     def _complaint(self, seen: TensorView) -> str | None:
         spec = self.spec
@@ -138,35 +166,19 @@ class Slot:
 
 
 class RaggedSlot(Slot):
-    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked.
+    """A ragged tensor's. Only the device knows the offsets; those in host memory are checked."""
 
-    Attributes:
-        elements: from the first to the last of the tensor that was admitted last; None of an
-            address.
-        gap: what may be missing behind its last token.
-    """
+    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Sizes:
+        return Sizes(0 if 0 in shape else _extent(shape, stride), stride[0])
 
-    elements: int | None = None
-    gap: int = 0
-
-    def admit(self, value: Any) -> int:
-        pointer = super().admit(value)
-        _, shape, stride, *_ = view(value)
-        self.elements, self.gap = self._sizes(shape, stride)
-        return pointer
-
-    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-        return (0 if 0 in shape else _extent(shape, stride)), stride[0]
-
-    def checked_address(self, ptr: int) -> int:
-        self.elements, self.match = None, lambda value: 0
-        return super().checked_address(ptr)
-
-    def check_sequences(self, sequences: HostSequences, offsets_name: str) -> None:
-        """Refuses offsets in host memory that leave the tensor, and sequences that do."""
-        if self.elements is None:
+    def check_sequences(
+        self, sequences: HostSequences, offsets_name: str, sizes: Sizes | None
+    ) -> None:
+        """Refuses offsets in host memory that leave the tensor, and sequences that do; of an
+        address, which has no sizes, none."""
+        if sizes is None:
             return
-        offsets, end = sequences.offsets(self.role), self.elements + self.gap
+        offsets, end = sequences.offsets(self.role), sizes.elements + sizes.gap
         least, most = offsets.min(), offsets.max()
         if least < 0 or most > end:
             raise InvalidVariantPackError(
@@ -174,12 +186,12 @@ class RaggedSlot(Slot):
                 f"ends, got {least} to {most}; count elements of that tensor."
             )
         reach = self._reach(offsets[:-1], sequences.lengths_of(self.role))
-        if reach.max() > self.elements:
+        if reach.max() > sizes.elements:
             entry = int(reach.argmax())
             raise InvalidVariantPackError(
                 f"{offsets_name}: sequence {entry} begins at {offsets[entry]} and ends, with its "
-                f"length, at {reach[entry]}, behind {self.said}, of {self.elements} elements; give "
-                "another offset, a shorter length, or more memory."
+                f"length, at {reach[entry]}, behind {self.said}, of {sizes.elements} elements; "
+                "give another offset, a shorter length, or more memory."
             )
 
     def _reach(self, offsets: Array, lengths: Array) -> Array:
@@ -226,8 +238,8 @@ class TableSlot(RaggedSlot):
     """A packed page table's: memory of any shape, without gaps. What its sequences read of it,
     their plan checks."""
 
-    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-        return math.prod(shape), 0
+    def _sizes(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> Sizes:
+        return Sizes(math.prod(shape), 0)
 
     def _reach(self, offsets: Array, lengths: Array) -> Array:
         return offsets
@@ -265,7 +277,7 @@ class NumberSlot(Slot):
         """Refuses another number than the graph was made for."""
         if not isinstance(value, (float, np.floating)):
             is_address = type(value) is int and not self.takes_int
-            address = self.checked_address(value) if is_address else self.admit(value)
+            address = self.checked_address(value) if is_address else self.admit(value)[0]
             value = host_array(address, self.spec).item()
         if not self._number.accepts(float(value)):
             raise InvalidVariantPackError(

@@ -161,7 +161,7 @@ class Graph(Operations):
             if isinstance(value, Tensor):
                 self._names.add_port(f"{node}::{position}", value)
             arguments[argument] = value
-        outputs = self._graph._add(operation, arguments)
+        outputs = self._graph._add(operation, arguments, self)
         self._nodes.add(node)
         self._counts[operation] += 1
         for output in outputs:
@@ -248,7 +248,8 @@ class Graph(Operations):
 
         Raises:
             InvalidGraphError: a positional call without input and output names, or with another
-                number of tensors; an unknown key (``ValueError``).
+                number of tensors; an unknown key, or keys of one tensor with different values
+                (``ValueError``).
             InvalidArgumentError: not built, or without inputs or workspace (``RuntimeError``).
             InvalidVariantPackError: a tensor is not what the graph declared (``ValueError``).
         """
@@ -271,17 +272,18 @@ class Graph(Operations):
         return ordered[0] if len(ordered) == 1 else ordered
 
     def _call_by_key(self, given: dict[Any, Any], handle: Any, workspace: Any) -> dict[Any, Any]:
-        keys = {self._names.find(key): key for key in given if key is not None}
-        pack = {t: given[key] for t, key in keys.items() if given[key] is not None}
-        for t, made in self._run(pack, handle, workspace).items():
-            given[keys.get(t, t.get_name())] = made
+        keys = self._names.keys(given)
+        pack = {t: given[key] for key, t in keys.items()}
+        made = self._run(pack, handle, workspace)
+        given.update({key: made[t] for key, t in keys.items() if t in made})
+        given.update({t.get_name(): out for t, out in made.items() if t not in pack})
         return given
 
     def _run(self, pack: dict[Tensor, Any], handle: Any, workspace: Any) -> dict[Tensor, Any]:
-        """Execute, with memory for the outputs that the pack leaves out; those outputs."""
+        """Execute, with memory for the outputs of which the pack has none; those outputs."""
         lowered = self._graph.lowered
         outputs = [lowered.tensors[role] for role in lowered.tensors if role in lowered.outputs]
-        missing = [t for t in lowered.held if t not in pack]
+        missing = [t for t in lowered.held if pack.get(t) is None]
         absent = [said_name(t) for t in missing if t not in outputs]
         if absent:
             raise InvalidArgumentError(f"The call lacks the inputs {', '.join(absent)}; add them.")

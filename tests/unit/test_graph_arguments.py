@@ -72,6 +72,22 @@ def test_implementations(graph):
         sdpa(graph, unfuse_fma=2)
 
 
+class LikeATensor:
+    """An object with a ``dtype`` that NumPy does not know, as torch's tensors have."""
+
+    dtype = object()
+
+
+@pytest.mark.parametrize("wrong", [LikeATensor(), 7, "(-1,)f4", "f4, (", "f4,f4"])
+def test_what_is_no_element_type(graph, wrong):
+    """It is refused as such, however NumPy fails to read it."""
+    said = "is not an element type; expected a dlattn.data_type, a NumPy dtype or a torch dtype"
+    with pytest.raises(ValueError, match=said):
+        sdpa(graph, compute_data_type=wrong)
+    with pytest.raises(ValueError, match=said):
+        graph.tensor((2, 3), data_type=wrong)
+
+
 @pytest.mark.parametrize("owner", [cudnn.pygraph, cudnn.Graph])
 @pytest.mark.parametrize(("method", "order"), [("sdpa", FORWARD), ("sdpa_backward", BACKWARD)])
 def test_positional_order_is_cudnns(owner, method, order):

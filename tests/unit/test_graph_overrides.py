@@ -119,6 +119,24 @@ def test_made_once():
     assert len(kept) == overrides_module.MOST_KEPT
 
 
+def test_iterators():
+    """What can be read only once is what a list of the same would be, and is kept as that."""
+    graph, tensors = declared()
+    graph.build()
+    dim, strides = (3, 2, 5, 16), (160, 80, 16, 1)
+    packs = [pack_of(tensors, dim) for _ in range(2)]
+    graph.execute(
+        packs[0],
+        override_uids=iter(range(3)),
+        override_shapes=map(iter, [dim] * 3),
+        override_strides=(iter(strides) for _ in range(3)),
+    )
+    graph.execute(packs[1], **shapes(dim), override_strides=[strides] * 3)
+    assert packs[0][tensors[3]].any()
+    assert np.array_equal(*(pack[tensors[3]] for pack in packs))
+    assert len(graph._overrides._kept) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
@@ -133,6 +151,9 @@ def test_made_once():
         ({"override_uids": [0, 1], "override_shapes": [DIM]}, ValueError, "has 1 entries for 2"),
         ({"override_uids": [0], "override_shapes": [7]}, TypeError, "sequence of integers"),
         ({"override_uids": 3, "override_shapes": []}, TypeError, "sequence of integers"),
+        (shapes(DIM, uids=(0, 1, 0)), ValueError, "override_uids has 0 more than once; give one"),
+        ({"override_uids": [0, 1], "override_shapes": iter([DIM, 7])}, TypeError, "uid 1 must be"),
+        ({"override_uids": [0], "override_shapes": [iter([[2]])]}, TypeError, "uid 0 must be"),
         ({"override_shapes": [DIM]}, ValueError, "has 1 entries for 0 override_uids"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -239,6 +241,46 @@ def test_sequences_in_host_memory_stay_inside(rows, shape):
         ValueError, match="offset: sequence . begins at .* and ends, with its length"
     ):
         made.run()
+
+
+class Interrupted(dict):
+    """A pack beside each look-up of which another thread makes a call of its own."""
+
+    def __init__(self, pack, call):
+        super().__init__(pack)
+        self.call = call
+
+    def get(self, key, default=None):
+        thread = threading.Thread(target=self.call)
+        thread.start()
+        thread.join()
+        return super().get(key, default)
+
+
+def fewer_tokens(made, rows):
+    """A pack of two tokens."""
+    short = {t: memory[:2].copy() for t, memory in made.pack.items() if t is not made.offset}
+    return short | {made.offset: np.array(rows, np.int32).reshape(3, 1, 1, 1)}
+
+
+def test_a_thread_with_fewer_tokens():
+    """Offsets are checked against the tensors of their own call: those of a call at the same time
+    may hold less."""
+    made = Packed()
+    short = fewer_tokens(made, (0, 64, 128))
+    made.graph.execute(Interrupted(made.pack, lambda: made.graph.execute(short)))
+    assert np.allclose(made.memory[3], made.expected(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_thread_with_more_tokens(by_address):
+    """Offsets that leave the tensors of their own call are refused, where those of a call at the
+    same time hold more, or do not tell."""
+    made = Packed()
+    pack = {t: x.ctypes.data if by_address else x for t, x in made.pack.items()}
+    wrong = fewer_tokens(made, ROWS)
+    with pytest.raises(ValueError, match="offset: expected offsets from 0 to at most 192"):
+        made.graph.execute(Interrupted(wrong, lambda: made.graph.execute(pack)))
 
 
 def test_through_the_wrapper():

@@ -202,6 +202,35 @@ def test_lengths_and_scale_as_tensors(qkv):
     assert_close(o[1:], attention(q[1:], k[1:, :, :2], v[1:, :, :2])[0])
 
 
+def test_tensors_of_a_function_of_scores(qkv):
+    """What score_mod declares is called as other tensors are: by name, uid, tensor or object, in
+    dicts and among the inputs."""
+    rng = np.random.default_rng(1)
+    table, row = (
+        rng.standard_normal(dim).astype(np.float32) for dim in ((1, 3, 5, 5), (1, 1, 1, 5))
+    )
+    made = []
+
+    def score_mod(inner, score):
+        made.append(inner.tensor_like(table, name="table"))
+        made.append(inner.tensor(row.shape, data_type=FLOAT, name="row"))
+        return inner.mul(inner.add(score, made[0]), inner.add(made[1], inner.tensor_scalar(1.0)))
+
+    inputs = [*(f"n::{name}" for name in "qkv"), table, "row"]
+    with cudnn.Graph(io_data_type=FLOAT, inputs=inputs, outputs=["n::O"]) as graph:
+        o, _ = graph.sdpa(*qkv, is_inference=True, score_mod=score_mod, name="n")
+        o.set_output(True)
+    q, k, v = (x.astype(np.float64) for x in qkv)
+    scores = np.exp((q @ k.swapaxes(2, 3) + table) * (row + 1))
+    expected = scores / scores.sum(-1, keepdims=True) @ v
+    assert_close(graph(*qkv, table, row), expected)
+    for t, x in zip(made, (table, row), strict=True):
+        others = dict(zip(inputs[:3], qkv, strict=True)) | {made[0]: table, made[1]: row}
+        del others[t]
+        for key in (t, t.get_name(), t.get_uid()):
+            assert_close(graph(others | {key: x})["n::O"], expected)
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
@@ -281,6 +310,29 @@ def test_wrong_calls(qkv):
         graph({"SDPA::q": qkv[0]})
     with pytest.raises(ValueError, match="SDPA::k .* expected elements"):
         graph(qkv[0], qkv[1].astype(np.float64), qkv[2])
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_inputs_that_are_none(qkv, position):
+    """None for an input is an input left out, whichever it is and however the graph is called."""
+    graph, names = declared(qkv), [f"SDPA::{name}" for name in "qkv"]
+    given = [None if n == position else x for n, x in enumerate(qkv)]
+    for call in (given, [dict(zip(names, given, strict=True))]):
+        with pytest.raises(RuntimeError, match=f"lacks the inputs '{names[position]}'; add"):
+            graph(*call)
+
+
+def test_several_keys_of_one_tensor(qkv):
+    """They may hold one object, and each gets the output; with different ones a call is refused."""
+    q, k, v = qkv
+    graph = declared(qkv)
+    others = {"SDPA::k": k, "SDPA::v": v}
+    given = graph(others | {"SDPA::q": q, "SDPA::0": q, "o": None, "SDPA::O": None})
+    assert given["o"] is given["SDPA::O"]
+    assert_close(given["o"], attention(*qkv)[0])
+    for other in (q + 1, None):
+        with pytest.raises(ValueError, match="'SDPA::q' and 'SDPA::0' are both 'SDPA::q', and the"):
+            graph(others | {"SDPA::q": q, "SDPA::0": other})
 
 
 def test_handles(qkv):

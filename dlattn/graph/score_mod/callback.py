@@ -102,7 +102,8 @@ class ScoreMod:
 class ScoreGraph(Primitives):
     """What a callback is given: a graph to which pointwise operations can be added.
 
-    ``tensor``, ``tensor_like`` and ``tensor_scalar`` are those of the graph that has the attention.
+    ``tensor``, ``tensor_like`` and ``tensor_scalar`` are those of the graph that the user calls for
+    the attention: a ``Graph`` has to know later what its tensors are called.
     """
 
     def __init__(self, graph: Declaring, node: str) -> None:
