@@ -39,6 +39,16 @@ def test_corner_that_only_offsets_tell() -> None:
     check(case, Library(), run_graph)
 
 
+def test_corner_of_one_length() -> None:
+    """Where lengths of queries are given alone, the corner is where the last key is, whatever a
+    function masks."""
+    mask = ("cmp_lt", "col", "limit_k")
+    case = Case(
+        batch=2, seq_q=5, seq_kv=9, right=0, bottom_right=True, len_q=(5, 3), score_mod=("s", mask)
+    )
+    check(case, Library(), run_graph)
+
+
 def test_gradients_are_as_given() -> None:
     """See :func:`tests.score_mod_examples.assert_gradients_are_as_given`."""
     assert_gradients_are_as_given(Library(), "float")

@@ -141,8 +141,6 @@ class _Reader:
 
     def _known_lengths(self) -> tuple[Affine, ...]:
         """The node's own, as conditions: position < length."""
-        if not self.node.padding:
-            return ()
         first = {"q": Affine(row=-1, const=-1), "kv": Affine(col=-1, const=-1)}
         return tuple(
             condition.plus(Affine(lengths={self.node.inputs[_LENGTHS[side]]: 1}))
@@ -155,8 +153,8 @@ class _Reader:
         node = self.node
         inputs = dict(node.inputs)
         for role, t in (("seq_len_q", bounds.seq_len_q), ("seq_len_kv", bounds.seq_len_kv)):
-            if t is not None and (not node.padding or node.inputs.get(role) is not t):
-                if not self._is_length(t):
+            if t is not None and node.inputs.get(role) is not t:
+                if not self._is_length(t) or self._follows(role):
                     return None
                 inputs[role] = t
         padding = node.padding or bounds.seq_len_q is not None or bounds.seq_len_kv is not None
@@ -166,6 +164,16 @@ class _Reader:
         if diagonal is None or (bounds.bottom_right and unknown):
             return None
         return replace(node, inputs=inputs, padding=padding, diagonal=diagonal)
+
+    def _follows(self, role: str) -> bool:
+        """Whether another length would change more of the node than which positions are masked."""
+        node, diagonal = self.node, self.node.diagonal
+        bounded = diagonal.left is not None or diagonal.right is not None
+        by_corner = diagonal.bottom_right and bounded
+        by_steps = "alibi_slopes" in node.inputs and not node.alibi
+        # Rows beyond their length have no statistics; those that attend to nothing, their sink's.
+        by_rows = role == "seq_len_q" and "sink_token" in node.inputs
+        return by_corner or by_steps or by_rows
 
     def _joined(self, found: Diagonal) -> Diagonal | None:
         """What both the node's diagonal and another one keep."""
