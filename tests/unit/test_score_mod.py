@@ -170,6 +170,13 @@ def test_lengths_that_mean_more(graph: type[Forward], argument: str, taken: Any)
     assert sum(len(edit.reads) for edit in edits) == 2 - len(taken)
 
 
+def test_factors_of_no_sum() -> None:
+    """A position times what is infinite, or no number, is a position to no mask."""
+    for factor in (math.inf, -math.inf, math.nan):
+        lowered = modified("s", ("cmp_ge", ("mul", "row", factor), "col"))
+        assert isinstance(lowered.problem.edits[1], ScoreProgram)
+
+
 def test_what_stays_of_a_mask() -> None:
     """Of masks that are joined, those that the node has no room for stay a program."""
     mask = ("logical_and", ROW_COL, ("cmp_eq", "documents_q", "documents_k"))

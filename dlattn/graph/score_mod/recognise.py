@@ -18,7 +18,7 @@ from dlattn.graph.pages import max_seq_kv
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate, band, comparison
 from dlattn.graph.tensor import tensor
 from dlattn.problem.expressions import Builder
-from dlattn.problem.lines import Kind, needed
+from dlattn.problem.lines import Kind, Number, needed
 from dlattn.problem.score import SOFTCAPS
 from dlattn.records import dataclass
 
@@ -215,8 +215,7 @@ class _Reader:
         if it.operation == "constant":
             value = it.number
             assert value is not None
-            whole = math.isfinite(value) and value == int(value) and abs(value) < 2**30
-            return Affine(const=int(value)) if whole else None
+            return Affine(const=int(value)) if _is_whole(value) else None
         if it.operation == "read":
             assert it.number is not None
             t = self._reads[int(it.number)]
@@ -233,7 +232,7 @@ class _Reader:
             return None if x is None else Affine().plus(x, -1)
         if it.operation == "mul":
             x, factor = self._affine(it.operands[0]), builder.value(it.operands[1])
-            if x is None or factor is None or factor != int(factor):
+            if x is None or factor is None or not _is_whole(factor):
                 return None
             return Affine().plus(x, int(factor))
         return None
@@ -317,3 +316,8 @@ class _Reader:
                 seen.add(number)
                 pending.extend(self._builder.lines[number].operands)
         return False
+
+
+def _is_whole(value: Number) -> bool:
+    """Whether sums of positions, and of lengths, may have it."""
+    return math.isfinite(value) and value == int(value) and abs(value) < 2**30
