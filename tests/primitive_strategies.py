@@ -170,6 +170,8 @@ _WHERE = st.sampled_from(
         ("cmp_eq", "documents_q", "documents_k"),
         ("cmp_neq", ("add", "documents_q", 1), "documents_k"),
         ("cmp_ge", "row", 3),
+        ("cmp_lt", "row", "limit_q"),
+        ("cmp_gt", "limit_k", "col"),
     ]
 )
 _PLACES = st.recursive(

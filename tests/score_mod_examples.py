@@ -21,6 +21,10 @@ MODS: dict[str, tuple[Any, Any]] = {
     "soft cap": (_CAP, None),
     "slopes": (("add", _CAP, ("mul", "slopes", _DISTANCE)), ("cmp_ge", "row", "col")),
     "window": ("s", ("logical_and", ("cmp_ge", "row", "col"), ("cmp_lt", _DISTANCE, 40))),
+    "lengths": (
+        "s",
+        ("logical_and", ("cmp_lt", "row", "limit_q"), ("cmp_lt", "col", "limit_k")),
+    ),
     "by value": (("mul", ("tanh", ("mul", "s", 0.5)), "factor"), None),
     "documents": ("s", ("logical_and", _SAME, ("cmp_ge", "row", "col"))),
     "table": (("add", ("mul", "table", "columns"), "s"), None),

@@ -23,6 +23,8 @@ TENSORS = {
     "factor": ("", "float32"),
     "documents_q": ("bq", "int32"),
     "documents_k": ("bk", "int64"),
+    "limit_q": ("b", "int32"),
+    "limit_k": ("b", "int32"),
 }
 
 
@@ -40,6 +42,11 @@ def mod_data(case: Any, library: Any, name: str, seed: int, tail: float) -> Any:
         size = math.prod(dim)
         numbers = [float(n * 3 // max(dim) + case.seed % 2) for n in range(size)]
         return library.values(numbers, "float32").reshape(dim)
+    if name.startswith("limit"):
+        longest = case.seq_q if name == "limit_q" else case.seq_kv
+        parts = range(1 + case.seed % 2, 2 * dim[0] + 1, 2)
+        limits = [longest * part // (2 * dim[0]) for part in parts]
+        return library.values([float(n) for n in limits], "float32").reshape(dim)
     if name == "marks":
         return library.cast(library.normal(dim, seed) > -0.8, "float32")
     data = 0.5 * library.normal(dim, seed)

@@ -108,7 +108,7 @@ class Builder:
         return known[line]
 
     def _common_kind(self, operands: Iterable[int]) -> Kind:
-        """What is compared: whole numbers exactly."""
+        """What is compared, or selected from: whole numbers exactly."""
         lines = [self.lines[x] for x in operands]
         if not all(x.kind.is_whole for x in lines):
             return Kind.FLOAT
@@ -117,7 +117,8 @@ class Builder:
 
     def _select(self, x: int, y: int, mask: int) -> int:
         if self.lines[x].kind is not self.lines[y].kind:
-            x, y = (self.cast(line, Kind.FLOAT) for line in (x, y))
+            kind = self._common_kind((x, y))
+            x, y = (self.cast(line, kind) for line in (x, y))
         mask = self.cast(mask, Kind.BOOLEAN)
         known = self.value(mask)
         if known is not None or x == y:

@@ -294,9 +294,11 @@ def masked_by_infinity(builder: Builder, result: int) -> int:
     """The same scores, where what the last selections set to at most :data:`MASKED` is -inf: rows
     of nothing else attend to nothing, as where a mask is an argument."""
     line = builder.lines[result]
-    if line.operation != "binary_select":
+    selected = builder.lines[line.operands[0]] if line.operation == "cast" else line
+    if selected.operation != "binary_select":
         return result
-    x, y, mask = line.operands
+    *parts, mask = selected.operands
+    x, y = (builder.cast(part, line.kind) for part in parts)
     low = builder.constant(-np.inf)
     if _is_masked(builder, y):
         return builder.pointwise("binary_select", masked_by_infinity(builder, x), low, mask)

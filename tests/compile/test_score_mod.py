@@ -229,7 +229,7 @@ def everything(direction: Direction, by_value: bool) -> ScoreProgram:
             wide = builder.cast(builder.position(2), Kind.INT64)
             moved = builder.position(3) if kind is Kind.INT32 else wide
             first = builder.score() if kind is Kind.FLOAT else moved
-            given = (first, builder.constant(3, kind), builder.constant(5, kind))
+            given = (first, builder.constant(3, kind), builder.score())
             numbers = {"negative_slope": 0.25} if name.startswith("leaky") else {}
             made = builder.pointwise(name, *given[: len(operation.operands)], kind=kind, **numbers)
             total = builder.pointwise("add", total, made)
@@ -269,6 +269,9 @@ def test_every_condition_compiles(arch: str) -> None:
         number = ("ceil", (name, number, ("abs_whole", ("max", "documents_q", "documents_k"))))
     number = ("binary_select", number, ("sub", "head", "slopes"), "flags")
     tree: Any = ("binary_select", "flags", ("logical_not", "flags"), ("cmp_neq", number, "columns"))
+    for chosen in (-1, "documents_k"):
+        whole = ("cmp_eq", ("binary_select", "documents_q", chosen, "flags"), "documents_k")
+        tree = ("logical_or", tree, whole)
     for name in ("cmp_eq", "cmp_gt", "cmp_ge", "cmp_lt", "cmp_le"):
         tree = ("logical_or", tree, ("logical_and", "flags", (name, number, 0.5)))
     blocks = skipped_blocks(condition(tree)[0])

@@ -212,7 +212,8 @@ def test_types() -> None:
 
 
 def test_integers() -> None:
-    """Integers are computed with exactly where that is asked for, and compared exactly always."""
+    """Integers are computed with exactly where that is asked for, compared and selected exactly
+    always."""
     x = np.array([2**30 + 1, 5], np.int32)
     made = graph(io_data_type=cudnn.data_type.INT32)
     t = made.tensor_like(x)
@@ -222,6 +223,27 @@ def test_integers() -> None:
     t = made.tensor_like(x)
     out = made.cmp_gt(t, made.tensor_scalar(2**30))
     np.testing.assert_array_equal(run(made, out, {t: x}, bool), [True, False])
+    kept = np.array([True, False])
+    for asked in (cudnn.data_type.NOT_SET, cudnn.data_type.INT64):
+        made = graph()
+        t, mask = made.tensor_like(x), made.tensor_like(kept)
+        out = made.binary_select(t, made.tensor_scalar(-1), mask, compute_data_type=asked)
+        found = run(made, out, {t: x, mask: kept}, np.int64)
+        np.testing.assert_array_equal(found, [2**30 + 1, -1])
+
+
+def test_integers_beside_floats() -> None:
+    """What is compared with floats, or selected beside them, is as exact as the compute type."""
+    x, y = np.array([2**24 + 1, 5], np.int32), np.array([2**24, 6], np.float32)
+    kept = np.array([True, False])
+    made = graph()
+    t, other = made.tensor_like(x), made.tensor_like(y)
+    out = made.cmp_eq(t, other, compute_data_type=DOUBLE)
+    np.testing.assert_array_equal(run(made, out, {t: x, other: y}, bool), [False, False])
+    made = graph(compute_data_type=DOUBLE)
+    t, other, mask = (made.tensor_like(array) for array in (x, y, kept))
+    found = run(made, made.binary_select(t, other, mask), {t: x, other: y, mask: kept})
+    np.testing.assert_array_equal(found, [2**24 + 1, 6])
 
 
 def test_outputs_may_share_memory_with_inputs() -> None:

@@ -161,6 +161,15 @@ def _integers_of_floats(made: Any) -> None:
     made.neg(made.tensor((2,), name="x"), compute_data_type=INT32, name="neg")
 
 
+def _compared_as_integers(made: Any) -> None:
+    made.cmp_gt(made.tensor((2,), name="x"), made.tensor_scalar(1), Type.INT64, name="more")
+
+
+def _selected_as_integers(made: Any) -> None:
+    x, mask = made.tensor((2,), name="x"), made.tensor((2,), data_type=Type.BOOLEAN)
+    made.binary_select(x, made.tensor_scalar(1), mask, compute_data_type=INT32, name="pick")
+
+
 def _untyped(made: Any) -> None:
     made.exp(made.tensor((2,), name="x").set_data_type(Type.FP4_E2M1))
 
@@ -188,6 +197,8 @@ def _bad_seed(made: Any) -> None:
         (_bad_permutation, "transpose 'turn' has permutation .* 2 axes"),
         (_float_of_integers, "exp 'exp' has compute_data_type .* no such result"),
         (_integers_of_floats, "neg 'neg' has compute_data_type .* operands are HALF"),
+        (_compared_as_integers, "cmp_gt 'more' has compute_data_type .* operands are HALF"),
+        (_selected_as_integers, "binary_select 'pick' has compute_data_type .* are HALF"),
         (_untyped, "no storage type"),
         (_bad_length, r"l has dim \(3, 1, 1\) .*; m_override must be integers of \(2, 1, 1\)"),
         (_bad_seed, "s has dim .* expected one INT32 or INT64"),

@@ -133,6 +133,50 @@ def test_lengths() -> None:
     assert lowered.geometry.bottom_right and lowered.geometry.band_right == 0
 
 
+@pytest.mark.parametrize("graph", [Forward, Backward])
+@pytest.mark.parametrize(
+    "argument, taken",
+    [
+        ("corner", ()),
+        ("slopes", ()),
+        ("sink_token", ("seq_len_kv",)),
+        ("use_causal_mask", ("seq_len_q", "seq_len_kv")),
+        ("use_alibi_mask", ("seq_len_q", "seq_len_kv")),
+        ("seq_len_q", ("seq_len_q",)),
+    ],
+)
+def test_lengths_that_mean_more(graph: type[Forward], argument: str, taken: Any) -> None:
+    """A length is no argument where it would move a corner or slopes of the node, or take sinks
+    from rows; the node's own stays what it is."""
+    made = graph()
+    rows, columns = lengths(made.graph, "len_q"), lengths(made.graph, "len_kv")
+    head = made.graph.tensor((1, 4, 1, 1), data_type=FLOAT, name="head")
+    within = ("logical_and", ("cmp_lt", "row", "rows"), ("cmp_lt", "col", "columns"))
+    given: Any = {
+        "corner": {"use_causal_mask_bottom_right": True},
+        "slopes": {"alibi_slopes": head},
+        "sink_token": {"sink_token": head},
+        "seq_len_q": {
+            "seq_len_q": rows, "use_padding_mask": True, "use_causal_mask_bottom_right": True,
+        },
+    }  # fmt: skip
+    given = given.get(argument, {argument: True})
+    if argument == "sink_token" and graph is Backward:
+        given["dSink_token"] = made.graph.tensor((1, 4, 1, 1), data_type=FLOAT, name="d_head")
+    mod = callback(("s", within), {"rows": rows, "columns": columns})
+    lowered = made.sdpa(score_mod=mod, **given).graph.lowered
+    assert {"seq_len_q", "seq_len_kv"} & lowered.tensors.keys() == {*taken}
+    edits = [edit for edit in lowered.problem.edits if isinstance(edit, ScoreProgram)]
+    assert sum(len(edit.reads) for edit in edits) == 2 - len(taken)
+
+
+def test_factors_of_no_sum() -> None:
+    """A position times what is infinite, or no number, is a position to no mask."""
+    for factor in (math.inf, -math.inf, math.nan):
+        lowered = modified("s", ("cmp_ge", ("mul", "row", factor), "col"))
+        assert isinstance(lowered.problem.edits[1], ScoreProgram)
+
+
 def test_what_stays_of_a_mask() -> None:
     """Of masks that are joined, those that the node has no room for stay a program."""
     mask = ("logical_and", ROW_COL, ("cmp_eq", "documents_q", "documents_k"))
@@ -183,6 +227,11 @@ def test_lengths_without_a_padding_mask() -> None:
     length = lengths(made.graph, "len")
     made.sdpa(score_mod=lambda graph, score: score, seq_len_q=length)
     assert "seq_len_q" not in made.graph.lowered.tensors
+    made = Forward()
+    length, own = lengths(made.graph, "len"), lengths(made.graph, "columns")
+    mod = callback(("s", ("cmp_lt", "col", "columns")), {"columns": own})
+    tensors = made.sdpa(score_mod=mod, seq_len_q=length).graph.lowered.tensors
+    assert "seq_len_q" not in tensors and tensors["seq_len_kv"] is own
 
 
 def test_keys_tell_functions_apart() -> None:

@@ -276,6 +276,29 @@ def test_masked_scores_have_no_derivative_to_compute() -> None:
     assert masked_by_infinity(builder, result) == result
 
 
+def test_selected_whole_numbers() -> None:
+    """Selections of whole numbers are whole, and wide if one of them is; a last one masks like
+    those of floats."""
+    builder = Builder()
+    narrow, wide = builder.position(2), builder.read(0, Kind.INT64)
+    keep = builder.pointwise("cmp_gt", narrow, builder.constant(1, Kind.INT64))
+    for other, kind in (
+        (wide, Kind.INT64),
+        (builder.constant(-1, Kind.INT64), Kind.INT32),
+        (builder.constant(2**40, Kind.INT64), Kind.INT64),
+        (builder.constant(True, Kind.BOOLEAN), Kind.INT32),
+        (builder.constant(0.5), Kind.FLOAT),
+    ):
+        for x, y in ((narrow, other), (other, narrow)):
+            made = builder.pointwise("binary_select", x, y, keep)
+            assert builder.lines[made].kind is kind
+    low = builder.constant(-20000, Kind.INT64)
+    result = builder.cast(builder.pointwise("binary_select", narrow, low, keep), Kind.FLOAT)
+    masked = builder.lines[masked_by_infinity(builder, result)]
+    assert builder.value(masked.operands[1]) == -math.inf
+    assert masked.operands[0] == builder.cast(narrow, Kind.FLOAT)
+
+
 def test_a_tensor_is_no_constant() -> None:
     """A derivative that is the second tensor, or the head, is not the number 1 (found when
     gradients of what is read were built)."""

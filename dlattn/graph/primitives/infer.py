@@ -61,12 +61,16 @@ def compute_type(node: PrimitiveNode, graph_type: data_type) -> data_type:
         InvalidGraphError: integers were asked for, of an operation or of operands without them.
     """
     asked = graph_type if node.compute_data_type is data_type.NOT_SET else node.compute_data_type
-    operands = [t.get_data_type() for t in node.inputs.values()]
+    operands = [t.get_data_type() for operand, t in node.inputs.items() if operand != "mask"]
     default = data_type.DOUBLE if data_type.DOUBLE in operands else data_type.FLOAT
     kind = _arithmetic(node)
-    if kind is Arithmetic.COMPARES and all(dtype in _INTEGERS for dtype in operands):
+    if node.operation in _MOVES or kind is Arithmetic.BOOLEANS:
+        return default
+    exact = kind in (Arithmetic.COMPARES, Arithmetic.MOVES)
+    if exact and all(dtype in _INTEGERS for dtype in operands):
         return data_type.INT64
-    if kind not in (Arithmetic.FLOATS, Arithmetic.NUMBERS) or asked is data_type.NOT_SET:
+    # What is of one type is moved as it is.
+    if asked is data_type.NOT_SET or (kind is Arithmetic.MOVES and len({*operands}) == 1):
         return default
     if asked not in _COMPUTES:
         raise cudnnGraphNotSupportedError(

@@ -59,7 +59,12 @@ def meant(node: AttentionNode, types: Mapping[str, data_type]) -> AttentionNode:
     given = mod.d_score is not None
     wanted = _wanted(node)
     found = recognised(
-        node, builder, result, list(reads.values()), masks_alone=given, wanted=[*wanted.values()]
+        _without_idle_lengths(node),
+        builder,
+        result,
+        list(reads.values()),
+        masks_alone=given,
+        wanted=[*wanted.values()],
     )
     slope = None
     if node.direction is Direction.BACKWARD:
@@ -68,6 +73,15 @@ def meant(node: AttentionNode, types: Mapping[str, data_type]) -> AttentionNode:
         else:
             slope = _linear_factor(node, builder, builder.cast(lines[mod.d_score], Kind.FLOAT))
     return _node_of(found, builder, slope, reads, wanted)
+
+
+def _without_idle_lengths(node: AttentionNode) -> AttentionNode:
+    """A node whose lengths mask: without ``use_padding_mask``, they are there for functions to
+    read."""
+    if node.padding:
+        return node
+    inputs = {role: t for role, t in node.inputs.items() if not role.startswith("seq_len_")}
+    return replace(node, inputs=inputs)
 
 
 def _complete(
@@ -211,8 +225,7 @@ def _node_of(
     """
     node, tensors = found.node, list(given.values())
     reads = [read_of(t) for t in tensors]
-    dropped = {*SCORE_MOD_ROLES, *(() if node.padding else ("seq_len_q", "seq_len_kv"))}
-    others = {role: t for role, t in node.inputs.items() if role not in dropped}
+    others = {role: t for role, t in node.inputs.items() if role not in SCORE_MOD_ROLES}
     by = {role: tensors.index(t) for role, t in wanted.items() if t is not found.slopes}
     program, used = None, list[int]()
     if by or found.result != builder.score() or slope not in (None, builder.constant(1.0)):

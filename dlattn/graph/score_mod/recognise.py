@@ -18,7 +18,7 @@ from dlattn.graph.pages import max_seq_kv
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Band, Predicate, band, comparison
 from dlattn.graph.tensor import tensor
 from dlattn.problem.expressions import Builder
-from dlattn.problem.lines import Kind, needed
+from dlattn.problem.lines import Kind, Number, needed
 from dlattn.problem.score import SOFTCAPS
 from dlattn.records import dataclass
 
@@ -141,8 +141,6 @@ class _Reader:
 
     def _known_lengths(self) -> tuple[Affine, ...]:
         """The node's own, as conditions: position < length."""
-        if not self.node.padding:
-            return ()
         first = {"q": Affine(row=-1, const=-1), "kv": Affine(col=-1, const=-1)}
         return tuple(
             condition.plus(Affine(lengths={self.node.inputs[_LENGTHS[side]]: 1}))
@@ -155,8 +153,8 @@ class _Reader:
         node = self.node
         inputs = dict(node.inputs)
         for role, t in (("seq_len_q", bounds.seq_len_q), ("seq_len_kv", bounds.seq_len_kv)):
-            if t is not None and (not node.padding or node.inputs.get(role) is not t):
-                if not self._is_length(t):
+            if t is not None and node.inputs.get(role) is not t:
+                if not self._is_length(t) or self._follows(role):
                     return None
                 inputs[role] = t
         padding = node.padding or bounds.seq_len_q is not None or bounds.seq_len_kv is not None
@@ -166,6 +164,16 @@ class _Reader:
         if diagonal is None or (bounds.bottom_right and unknown):
             return None
         return replace(node, inputs=inputs, padding=padding, diagonal=diagonal)
+
+    def _follows(self, role: str) -> bool:
+        """Whether another length would change more of the node than which positions are masked."""
+        node, diagonal = self.node, self.node.diagonal
+        bounded = diagonal.left is not None or diagonal.right is not None
+        by_corner = diagonal.bottom_right and bounded
+        by_steps = "alibi_slopes" in node.inputs and not node.alibi
+        # Rows beyond their length have no statistics; those that attend to nothing, their sink's.
+        by_rows = role == "seq_len_q" and "sink_token" in node.inputs
+        return by_corner or by_steps or by_rows
 
     def _joined(self, found: Diagonal) -> Diagonal | None:
         """What both the node's diagonal and another one keep."""
@@ -207,8 +215,7 @@ class _Reader:
         if it.operation == "constant":
             value = it.number
             assert value is not None
-            whole = math.isfinite(value) and value == int(value) and abs(value) < 2**30
-            return Affine(const=int(value)) if whole else None
+            return Affine(const=int(value)) if _is_whole(value) else None
         if it.operation == "read":
             assert it.number is not None
             t = self._reads[int(it.number)]
@@ -225,7 +232,7 @@ class _Reader:
             return None if x is None else Affine().plus(x, -1)
         if it.operation == "mul":
             x, factor = self._affine(it.operands[0]), builder.value(it.operands[1])
-            if x is None or factor is None or factor != int(factor):
+            if x is None or factor is None or not _is_whole(factor):
                 return None
             return Affine().plus(x, int(factor))
         return None
@@ -309,3 +316,8 @@ class _Reader:
                 seen.add(number)
                 pending.extend(self._builder.lines[number].operands)
         return False
+
+
+def _is_whole(value: Number) -> bool:
+    """Whether sums of positions, and of lengths, may have it."""
+    return math.isfinite(value) and value == int(value) and abs(value) < 2**30
