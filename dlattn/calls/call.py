@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Argument
+from dlattn.calls.arguments import Apart, Argument
 from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
@@ -80,6 +80,7 @@ class Call:
         request: what is wanted, or what does it; ``None`` if filling the outputs is all there is
             to do.
         byte_offsets: role -> bytes from the address of its tensor.
+        apart: refuses memory of the caller's that is another tensor's.
 
     Raises:
         cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
@@ -94,11 +95,13 @@ class Call:
         outputs: Iterable[Output],
         request: Request | Executable | None,
         byte_offsets: Mapping[str, int] | None = None,
+        apart: Apart | None = None,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
         like = values[0]
         outputs = list(outputs)
+        self._apart = apart
         self._outputs = [_memory(like, output) for output in outputs]
         self._fills = [
             (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
@@ -139,7 +142,13 @@ class Call:
 
         Returns:
             The outputs, those that were made in the framework of the first tensor.
+
+        Raises:
+            InvalidArgumentError: memory for a result is another tensor's; in host memory,
+                cumulative lengths leave the tensors.
         """
+        if self._apart is not None:
+            self._apart(addresses)
         results, read = [], self._address
         for given, make in self._outputs:
             if make is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
+from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -44,11 +44,13 @@ class Forward:
 
     Attributes:
         call: gives out and softmax_lse; ``None`` if q, k and v must be padded first.
+        apart: of those, refuses memory for out that is another tensor's.
         state: the philox state, if nothing is dropped.
         rest: what follows that.
     """
 
     call: Call | None
+    apart: Apart | None = None
     state: Any = None
     rest: tuple[Any, Any] = (None, None)
 
@@ -211,6 +213,8 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
     forward, addresses = calls.find(tensors, (options,))
     if forward.call is None:
+        if forward.apart is not None:
+            forward.apart(addresses)
         return _run_padded(calls, tensors, options)
     out, lse, *more = forward.call(tensors, addresses)
     state = tensors[-1] if forward.state is None else forward.state
@@ -255,7 +259,7 @@ def _prepare(
     dtype = element_type(given, "q", "k", "v", "out_")
     columns = v.shape[-1]
     check_output(out_, layout.queries(columns), "that of q, of v's head_size")
-    check_apart(given, ("out_",))
+    memory = apart(given, ("out_",))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}
@@ -265,7 +269,7 @@ def _prepare(
     scale = scale_of(options.softmax_scale, q.shape[-1])
     window, softcap = window_of(layout, options), soft_cap(options.softcap)
     if padded_size(q.shape[-1]) != q.shape[-1] or padded_size(columns) != columns:
-        return Forward(None)
+        return Forward(None, memory)
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
@@ -291,10 +295,10 @@ def _prepare(
     )
     positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
     asked = None if layout.is_empty else request
-    call = Call(tensors, q.seen.device, positions, results, asked, offsets)
+    call = Call(tensors, q.seen.device, positions, results, asked, offsets, memory)
     like = tensors[0]
     state = no_state(like) if dropout is None else None
-    return Forward(call, state, unused(like, dtype))
+    return Forward(call, None, state, unused(like, dtype))
 
 
 def _fills(

@@ -12,8 +12,8 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
+    apart,
     are_aligned,
-    check_apart,
     flag,
     integer,
     plain_spec,
@@ -163,7 +163,7 @@ def _prepare(*given: Any) -> Call:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
-    check_apart(there, ("out",))
+    memory = apart(there, ("out",))
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))
@@ -193,7 +193,7 @@ def _prepare(*given: Any) -> Call:
     if not between:
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
-        return Call(values, device, alone, outputs, attention)
+        return Call(values, device, alone, outputs, attention, apart=memory)
     rotation = Rotation(interleaved, _queries_move(causal, window, sizes))
     writes = Append(
         {**append, **between},
@@ -207,7 +207,7 @@ def _prepare(*given: Any) -> Call:
     if reason is not None:
         raise cudnnGraphNotSupportedError(f"flash_attn_with_kvcache: {reason}")
     plan = CachedAttention(writes, attention, between, read)
-    return Call(values, device, inputs, outputs, plan)
+    return Call(values, device, inputs, outputs, plan, apart=memory)
 
 
 _calls = CallCache(_prepare)

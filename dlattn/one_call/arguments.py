@@ -12,7 +12,7 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
-    check_apart,
+    apart,
     choice,
     flag,
     integer,
@@ -233,7 +233,8 @@ def call_of(
     there = admit(needed, dict(zip(names, values, strict=True)))
     found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
     device = there["q"].seen.device
-    return Call(found.values, device, found.positions, found.outputs, found.request)
+    memory = apart(there, (it.name for it in found.outputs if it.given is not None))
+    return Call(found.values, device, found.positions, found.outputs, found.request, apart=memory)
 
 
 def run(
@@ -250,13 +251,12 @@ def run(
     return call(tensors, addresses)
 
 
-def check_outputs(outputs: Sequence[Output], there: Mapping[str, Argument]) -> None:
+def check_outputs(outputs: Sequence[Output]) -> None:
     """Refuse memory of the caller's that cannot take the results."""
     for it in outputs:
         if it.given is not None:
             it.given.expect_shape(it.shape, "that of the output")
             it.given.expect_output()
-    check_apart(there, (it.given.name for it in outputs if it.given is not None))
 
 
 def _row_tensors(there: Mapping[str, Argument], sizes: Sizes) -> dict[str, tuple[str, TensorSpec]]:

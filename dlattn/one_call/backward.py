@@ -144,7 +144,7 @@ def wanted(
             there[name].expect_type(it.lse_type)
             there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
-    check_outputs(outputs, there)
+    check_outputs(outputs)
     if sizes.is_empty:
         return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}

@@ -130,7 +130,7 @@ def wanted(
     layout, sizes = it.options.layout, it.sizes
     shape = sizes.shape(layout, sizes.columns_v)
     outputs = [Output("o", shape, it.dtype, it.there.get("out"), order=it.there["q"])]
-    check_outputs(outputs, there)
+    check_outputs(outputs)
     if flag("return_lse", return_lse):
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
     if sizes.is_empty:
