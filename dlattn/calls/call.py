@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dlattn.calls.arguments import Apart, Argument
+from dlattn.calls.keyless import Finish
 from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
@@ -29,6 +30,7 @@ from dlattn.runtime.tensors import (
     allocator,
     assign,
     hands_over,
+    on_device,
     order_before,
     reader,
     to_caller,
@@ -46,6 +48,7 @@ class Output:
         order: what has its dimensions in the same order in memory; ``None`` for row-major.
         fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
             of shape (..., H, S); ``None`` is anything.
+        finish: sets more of what it holds then.
     """
 
     role: str | None
@@ -54,6 +57,7 @@ class Output:
     given: Argument | None = None
     fill: float | Argument | None = None
     order: Argument | None = None
+    finish: Finish | None = None
 
     @property
     def name(self) -> str:
@@ -105,6 +109,11 @@ class Call:
         self._outputs = [_memory(like, output) for output in outputs]
         self._fills = [
             (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
+        ]
+        self._finishes = [
+            (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
+            for n, it in enumerate(outputs)
+            if it.finish is not None
         ]
         self._address = reader(like)
         given = {at for at, make in self._outputs if make is None}
@@ -162,6 +171,8 @@ class Call:
             if isinstance(filling, Argument):
                 filling = values[filling.position].reshape(-1, 1)
             assign(results[number], filling)
+        for number, finish, row in self._finishes:
+            finish(results[number], row, values)
         if self._run is not None:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
+from dlattn.calls.keyless import past_lengths
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.flash.dropout import drawn_state, dropout_of, drops, no_state, state_roles, unused
@@ -273,6 +274,9 @@ def _prepare(
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
+    if layout.is_empty and not layout.packed:
+        finish = past_lengths(layout.seqlen_q, given.get("seqused_q"), inf)
+        lse = replace(lse, finish=finish)
     results = [out, lse]
     if options.return_softmax:
         # The rows of no sequence are no kernel's.
