@@ -5,7 +5,6 @@ This is the hot path: no shape is looked at, and nothing is checked that the key
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.plans.base import Bound, Executable, Plan, bound
+from dlattn.plans.host import host_array
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
@@ -194,25 +194,56 @@ class Call:
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:
-    """What refuses cumulative lengths, in host memory, that leave the tensors; of addresses."""
-    bounds = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
-    there = [
-        (role, geometry.tensors[role], most or 0)
-        for role, most in bounds.items()
-        if role in geometry.tensors
-    ]
+    """What refuses lengths of packed sequences, in host memory, with which one would leave the
+    tensors, reach into another, or have rows that nobody reads or writes; of addresses."""
+    if "cu_seqlens_q" not in geometry.tensors:
+        return None
+    sides = (
+        ("cu_seqlens_q", "seq_len_q", geometry.seq_q, geometry.most_tokens_q or 0),
+        ("cu_seqlens_kv", "seq_len_kv", geometry.seq_kv, geometry.most_tokens_kv or 0),
+    )
+
+    def read(pointers: Mapping[str, int], role: str) -> Any:
+        spec = geometry.tensors.get(role)
+        return None if spec is None else host_array(pointers[role], spec).reshape(-1).astype(int)
 
     def check(pointers: Mapping[str, int]) -> None:
-        for role, spec, most in there:
-            numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
-            memory = np.ctypeslib.as_array(numbers)
-            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > most:
+        for begins, role, longest, most in sides:
+            cu_seqlens, lengths = read(pointers, begins), read(pointers, role)
+            if cu_seqlens is not None:
+                sizes = _sizes(geometry.tensors[begins].name, cu_seqlens, most)
+                if lengths is None:
+                    role, lengths = begins, sizes
+                else:
+                    # Behind the last token there is, there is no sequence to reach into.
+                    lengths = np.minimum(lengths, most - cu_seqlens[:-1])
+                    _expect_lengths(geometry.tensors[role].name, lengths, sizes)
+            if lengths is not None and (lengths > longest).any():
                 raise InvalidArgumentError(
-                    f"{spec.name}: expected numbers that never fall, from 0 to at most {most}, "
-                    f"the tokens there are, got {memory.tolist()}."
+                    f"{geometry.tensors[role].name}: expected sequences of at most {longest} rows, "
+                    f"as the maximum (max_seqlen) or the pages say, got {lengths.tolist()}; give a "
+                    "larger maximum, or more pages."
                 )
 
-    return check if there else None
+    return check
+
+
+def _sizes(name: str, cu_seqlens: Any, most: int) -> Any:
+    sizes = np.diff(cu_seqlens)
+    if cu_seqlens[0] < 0 or (sizes < 0).any() or cu_seqlens[-1] > most:
+        raise InvalidArgumentError(
+            f"{name}: expected numbers that never fall, from 0 to at most {most}, the tokens there "
+            f"are, got {cu_seqlens.tolist()}."
+        )
+    return sizes
+
+
+def _expect_lengths(name: str, lengths: Any, sizes: Any) -> None:
+    if (lengths > sizes).any():
+        raise InvalidArgumentError(
+            f"{name}: expected at most the rows that each sequence has, {sizes.tolist()}, got "
+            f"{lengths.tolist()}, which reach into the next one; give shorter ones."
+        )
 
 
 def _memory(like: Any, output: Output) -> tuple[int, Callable[[], Any] | None]:

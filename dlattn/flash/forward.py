@@ -177,8 +177,7 @@ def mha_varlen_fwd(
             seqused_k nothing.
         seqused_k, seqused_q: int32, (batch_size,): how many rows of each sequence count.
         block_table_: int32, (batch_size, max_num_blocks_per_seq): the pages of each sequence.
-        max_seqlen_q, max_seqlen_k: no sequence counts as longer. Windows are compared with
-            max_seqlen_k.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. Windows are compared with max_seqlen_k.
         zero_tensors: rows of out and softmax_lse that belong to no sequence are 0 and -inf, and not
             whatever was there.
 
@@ -187,7 +186,9 @@ def mha_varlen_fwd(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another; in host memory,
-            cu_seqlens fall, or leave the tensors. (On a device, no sequence leaves the tensors.)
+            cu_seqlens fall, or leave the tensors, or a sequence is longer than the maximum, or uses
+            more rows than it has. (On a device, no sequence leaves the tensors, or counts as longer
+            than the maximum.)
         InvalidVariantPackError: in host memory, a page that there is not.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
