@@ -266,7 +266,7 @@ def _prepare(
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}
     if dropout is not None:
-        states, places, offsets = state_roles(given)
+        states, places, offsets = state_roles(given, "gen_")
         roles, positions = {**roles, **states}, {**positions, **places}
     scale = scale_of(options.softmax_scale, q.shape[-1])
     window, softcap = window_of(layout, options), soft_cap(options.softcap)

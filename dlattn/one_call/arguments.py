@@ -89,9 +89,15 @@ def sorted_out(
     p, seed, offset = _dropout(dropout)
     hosts = [np.array(signed(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
+    layout, causal, window, *numbers = options
+    if window is not None:
+        window = _whole("window", window)
+    most = pair(max_seqlens)
+    if max_seqlens is not None:
+        most = _whole("max_seqlens", most)
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
-        (*options, pair(max_seqlens), p, shared(lengths, cu_seqlens)),
+        (layout, causal, window, *numbers, most, p, shared(lengths, cu_seqlens)),
         hosts,
     )
 
@@ -357,6 +363,14 @@ def shared(lengths: Any, cu_seqlens: Any) -> tuple[bool, bool]:
         lengths is not None and not isinstance(lengths, tuple),
         cu_seqlens is not None and not isinstance(cu_seqlens, tuple),
     )
+
+
+def _whole(name: str, given: Any) -> Any:
+    """A pair of numbers as integers, as equal ones are one key, and tensors one for each; what is
+    no pair is refused later."""
+    if not isinstance(given, tuple):
+        return given
+    return tuple([x if type(x) is int or x is None else integer(name, x) for x in given])
 
 
 def _dropout(given: Any) -> tuple[float, Any, Any]:
