@@ -8,6 +8,8 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+import numpy as np
+
 from dlattn.runtime.framework import Look
 from dlattn.runtime.tensors import lookalikes, signatures
 
@@ -65,7 +67,8 @@ class CallCache(Generic[Prepared]):
 
         Args:
             tensors: in the order of ``prepare``'s arguments; ``None`` for what is left out.
-            options: numbers and booleans.
+            options: numbers and booleans. Of a tensor in the place of a number, which is told apart
+                by what it is and not by what it holds, nothing is kept.
 
         Raises:
             Whatever ``prepare`` does.
@@ -80,6 +83,8 @@ class CallCache(Generic[Prepared]):
             self._prepare(*tensors, *options)
             raise
         if kept is None:
+            if _may_change(options):
+                return self._prepare(*tensors, *options), addresses
             kept = _Kept(self._prepare(*tensors, *options), lookalikes(tensors))
             self._keep((options, key), kept)
         elif kept.look is not None and kept.look(*tensors) is None:
@@ -111,6 +116,13 @@ class CallCache(Generic[Prepared]):
         with self._lock:
             self._calls.clear()
             self._latest.clear()
+
+
+def _may_change(option: Any) -> bool:
+    """Whether an option, or one in a tuple of them, is a tensor, which has a hash of its own."""
+    if isinstance(option, tuple):
+        return any(map(_may_change, option))
+    return hasattr(option, "shape") and not isinstance(option, np.generic)
 
 
 def forget_calls() -> None:

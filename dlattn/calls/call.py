@@ -5,19 +5,20 @@ This is the hot path: no shape is looked at, and nothing is checked that the key
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Argument
+from dlattn.calls.arguments import Apart, Argument
+from dlattn.calls.keyless import Finish
 from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.plans.base import Bound, Executable, Plan, bound
+from dlattn.plans.host import host_array
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
 from dlattn.runtime.log import log
@@ -29,6 +30,7 @@ from dlattn.runtime.tensors import (
     allocator,
     assign,
     hands_over,
+    on_device,
     order_before,
     reader,
     to_caller,
@@ -46,6 +48,7 @@ class Output:
         order: what has its dimensions in the same order in memory; ``None`` for row-major.
         fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
             of shape (..., H, S); ``None`` is anything.
+        finish: sets more of what it holds then.
     """
 
     role: str | None
@@ -54,6 +57,7 @@ class Output:
     given: Argument | None = None
     fill: float | Argument | None = None
     order: Argument | None = None
+    finish: Finish | None = None
 
     @property
     def name(self) -> str:
@@ -80,6 +84,7 @@ class Call:
         request: what is wanted, or what does it; ``None`` if filling the outputs is all there is
             to do.
         byte_offsets: role -> bytes from the address of its tensor.
+        apart: refuses memory of the caller's that is another tensor's.
 
     Raises:
         cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
@@ -94,14 +99,21 @@ class Call:
         outputs: Iterable[Output],
         request: Request | Executable | None,
         byte_offsets: Mapping[str, int] | None = None,
+        apart: Apart | None = None,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
         like = values[0]
         outputs = list(outputs)
+        self._apart = apart
         self._outputs = [_memory(like, output) for output in outputs]
         self._fills = [
             (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
+        ]
+        self._finishes = [
+            (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
+            for n, it in enumerate(outputs)
+            if it.finish is not None
         ]
         self._address = reader(like)
         given = {at for at, make in self._outputs if make is None}
@@ -139,7 +151,13 @@ class Call:
 
         Returns:
             The outputs, those that were made in the framework of the first tensor.
+
+        Raises:
+            InvalidArgumentError: memory for a result is another tensor's; in host memory,
+                cumulative lengths leave the tensors.
         """
+        if self._apart is not None:
+            self._apart(addresses)
         results, read = [], self._address
         for given, make in self._outputs:
             if make is None:
@@ -153,6 +171,8 @@ class Call:
             if isinstance(filling, Argument):
                 filling = values[filling.position].reshape(-1, 1)
             assign(results[number], filling)
+        for number, finish, row in self._finishes:
+            finish(results[number], row, values)
         if self._run is not None:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
@@ -174,25 +194,56 @@ class Call:
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:
-    """What refuses cumulative lengths, in host memory, that leave the tensors; of addresses."""
-    bounds = {"cu_seqlens_q": geometry.most_tokens_q, "cu_seqlens_kv": geometry.most_tokens_kv}
-    there = [
-        (role, geometry.tensors[role], most or 0)
-        for role, most in bounds.items()
-        if role in geometry.tensors
-    ]
+    """What refuses lengths of packed sequences, in host memory, with which one would leave the
+    tensors, reach into another, or have rows that nobody reads or writes; of addresses."""
+    if "cu_seqlens_q" not in geometry.tensors:
+        return None
+    sides = (
+        ("cu_seqlens_q", "seq_len_q", geometry.seq_q, geometry.most_tokens_q or 0),
+        ("cu_seqlens_kv", "seq_len_kv", geometry.seq_kv, geometry.most_tokens_kv or 0),
+    )
+
+    def read(pointers: Mapping[str, int], role: str) -> Any:
+        spec = geometry.tensors.get(role)
+        return None if spec is None else host_array(pointers[role], spec).reshape(-1).astype(int)
 
     def check(pointers: Mapping[str, int]) -> None:
-        for role, spec, most in there:
-            numbers = (ctypes.c_int32 * spec.dim[0]).from_address(pointers[role])
-            memory = np.ctypeslib.as_array(numbers)
-            if memory[0] < 0 or (np.diff(memory) < 0).any() or int(memory[-1]) > most:
+        for begins, role, longest, most in sides:
+            cu_seqlens, lengths = read(pointers, begins), read(pointers, role)
+            if cu_seqlens is not None:
+                sizes = _sizes(geometry.tensors[begins].name, cu_seqlens, most)
+                if lengths is None:
+                    role, lengths = begins, sizes
+                else:
+                    # Behind the last token there is, there is no sequence to reach into.
+                    lengths = np.minimum(lengths, most - cu_seqlens[:-1])
+                    _expect_lengths(geometry.tensors[role].name, lengths, sizes)
+            if lengths is not None and (lengths > longest).any():
                 raise InvalidArgumentError(
-                    f"{spec.name}: expected numbers that never fall, from 0 to at most {most}, "
-                    f"the tokens there are, got {memory.tolist()}."
+                    f"{geometry.tensors[role].name}: expected sequences of at most {longest} rows, "
+                    f"as the maximum (max_seqlen) or the pages say, got {lengths.tolist()}; give a "
+                    "larger maximum, or more pages."
                 )
 
-    return check if there else None
+    return check
+
+
+def _sizes(name: str, cu_seqlens: Any, most: int) -> Any:
+    sizes = np.diff(cu_seqlens)
+    if cu_seqlens[0] < 0 or (sizes < 0).any() or cu_seqlens[-1] > most:
+        raise InvalidArgumentError(
+            f"{name}: expected numbers that never fall, from 0 to at most {most}, the tokens there "
+            f"are, got {cu_seqlens.tolist()}."
+        )
+    return sizes
+
+
+def _expect_lengths(name: str, lengths: Any, sizes: Any) -> None:
+    if (lengths > sizes).any():
+        raise InvalidArgumentError(
+            f"{name}: expected at most the rows that each sequence has, {sizes.tolist()}, got "
+            f"{lengths.tolist()}, which reach into the next one; give shorter ones."
+        )
 
 
 def _memory(like: Any, output: Output) -> tuple[int, Callable[[], Any] | None]:

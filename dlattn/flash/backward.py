@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
+from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -162,14 +162,18 @@ class Backward:
 
     Attributes:
         call: gives the results; ``None`` if tensors must be padded first.
+        apart: of those, refuses memory for gradients that is another tensor's.
     """
 
     call: Call | None
+    apart: Apart | None = None
 
 
 def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
     backward, addresses = calls.find(tensors, (options,))
     if backward.call is None:
+        if backward.apart is not None:
+            backward.apart(addresses)
         return _run_padded(calls, tensors, options)
     dq, dk, dv, softmax_d = backward.call(tensors, addresses)
     return dq, dk, dv, softmax_d
@@ -236,7 +240,7 @@ def _prepare(
     shapes = (layout.queries(columns[0]), layout.keys(columns[1]), layout.keys(columns[2]))
     for name, shape in zip(("dq_", "dk_", "dv_"), shapes, strict=True):
         check_output(given.get(name), shape, f"the gradient of {name[1]} of the original head size")
-    check_apart(given, ("dq_", "dk_", "dv_"))
+    memory = apart(given, ("dq_", "dk_", "dv_"))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout)
     offsets: dict[str, int] = {}
@@ -248,7 +252,7 @@ def _prepare(
     if any(it.shape[-1] != padded_size(dout.shape[-1]) for it in (v, dout, out)) or (
         q.shape[-1] != padded_size(q.shape[-1])
     ):
-        return Backward(None)
+        return Backward(None, memory)
     zero = 0.0 if flag("zero_tensors", options.zero_tensors) or layout.is_empty else None
     d_q, d_k, d_v = (
         Output(role, shape, dtype, given.get(name), zero, order=given[name[1]])
@@ -274,7 +278,7 @@ def _prepare(
     positions |= {role: it.position for role, it in inputs.items()}
     asked = None if layout.is_empty else request
     outputs = (d_q, d_k, d_v, delta)
-    return Backward(Call(tensors, q.seen.device, positions, outputs, asked, offsets))
+    return Backward(Call(tensors, q.seen.device, positions, outputs, asked, offsets, memory))
 
 
 def _check_values(layout: Layout, v: Argument, dout: Argument, out: Argument) -> None:

@@ -61,10 +61,10 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
             state. Generators of the CPU, which have no offset, give a seed.
         heads: of all sequences.
     """
-    if hasattr(generator, "shape"):
+    if _is_whole(generator):  # before shapes, which NumPy's numbers have
+        seed, offset = int(generator), 0
+    elif hasattr(generator, "shape"):
         return generator
-    if isinstance(generator, int):
-        seed, offset = generator, 0
     elif isinstance(generator, tuple) and len(generator) == 2 and all(map(_is_whole, generator)):
         seed, offset = map(int, generator)
     else:
@@ -95,12 +95,15 @@ def _words(words: Any, like: Any) -> Any:
 
 
 def state_roles(
-    given: Mapping[str, Argument],
+    given: Mapping[str, Argument], said: str = "philox_seed, philox_offset"
 ) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, int]]:
     """The seed and the offset that a call reads: specs, positions, and bytes from the address.
 
     Both are in ``philox_seed`` if that has 128 bits (PyTorch's and FlashAttention's rng_state);
     else the offset is in ``philox_offset``.
+
+    Args:
+        said: the arguments in which the caller said so.
 
     Raises:
         InvalidArgumentError: one has another shape or type.
@@ -119,10 +122,10 @@ def state_roles(
     for it in (seed, offset):
         single = it is not None and int(np.prod(it.shape)) == 1 and it.dtype in _INTEGERS
         if it is None or not (single or bytes_before):
+            apart = "" if said == "gen_" else ", as philox_seed, or one integer in each"
             raise InvalidArgumentError(
-                "philox_seed, philox_offset: expected the state that the forward returned, two "
-                "64-bit integers (of JAX four of 32), as philox_seed, or one integer in each; got "
-                f"philox_seed of shape {seed.shape} and {seed.dtype.name}."
+                f"{said}: expected the state that a forward returned, two 64-bit integers (of JAX "
+                f"four of 32){apart}; got a tensor of shape {seed.shape} and {seed.dtype.name}."
             )
     assert offset is not None
     specs, positions = {}, {}

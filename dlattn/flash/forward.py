@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Argument, Laid, are_aligned, check_apart, flag, soft_cap
+from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
+from dlattn.calls.keyless import past_lengths
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.flash.dropout import drawn_state, dropout_of, drops, no_state, state_roles, unused
@@ -44,11 +45,13 @@ class Forward:
 
     Attributes:
         call: gives out and softmax_lse; ``None`` if q, k and v must be padded first.
+        apart: of those, refuses memory for out that is another tensor's.
         state: the philox state, if nothing is dropped.
         rest: what follows that.
     """
 
     call: Call | None
+    apart: Apart | None = None
     state: Any = None
     rest: tuple[Any, Any] = (None, None)
 
@@ -174,8 +177,7 @@ def mha_varlen_fwd(
             seqused_k nothing.
         seqused_k, seqused_q: int32, (batch_size,): how many rows of each sequence count.
         block_table_: int32, (batch_size, max_num_blocks_per_seq): the pages of each sequence.
-        max_seqlen_q, max_seqlen_k: no sequence counts as longer. Windows are compared with
-            max_seqlen_k.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. Windows are compared with max_seqlen_k.
         zero_tensors: rows of out and softmax_lse that belong to no sequence are 0 and -inf, and not
             whatever was there.
 
@@ -184,7 +186,9 @@ def mha_varlen_fwd(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another; in host memory,
-            cu_seqlens fall, or leave the tensors. (On a device, no sequence leaves the tensors.)
+            cu_seqlens fall, or leave the tensors, or a sequence is longer than the maximum, or uses
+            more rows than it has. (On a device, no sequence leaves the tensors, or counts as longer
+            than the maximum.)
         InvalidVariantPackError: in host memory, a page that there is not.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
@@ -211,6 +215,8 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
     forward, addresses = calls.find(tensors, (options,))
     if forward.call is None:
+        if forward.apart is not None:
+            forward.apart(addresses)
         return _run_padded(calls, tensors, options)
     out, lse, *more = forward.call(tensors, addresses)
     state = tensors[-1] if forward.state is None else forward.state
@@ -255,20 +261,23 @@ def _prepare(
     dtype = element_type(given, "q", "k", "v", "out_")
     columns = v.shape[-1]
     check_output(out_, layout.queries(columns), "that of q, of v's head_size")
-    check_apart(given, ("out_",))
+    memory = apart(given, ("out_",))
     roles, positions = role_options(given, layout)
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}
     if dropout is not None:
-        states, places, offsets = state_roles(given)
+        states, places, offsets = state_roles(given, "gen_")
         roles, positions = {**roles, **states}, {**positions, **places}
     scale = scale_of(options.softmax_scale, q.shape[-1])
     window, softcap = window_of(layout, options), soft_cap(options.softcap)
     if padded_size(q.shape[-1]) != q.shape[-1] or padded_size(columns) != columns:
-        return Forward(None)
+        return Forward(None, memory)
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
+    if layout.is_empty and not layout.packed:
+        finish = past_lengths(layout.seqlen_q, given.get("seqused_q"), inf)
+        lse = replace(lse, finish=finish)
     results = [out, lse]
     if options.return_softmax:
         # The rows of no sequence are no kernel's.
@@ -291,10 +300,10 @@ def _prepare(
     )
     positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
     asked = None if layout.is_empty else request
-    call = Call(tensors, q.seen.device, positions, results, asked, offsets)
+    call = Call(tensors, q.seen.device, positions, results, asked, offsets, memory)
     like = tensors[0]
     state = no_state(like) if dropout is None else None
-    return Forward(call, state, unused(like, dtype))
+    return Forward(call, None, state, unused(like, dtype))
 
 
 def _fills(

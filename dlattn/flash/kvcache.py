@@ -12,8 +12,8 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
+    apart,
     are_aligned,
-    check_apart,
     flag,
     integer,
     plain_spec,
@@ -116,8 +116,10 @@ def flash_attn_with_kvcache(
     refused.
 
     Raises:
-        InvalidArgumentError: an argument is wrong, or contradicts another.
-        InvalidVariantPackError: in host memory, new tokens do not fit, or a page does not exist.
+        InvalidArgumentError: an argument is wrong, or contradicts another; in host memory, a
+            length is negative.
+        InvalidVariantPackError: in host memory, new tokens do not fit, or a page, or an entry of
+            the cache, does not exist; nothing was written.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
     # A number that changes with every step makes no new plan.
@@ -163,7 +165,7 @@ def _prepare(*given: Any) -> Call:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
-    check_apart(there, ("out",))
+    memory = apart(there, ("out",))
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))
@@ -190,10 +192,10 @@ def _prepare(*given: Any) -> Call:
     device = q.seen.device
     target = CPU if device[0] == "cpu" else cuda_target(device[1])
     attention = built(request, target)
-    if not between:
+    if not between and target is not CPU:  # in host memory, it looks at what tensors say
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
-        return Call(values, device, alone, outputs, attention)
+        return Call(values, device, alone, outputs, attention, apart=memory)
     rotation = Rotation(interleaved, _queries_move(causal, window, sizes))
     writes = Append(
         {**append, **between},
@@ -204,10 +206,10 @@ def _prepare(*given: Any) -> Call:
         rotation=rotation if "cos" in append else None,
     )
     reason = writes.refusal()
-    if reason is not None:
+    if between and reason is not None:
         raise cudnnGraphNotSupportedError(f"flash_attn_with_kvcache: {reason}")
     plan = CachedAttention(writes, attention, between, read)
-    return Call(values, device, inputs, outputs, plan)
+    return Call(values, device, inputs, outputs, plan, apart=memory)
 
 
 _calls = CallCache(_prepare)

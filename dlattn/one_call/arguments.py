@@ -12,7 +12,7 @@ import numpy as np
 from dlattn.calls.arguments import (
     Argument,
     admit,
-    check_apart,
+    apart,
     choice,
     flag,
     integer,
@@ -89,9 +89,15 @@ def sorted_out(
     p, seed, offset = _dropout(dropout)
     hosts = [np.array(signed(x), np.int64) for x in (seed, offset) if isinstance(x, int)]
     state = (None if isinstance(x, int) else x for x in (seed, offset))
+    layout, causal, window, *numbers = options
+    if window is not None:
+        window = _whole("window", window)
+    most = pair(max_seqlens)
+    if max_seqlens is not None:
+        most = _whole("max_seqlens", most)
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
-        (*options, pair(max_seqlens), p, shared(lengths, cu_seqlens)),
+        (layout, causal, window, *numbers, most, p, shared(lengths, cu_seqlens)),
         hosts,
     )
 
@@ -233,7 +239,8 @@ def call_of(
     there = admit(needed, dict(zip(names, values, strict=True)))
     found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
     device = there["q"].seen.device
-    return Call(found.values, device, found.positions, found.outputs, found.request)
+    memory = apart(there, (it.name for it in found.outputs if it.given is not None))
+    return Call(found.values, device, found.positions, found.outputs, found.request, apart=memory)
 
 
 def run(
@@ -250,13 +257,12 @@ def run(
     return call(tensors, addresses)
 
 
-def check_outputs(outputs: Sequence[Output], there: Mapping[str, Argument]) -> None:
+def check_outputs(outputs: Sequence[Output]) -> None:
     """Refuse memory of the caller's that cannot take the results."""
     for it in outputs:
         if it.given is not None:
             it.given.expect_shape(it.shape, "that of the output")
             it.given.expect_output()
-    check_apart(there, (it.given.name for it in outputs if it.given is not None))
 
 
 def _row_tensors(there: Mapping[str, Argument], sizes: Sizes) -> dict[str, tuple[str, TensorSpec]]:
@@ -357,6 +363,14 @@ def shared(lengths: Any, cu_seqlens: Any) -> tuple[bool, bool]:
         lengths is not None and not isinstance(lengths, tuple),
         cu_seqlens is not None and not isinstance(cu_seqlens, tuple),
     )
+
+
+def _whole(name: str, given: Any) -> Any:
+    """A pair of numbers as integers, as equal ones are one key, and tensors one for each; what is
+    no pair is refused later."""
+    if not isinstance(given, tuple):
+        return given
+    return tuple([x if type(x) is int or x is None else integer(name, x) for x in given])
 
 
 def _dropout(given: Any) -> tuple[float, Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from dlattn.calls.arguments import Argument, flag, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
+from dlattn.calls.keyless import SinkGradient
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.one_call import arguments
@@ -144,7 +145,7 @@ def wanted(
             there[name].expect_type(it.lse_type)
             there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
-    check_outputs(outputs, there)
+    check_outputs(outputs)
     if sizes.is_empty:
         return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
@@ -185,10 +186,21 @@ def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[O
             )
         outputs.append(Output("dBias", bias.shape, bias.dtype, None, fill))
     if flag("sinks_gradient", sinks_gradient):
+        sinks = _asked(it, "sinks")
+        finish = _without_keys(it, sinks) if empty else None
         outputs.append(
-            Output("dSink_token", _asked(it, "sinks").shape, data_type.FLOAT, None, fill)
+            Output("dSink_token", sinks.shape, data_type.FLOAT, None, fill, finish=finish)
         )
     return outputs
+
+
+def _without_keys(it: Described, sinks: Argument) -> SinkGradient | None:
+    """What the gradient of sinks is, if not 0, where there is no key."""
+    dlse = it.there.get("dlse")
+    if dlse is None or 0 in dlse.shape:
+        return None
+    more = (it.there.get(name) for name in ("lengths of q", "cu_seqlens of q"))
+    return SinkGradient(dlse.shape[-1], sinks, dlse, *more)
 
 
 def _asked(it: Described, name: str) -> Any:

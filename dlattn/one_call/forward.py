@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 from dlattn.calls.arguments import Argument, flag
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
+from dlattn.calls.keyless import past_lengths
 from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
     TENSORS,
+    Described,
     Options,
     Wanted,
     call_of,
@@ -130,11 +134,11 @@ def wanted(
     layout, sizes = it.options.layout, it.sizes
     shape = sizes.shape(layout, sizes.columns_v)
     outputs = [Output("o", shape, it.dtype, it.there.get("out"), order=it.there["q"])]
-    check_outputs(outputs, there)
+    check_outputs(outputs)
     if flag("return_lse", return_lse):
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
     if sizes.is_empty:
-        return Wanted(values, {}, _filled(outputs, it.there.get("sinks")), None)
+        return Wanted(values, {}, _filled(outputs, it), None)
     request = it.request(
         Direction.FORWARD, {str(out.role): it.spec(str(out.role), out) for out in outputs}
     )
@@ -149,10 +153,13 @@ def prepare(*given: Any) -> Call:
 _CALLS = CallCache(prepare)
 
 
-def _filled(outputs: list[Output], sinks: Argument | None) -> list[Output]:
+def _filled(outputs: list[Output], it: Described) -> list[Output]:
     """Results of no key, or of no query."""
-    fills = (0.0, -float("inf") if sinks is None else sinks)
-    return [
-        Output(None, it.shape, it.dtype, it.given, fill, it.order)
-        for it, fill in zip(outputs, fills, strict=False)
-    ]
+    sinks = it.there.get("sinks")
+    out, *more = (replace(output, role=None) for output in outputs)
+    if sinks is None:
+        return [replace(out, fill=0.0), *(replace(lse, fill=-inf) for lse in more)]
+    # Of packed sequences, nothing is said of rows past the lengths.
+    lengths = None if it.options.layout == "thd" else it.there.get("lengths of q")
+    finish = past_lengths(it.sizes.seq_q, lengths, -inf)
+    return [replace(out, fill=0.0), *(replace(lse, fill=sinks, finish=finish) for lse in more)]

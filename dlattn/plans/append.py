@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.errors import InvalidVariantPackError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.plans.argument import LengthRef, TensorRef
 from dlattn.plans.direct import DirectPlan, direct_source, has_wide_rows, lanes_of, unit_size
 from dlattn.plans.kernels import MOST_BLOCKS_YZ, KernelLaunch
@@ -235,10 +235,9 @@ class Append(DirectPlan):
     # In NumPy ---------------------------------------------------------------------------------
 
     def on_host(self, arrays: Mapping[str, Array]) -> None:
-        cached = self._lengths(
-            arrays.get("cache_seqlens", arrays.get("cached_tokens")), self.cache.capacity
-        )
-        padding = self._lengths(arrays.get("leftpad"), 0)
+        role = "cached_tokens" if "cached_tokens" in arrays else "cache_seqlens"
+        cached = self._lengths(role, arrays, self.cache.capacity)
+        padding = self._lengths("leftpad", arrays, 0)
         numbers = self._page_numbers(arrays.get("pages"))
         new = self._new_tokens
         if (cached + new > self.cache.capacity).any():
@@ -246,19 +245,26 @@ class Append(DirectPlan):
                 f"cache_seqlens: {new} new tokens behind {cached.tolist()} do not fit the "
                 f"{self.cache.capacity} rows that the cache has for a sequence; make it larger."
             )
+        filled = np.maximum(0, cached + new - padding)
+        # Before anything is written; and of what is neither written nor read, nothing is asked.
+        self._check_pages(arrays, np.where(filled + new > 0, cached + new, 0), numbers)
         self._write_tokens(arrays, cached, numbers)
         if "q_rotated" in arrays:
             assert self.rotation is not None
             steps = np.arange(self._dim("q", 2)) * self.rotation.queries_move
             positions = cached[:, None] + steps
             arrays["q_rotated"][...] = self._rotated(arrays["q"], positions, arrays)
-        self._describe(arrays, np.maximum(0, cached + new - padding), padding, numbers)
+        self._describe(arrays, filled, padding, numbers)
 
-    def _lengths(self, given: Array | None, otherwise: int) -> Array:
-        if given is None:
+    def _lengths(self, role: str, arrays: Mapping[str, Array], otherwise: int) -> Array:
+        if role not in arrays:
             return np.full(self.batch, otherwise, np.int64)
-        numbers = np.broadcast_to(given.reshape(-1).astype(np.int64), self.batch)
-        return np.clip(numbers, 0, self.cache.capacity)
+        numbers = np.broadcast_to(arrays[role].reshape(-1).astype(np.int64), self.batch)
+        if (numbers < 0).any():
+            raise InvalidArgumentError(
+                f"{self.tensors[role].name}: expected 0 or more tokens, got {numbers.tolist()}."
+            )
+        return np.minimum(numbers, self.cache.capacity)
 
     def _page_numbers(self, table: Array | None) -> Array:
         """(B, pages_per_sequence), -1 where there is no page."""
@@ -266,16 +272,22 @@ class Append(DirectPlan):
             table = np.arange(self.batch).reshape(-1, 1)
         return np.where((table >= 0) & (table < self.cache.pages), table, -1)
 
+    def _check_pages(self, arrays: Mapping[str, Array], rows: Array, numbers: Array) -> None:
+        """Refuse sequences of so many rows, (B,), that have no page for one."""
+        used = -(-rows // self.cache.page_rows)
+        is_missing = (np.arange(numbers.shape[1]) < used[:, None]) & (numbers < 0)
+        for entry in np.flatnonzero(is_missing.any(1))[:1]:
+            raise InvalidVariantPackError(
+                f"{self.tensors['pages'].name}: sequence {entry}, of {rows[entry]} rows, has "
+                f"{arrays['pages'][entry, : used[entry]].tolist()}; expected numbers from 0 to "
+                f"{self.cache.pages - 1}, of what the cache has."
+            )
+
     def _write_tokens(self, arrays: Mapping[str, Array], cached: Array, numbers: Array) -> None:
         if "k_new" not in arrays:
             return
         positions = cached[:, None] + np.arange(self._new_tokens)
         pages = np.take_along_axis(numbers, positions // self.cache.page_rows, axis=1)
-        if (pages < 0).any():
-            raise InvalidVariantPackError(
-                f"block_table: the pages of new tokens are {pages.tolist()}, where -1 is none of "
-                f"the {self.cache.pages} of the cache; give them pages."
-            )
         rows = positions % self.cache.page_rows
         k_new = arrays["k_new"]
         if self.rotation is not None:
@@ -309,11 +321,11 @@ class Append(DirectPlan):
         self, arrays: Mapping[str, Array], filled: Array, padding: Array, numbers: Array
     ) -> None:
         if "k_offsets" in arrays:
-            exists = numbers[:, 0] >= 0
-            filled = np.where(exists, filled, 0)
+            # Of a sequence without rows, the entry may not exist.
+            first = np.maximum(0, numbers[:, 0])
             for name in ("k", "v"):
                 page, _, row, _ = self.tensors[f"{name}_cache"].stride
-                begins = np.where(exists, numbers[:, 0], 0) * page + padding * row
+                begins = first * page + padding * row
                 arrays[f"{name}_offsets"][:-1] = begins
                 arrays[f"{name}_offsets"][-1] = begins[-1]
         if "seq_len_kv" in arrays:

@@ -83,6 +83,10 @@ class Framework(ABC):
         """See :func:`assign`."""
         obj[...] = value
 
+    def array(self, obj: Any) -> Any:
+        """See :func:`array`."""
+        return obj
+
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         """See :func:`padded`; widths are NumPy's, and the copy is contiguous."""
         raise InvalidArgumentError(

@@ -130,6 +130,9 @@ class _Torch(Framework):
     def assign(self, obj: Any, value: Any) -> None:
         obj.detach()[...] = value
 
+    def array(self, obj: Any) -> Any:
+        return obj.detach()
+
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         return self._torch.nn.functional.pad(obj.detach(), widths[-1]).contiguous()
 
@@ -236,6 +239,9 @@ class Dlpack(Framework):
         seen = self.view(obj)
         if 0 not in seen.shape:
             array_of(seen)[...] = value
+
+    def array(self, obj: Any) -> Any:
+        return array_of(self.view(obj))
 
     def order_before(self, obj: Any, stream: int) -> None:
         if self.view(obj).device[0] != "cuda":

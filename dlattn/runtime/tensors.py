@@ -175,6 +175,12 @@ def assign(obj: Any, value: Any) -> None:
     framework(obj).assign(obj, value)
 
 
+def array(obj: Any) -> Any:
+    """The same memory, of one element or more, as what is indexed and computed with as in
+    NumPy: of torch a tensor without a graph, else an array of CuPy or NumPy."""
+    return framework(obj).array(obj)
+
+
 def padded(obj: Any, columns: int) -> Any:
     """A copy with so many columns, those behind the given ones 0.
 

@@ -143,6 +143,64 @@ def test_no_page() -> None:
         flash_attn_with_kvcache(**given, **NEW)
 
 
+#: Of a cache of 3 entries, or of pages: what tensors say that cannot be, and the refusal.
+FALSE: dict[str, tuple[dict[str, Any], str]] = {
+    "entry": (
+        {"cache_batch_idx": ints(0, 3)},
+        r"cache_batch_idx: sequence 1, of . rows, has \[3\]",
+    ),
+    "negative entry": ({"cache_batch_idx": ints(-1, 1)}, r"cache_batch_idx: sequence 0, .* \[-1\]"),
+    "entry, padded": (
+        {"cache_batch_idx": ints(3, 0), "cache_leftpad": ints(0, 1)},
+        r"cache_batch_idx: sequence 0, of . rows, has \[3\]; expected numbers from 0 to 2",
+    ),
+    "page": (
+        {"block_table": ints(0, 1, 2, 3).reshape(2, 2)},
+        r"block_table: sequence 1, .*\[2, 3\]",
+    ),
+    "page of old tokens": (
+        {"block_table": ints(0, 1, 3, 2).reshape(2, 2)},
+        r"block_table: sequence 1, .*\[3, 2\]",
+    ),
+    "negative length": (
+        {"cache_seqlens": ints(-1, 7)},
+        r"cache_seqlens: expected 0 or more .*-1, 7",
+    ),
+    "negative length of int64": ({"cache_seqlens": np.array([3, -2])}, "cache_seqlens: expected 0"),
+    "negative padding": ({"cache_leftpad": ints(0, -1)}, "cache_leftpad: expected 0 or more"),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("name", FALSE)
+def test_what_tensors_say_is_checked_first(name: str, appends: bool, rows: int) -> None:
+    """In host memory, what cannot be is refused by its name, by every call, and before anything is
+    written, also to the pages that there are."""
+    changes, message = FALSE[name]
+    rows = rows if "block_table" in changes else 2 * rows
+    caches = {it: np.ones((3, rows, 2, 8), np.float16) for it in ("k_cache", "v_cache")}
+    given = {"q": GIVEN["q"], "cache_seqlens": ints(2, rows + 1 if rows < 8 else 7), **caches}
+    given |= NEW if appends else {}
+    right = {it: abs(x) % 3 if it != "cache_seqlens" else abs(x) for it, x in changes.items()}
+    flash_attn_with_kvcache(**{**given, **right, **{it: x.copy() for it, x in caches.items()}})
+    with pytest.raises((InvalidArgumentError, InvalidVariantPackError), match=message):
+        flash_attn_with_kvcache(**{**given, **changes})
+    assert all((cache == 1).all() for cache in caches.values())
+
+
+def test_entries_of_no_row_mean_nothing() -> None:
+    """A sequence that has no row, and gets none, needs no entry or page."""
+    q, cache = np.ones((2, 1, 4, 8)), np.ones((3, 4, 2, 8))
+    for options in (
+        {"cache_batch_idx": ints(7, 1)},
+        {"cache_batch_idx": ints(7, 1), "cache_leftpad": ints(0, 1)},
+        {"block_table": ints(7, 7, 1, 7).reshape(2, 2)},
+    ):
+        out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints(0, 3), **options)
+        assert (out[0] == 0).all() and (out[1] == 1).all()
+
+
 def test_pages_that_cannot_be_divided() -> None:
     """Pages at no whole number of rows from each other are read if they are of a power of two."""
     memory = zeros(4 * 60)

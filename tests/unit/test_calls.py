@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dlattn
 from dlattn.calls.cache import CallCache, forget_calls
 from dlattn.calls.call import Output
 from dlattn.calls.request import Request
@@ -208,10 +209,42 @@ def test_cumulative_lengths_have_places_of_their_own() -> None:
     assert all(0 <= place <= ctypes.sizeof(made._params) - 8 for place in places)
 
 
+def test_tensors_in_the_place_of_numbers() -> None:
+    """A tensor of no dimensions is the number that it holds in this call, not in an earlier one."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 8, 2, 8)))
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    windows = [
+        lambda n: dlattn.attention(q, k, v, window=(n, 0)),
+        lambda n: mha_fwd(q, k, v, window_size_left=n)[0],
+    ]
+    maxima = [
+        lambda n: dlattn.attention(q[0], k[0], v[0], layout="thd", cu_seqlens=cu, max_seqlens=n),
+        lambda n: mha_varlen_fwd(q[0], k[0], v[0], None, cu, cu, None, None, None, 8, n)[0],
+    ]
+    count = torch.tensor(0)
+    for call in windows:
+        for number in (1, 2, 5):
+            want = call(number)
+            assert (call(count.fill_(number)) == want).all()
+            assert (call(np.int64(number)) == want).all()
+    for call in maxima:
+        assert (call(count.fill_(8)) == call(8)).all()
+        with pytest.raises(InvalidArgumentError, match="expected sequences of at most 7 rows"):
+            call(count.fill_(7))
+    left, right = torch.tensor(4), np.array(0)
+    want = dlattn.attention(q, k, v, window=(4, 0))
+    assert (dlattn.attention(q, k, v, window=(left, right)) == want).all()
+    assert (dlattn.attention(q, k, v, window=(left.fill_(1), right)) != want).any()
+    with pytest.raises(InvalidArgumentError, match="window: expected an integer, got 4.0"):
+        dlattn.attention(q, k, v, window=(4.0, 0))  # which is equal to one that was right
+
+
 def test_philox_states() -> None:
     """Seeds and offsets as given, or drawn; a generator draws what it would draw again."""
     q = array(1, 3, 2, 8)
     assert drawn_state(7, q, 2).tolist() == [7, 0]
+    assert drawn_state(np.int64(7), q, 2).tolist() == [7, 0]
     assert drawn_state((-1, 2**40), q, 2).tolist() == [2**64 - 1, 2**40]
     assert drawn_state(None, q, 2).tolist() != drawn_state(None, q, 2).tolist()
     torch = pytest.importorskip("torch")

@@ -172,6 +172,8 @@ WRONG_ARGUMENTS = [
     (mha_fwd, dense(p_dropout=0.1, gen_="x"), "gen_: .*got 'x'"),
     (mha_fwd, dense(p_dropout=0.1, gen_=(1, 2, 3)), r"gen_: .*got \(1, 2, 3\)"),
     (mha_fwd, dense(p_dropout=0.1, gen_=(1, 0.5)), r"gen_: .*got \(1, 0.5\)"),
+    (mha_fwd, dense(p_dropout=0.1, gen_=np.array(4)), r"gen_: expected the state .* shape \(\)"),
+    (mha_varlen_fwd, packed(p_dropout=0.1, gen_=zeros(2)), "gen_: expected the state .* HALF"),
     (mha_bwd, backward(p_dropout=0.1), "philox_seed: expected the state"),
     (mha_bwd, backward(p_dropout=0.1, philox_seed=zeros(2)), "philox_seed, philox_offset"),
     (

@@ -1,0 +1,95 @@
+"""Sinks where there is no key at all: as where every key is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlattn
+from dlattn.flash import mha_fwd
+
+B, S, H, D = 3, 5, 4, 8
+LENGTHS = np.array([5, 0, 2], np.int32)
+#: One of no sequence in front, and one behind.
+CU = np.array([1, 5, 5, 9], np.int32)
+
+
+def libraries() -> list[Any]:
+    """Of each library, what makes its tensors of arrays."""
+    torch = pytest.importorskip("torch")
+    return [np.asarray, lambda x: torch.from_numpy(x.copy())]
+
+
+def passes(
+    make: Callable[[Any], Any], keys: int, dtype: Any = np.float64, **options: Any
+) -> tuple[Any, Any, Any]:
+    """The log-sum-exp and its gradient, and that of the sinks, of so many keys in each sequence, or
+    of packed ones in all."""
+    rng = np.random.default_rng(0)
+    packed = "cu_seqlens" in options
+    sinks = np.array([0.5, -np.inf, 3.0, 0.0], np.float32)
+    dlse = rng.normal(size=(H, 10) if packed else (B, H, S)).astype(dtype)
+    q = rng.normal(size=(10, H, D) if packed else (B, S, H, D)).astype(dtype)
+    k, v = rng.normal(size=(2, keys, H, D) if packed else (2, B, keys, H, D)).astype(dtype)
+    options = {
+        name: tuple(map(make, x)) if isinstance(x, tuple) else x for name, x in options.items()
+    }
+    options["sinks"] = make(sinks)
+    q, k, v, tangent = map(make, (q, k, v, dlse))
+    out, lse = dlattn.attention(q, k, v, return_lse=True, **options)
+    assert not np.asarray(out)[1 if packed else slice(None)].any()
+    found = dlattn.attention_backward(
+        out, q, k, v, out, lse, dlse=tangent, sinks_gradient=True, **options
+    )
+    assert not any(np.asarray(x).any() for x in found[:3])
+    assert isinstance(found.dsinks, type(q))
+    return np.asarray(lse), dlse, np.asarray(found.dsinks)
+
+
+@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_sequences_of_no_key(library: int, dtype: Any, lengths: Any) -> None:
+    """A row's log-sum-exp is its sink, and -inf past the lengths; the gradient of a sink, unless it
+    is -inf, is the sum of those of its rows: what calls with masked keys say."""
+    make = libraries()[library]
+    given = np.full(B, S, np.int32) if lengths is None else lengths
+    no_key = np.zeros(B, np.int32)
+    options = {} if lengths is None else {"lengths": (lengths, no_key)}
+    lse, dlse, dsinks = passes(make, 0, dtype, **options)
+    exists = np.arange(S) < given[:, None, None]
+    sinks = np.array([0.5, -np.inf, 3.0, 0.0])[:, None]
+    np.testing.assert_array_equal(lse, np.where(exists, sinks, -np.inf))
+    want = np.where(np.isinf(sinks[:, 0]), 0, (dlse * exists).sum((0, 2), np.float64))
+    np.testing.assert_allclose(dsinks, want, rtol=1e-5, atol=1e-6)
+    masked = passes(make, 1, dtype, lengths=(given, no_key))
+    np.testing.assert_array_equal(lse, masked[0])
+    np.testing.assert_allclose(dsinks, masked[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS - 1])
+def test_packed_sequences_of_no_key(library: int, lengths: Any) -> None:
+    """Of packed sequences, rows of none of them, and past the lengths, have no share either."""
+    make = libraries()[library]
+    options: dict[str, Any] = {"layout": "thd", "cu_seqlens": (CU, np.zeros_like(CU))}
+    if lengths is not None:
+        options["lengths"] = (lengths.clip(0), np.zeros(B, np.int32))
+    _, dlse, dsinks = passes(make, 0, **options)
+    sizes = np.diff(CU) if lengths is None else np.minimum(np.diff(CU), lengths.clip(0))
+    want = sum(dlse[:, a : a + n].sum(1) for a, n in zip(CU, sizes, strict=False))
+    want[1] = 0
+    np.testing.assert_allclose(dsinks, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dsinks, passes(make, 2, **options)[2], rtol=1e-5, atol=1e-6)
+
+
+def test_flash_attention_of_no_key() -> None:
+    """Its rows past the lengths are +inf, with sinks too."""
+    q, k = np.zeros((B, S, H, D)), np.zeros((B, 0, H, D))
+    sinks = np.arange(H, dtype=np.float32)
+    lse = mha_fwd(q, k, k, seqused_q=LENGTHS, sinks=sinks)[4]
+    exists = np.arange(S) < LENGTHS[:, None, None]
+    np.testing.assert_array_equal(lse, np.where(exists, sinks[:, None], np.inf))

@@ -1,0 +1,110 @@
+"""Lengths of packed sequences in host memory: none has rows of another, and none is cut short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlattn
+from dlattn.errors import InvalidArgumentError
+from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
+
+#: Three sequences, and a row of none.
+CU = np.array([0, 2, 6, 7], np.int32)
+SIZES = np.diff(CU)
+ROWS = 8
+
+
+def ints(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def flash(rows: Any, memory: Any, longest: Any, used_q: Any, used_k: Any) -> None:
+    mha_varlen_fwd(rows, rows, rows, memory, CU, CU, used_k, None, None, *longest, seqused_q=used_q)
+
+
+def flash_backward(rows: Any, memory: Any, longest: Any, used_q: Any, used_k: Any) -> None:
+    lse = np.zeros((1, ROWS), np.float32)
+    mha_varlen_bwd(
+        rows, rows, rows, rows, rows, lse, memory, None, None, CU, CU, None, *longest,
+        seqused_q=used_q, seqused_k=used_k,
+    )  # fmt: skip
+
+
+def options(longest: Any, used_q: Any, used_k: Any) -> dict[str, Any]:
+    return {
+        "layout": "thd", "cu_seqlens": CU, "max_seqlens": longest, "lengths": (used_q, used_k),
+    }  # fmt: skip
+
+
+def attention(rows: Any, memory: Any, *given: Any) -> None:
+    dlattn.attention(rows, rows, rows, out=memory, **options(*given))
+
+
+def attention_backward(rows: Any, memory: Any, *given: Any) -> None:
+    lse = np.zeros((1, ROWS))
+    dlattn.attention_backward(rows, rows, rows, rows, rows, lse, dq=memory, **options(*given))
+
+
+FUNCTIONS = [flash, flash_backward, attention, attention_backward]
+WRONG = {
+    "fewer queries": ((3, 4), None, None, "cu_seqlens.*q: expected sequences of at most 3 rows"),
+    "fewer keys": ((4, 3), None, None, "cu_seqlens.*k.*: expected sequences of at most 3 rows"),
+    "fewer used": ((4, 2), None, ints(2, 3, 1), "expected sequences of at most 2 rows"),
+    "queries": ((4, 4), ints(3, 4, 1), None, r"q: expected at most the rows .* \[2, 4, 1\], got"),
+    "keys": ((4, 4), None, ints(2, 4, 2), r"k.*: expected at most the rows .* \[2, 4, 1\], got"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", WRONG)
+def test_lengths_that_are_not_a_sequences_own_are_refused(function: Any, name: str) -> None:
+    """A maximum below a length, and a length beyond a sequence, are refused by every call, before
+    anything is written."""
+    longest, used_q, used_k, message = WRONG[name]
+    rows = np.random.default_rng(0).normal(size=(ROWS, 1, 8))
+    right = (
+        (4, 4),
+        *(None if used is None else SIZES.astype(np.int32) for used in (used_q, used_k)),
+    )
+    for before in ([], [right]):
+        for given in before:
+            function(rows, np.zeros_like(rows), *given)
+        memory = np.full_like(rows, 7)
+        with pytest.raises(InvalidArgumentError, match=message):
+            function(rows, memory, longest, used_q, used_k)
+        assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("longest", [(4, 4), (5, 100), (10**6, 6)])
+def test_maxima_may_be_larger(longest: Any) -> None:
+    """They change nothing: each sequence, as far as it is used, attends as it would alone."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, ROWS, 1, 8))
+    for used in (SIZES, ints(1, 0, 1), ints(2, 3, 0)):
+        memory = np.full_like(q, 7)
+        mha_varlen_fwd(
+            q, k, v, memory, CU, CU, used.astype(np.int32), None, None, *longest, is_causal=False
+        )
+        for begin, size, count in zip(CU, SIZES, used, strict=False):
+            own = slice(begin, begin + size)
+            scores = q[own, 0] @ k[begin : begin + count, 0].T / np.sqrt(8)
+            weights = np.exp(scores)
+            total = weights.sum(1, keepdims=True) if count else 1
+            want = weights / total @ v[begin : begin + count, 0]
+            np.testing.assert_allclose(memory[own, 0], want, atol=1e-12)
+        assert (memory[-1] == 7).all()
+
+
+def test_lengths_of_keys_in_pages() -> None:
+    """Their cumulative lengths say no more than lengths, which the maximum and the pages bound."""
+    q, pages = np.zeros((ROWS, 1, 8)), np.zeros((3, 2, 1, 8))
+    table = ints(0, 1, 1, 2, 2, 0).reshape(3, 2)
+    where = (table, None, 4, 4)
+    mha_varlen_fwd(q, pages, pages, None, CU, CU, ints(4, 4, 4), *where)
+    mha_varlen_fwd(q, pages, pages, None, CU, CU, None, *where)
+    with pytest.raises(InvalidArgumentError, match="seqused_k: expected sequences of at most 4"):
+        mha_varlen_fwd(q, pages, pages, None, CU, CU, ints(4, 5, 4), *where)
+    with pytest.raises(InvalidArgumentError, match="cu_seqlens_k: expected sequences of at most 4"):
+        mha_varlen_fwd(q, pages, pages, None, CU, CU + ints(0, 3, 4, 4), None, *where)
