@@ -41,9 +41,9 @@ def dot_product_attention(
     Args:
         query: (B, T, N, H), or without B; fp16 or bf16, on the CPU also fp32 and fp64.
         key, value: (B, S, K, H), where K divides N.
-        bias: added to scores, broadcasts to (B, N, T, S); it has a gradient.
-        mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias it makes
-            the sum of both.
+        bias: added to scores, broadcasts to (B, N, T, S); it has a gradient. Of booleans, it is a
+            mask.
+        mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias, both hold.
         scale: ``1 / sqrt(H)`` unless given; an array of no dimensions, which may be traced and has
             a gradient, is multiplied with the query.
         is_causal: query t attends to keys 0 to t.
@@ -120,4 +120,8 @@ def _added(bias: Any, mask: Any) -> Any:
     """What both add to the scores."""
     if bias is None or mask is None:
         return mask if bias is None else bias
+    if bias.dtype in (jnp.bool_, jnp.uint8):  # which is a mask, too
+        return bias.astype(jnp.bool_) & mask
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        return bias  # to be refused as it is without a mask
     return jnp.where(mask, bias, jnp.asarray(-jnp.inf, bias.dtype))

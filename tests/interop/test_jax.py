@@ -261,6 +261,24 @@ def test_a_traced_scale() -> None:
     assert_same(gradient(dot_product_attention), gradient(jax.nn.dot_product_attention))
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+def test_a_bias_of_booleans_is_a_mask(dtype: str) -> None:
+    """Beside a mask, both hold; of other integers there is no bias, with a mask or without."""
+    q = random(2, 5, 4, 8)
+    first, second = (random(*shape) > -0.5 for shape in ((2, 4, 5, 5), (5, 5)))
+    first[..., 0] = second[:, 0] = True
+    found = with_gradients(
+        lambda *x: dot_product_attention(*x, first.astype(dtype), second), (q, q, q)
+    )
+    wanted = with_gradients(
+        lambda *x: jax.nn.dot_product_attention(*x, mask=first & second[None, None]), (q, q, q)
+    )
+    assert_same(found, wanted)
+    for mask in (None, second):
+        with pytest.raises(InvalidArgumentError, match="bias: expected elements of .* cast it"):
+            dot_product_attention(q, q, q, first.astype(np.int32), mask)
+
+
 def test_no_second_derivative() -> None:
     """It is refused in a sentence."""
     q = random(1, 5, 2, 8)
