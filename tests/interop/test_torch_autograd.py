@@ -1,0 +1,72 @@
+"""What autograd keeps of ``dlattn.torch`` between the passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dlattn.torch import attention  # noqa: E402
+from tests.torch_checks import assert_same, random  # noqa: E402
+
+
+def kept() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Options, and the tensor among them that is looked at."""
+    slopes, lengths = torch.linspace(0.1, 0.7, 4), torch.tensor([2, 3])
+    cu, other = (torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(2))
+    return {
+        "slopes": ({"alibi_slopes": slopes}, slopes),
+        "lengths": ({"lengths": lengths}, lengths),
+        "lengths of keys": ({"lengths": (None, lengths)}, lengths),
+        "packed": ({"layout": "thd", "cu_seqlens": cu}, cu),
+        "packed queries": ({"layout": "thd", "cu_seqlens": (cu, other)}, cu),
+        "packed keys": ({"layout": "thd", "cu_seqlens": (other, cu)}, cu),
+    }
+
+
+def attend(x: Any, options: dict[str, Any]) -> Any:
+    x = x.flatten(0, 1)[:5] if "layout" in options else x
+    return attention(x, x, x, causal=True, **options).sin().sum()
+
+
+@pytest.mark.parametrize("name", kept())
+def test_what_changes_between_the_passes_is_refused(name: str) -> None:
+    """In PyTorch's words, as of q, k and v: gradients would be those of another function."""
+    x = random(2, 5, 4, 8)
+    options, tensor = kept()[name]
+    found = attend(x, options)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found, x)
+
+
+@pytest.mark.parametrize("name", kept())
+def test_what_is_kept_elsewhere(name: str) -> None:
+    """Tensors that hooks store, or that are computed twice, give the gradient of finite
+    differences."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = random(2, 5, 4, 8)
+    direction, step = random(2, 5, 4, 8, seed=1, grad=False), 1e-6
+    options, _ = kept()[name]
+    with torch.no_grad():
+        ends = [attend(x + sign * step * direction, options) for sign in (1, -1)]
+    wanted = (ends[0] - ends[1]) / (2 * step)
+    with torch.autograd.graph.save_on_cpu():
+        stored = attend(x, options)
+    for found in (stored, checkpoint(attend, x, options, use_reentrant=False)):
+        (gradient,) = torch.autograd.grad(found, x)
+        torch.testing.assert_close((gradient * direction).sum(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_lengths_of_another_framework() -> None:
+    """Arrays are as good as tensors."""
+    x = random(2, 5, 4, 8)
+    lengths = torch.tensor([2, 3])
+    found, wanted = (
+        torch.autograd.grad(attend(x, {"lengths": given}), x)
+        for given in (lengths.numpy(), lengths)
+    )
+    assert_same(list(found), list(wanted))
