@@ -117,7 +117,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
     if not q.dtype is k.dtype is v.dtype:
         return False
     batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
-    return len(batches) == 1 and (flag("enable_gqa", enable_gqa) or len(heads) == 1)
+    return len(batches) == 1 and (enable_gqa or len(heads) == 1)
 
 
 #: Of calls without autocasting, and under it: quick tests see whether it is on, but not the type.

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import shared
-from dlattn.torch.arguments import expect_tensors, options_of, probability
+from dlattn.torch.arguments import bounds, expect_tensors, options_of, probability, truth
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
@@ -70,6 +69,12 @@ def scaled_dot_product_attention(
     """
     if type(dropout_p) is not float:
         dropout_p = probability(dropout_p)
+    if type(is_causal) is not bool:
+        is_causal = truth("is_causal", is_causal)
+    if type(enable_gqa) is not bool:
+        enable_gqa = truth("enable_gqa", enable_gqa)
+    if window is not None:
+        window = bounds(window)
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
         said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
@@ -142,7 +147,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
-    if not (flag("enable_gqa", enable_gqa) or of_query == of_key == of_value):
+    if not (enable_gqa or of_query == of_key == of_value):
         raise InvalidArgumentError(
             f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
             "give enable_gqa=True if query heads share them."
