@@ -21,6 +21,7 @@ from dlattn.torch.arguments import (
     probability,
     truth,
 )
+from dlattn.torch.derivative import is_forward_mode, refuse_tangents
 from dlattn.torch.functions import Transformed, apply_eagerly, tensors_of
 from dlattn.torch.plain import PLAIN, attend_plainly
 
@@ -151,6 +152,8 @@ def attend(
         constants = others, options, deterministic, return_lse
         return apply_eagerly(q, k, v, bias, sinks, constants)
     else:
+        if is_forward_mode():
+            refuse_tangents(q, k, v, bias, sinks)
         every = tensors_of(q, k, v, bias, sinks, others)
         found = forward(every, options, return_lse=return_lse)
         return tuple(found) if return_lse else found[0]

@@ -20,7 +20,7 @@ from dlattn.errors import InvalidVariantPackError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.torch.arguments import Options, Tensors, options_of, words
-from dlattn.torch.derivative import refuse
+from dlattn.torch.derivative import is_forward_mode, refuse
 from dlattn.torch.functions import differentiated
 from dlattn.torch.rows import is_in_rows, is_movable
 
@@ -53,7 +53,7 @@ def attend_plainly(
 ) -> Any:
     """As :func:`dlattn.torch.differentiable.attend`; ``None`` if there is more to do than to run
     it, or to say what is wrong."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_forward_mode():
         return None
     tensors = q, k, v
     if return_lse is not False:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from dlattn.torch import attention  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+from dlattn.torch import attention, scaled_dot_product_attention  # noqa: E402
 from tests.torch_checks import assert_same, random  # noqa: E402
 
 
@@ -70,3 +73,26 @@ def test_lengths_of_another_framework() -> None:
         for given in (lengths.numpy(), lengths)
     )
     assert_same(list(found), list(wanted))
+
+
+def in_pytorchs_words(q: Any, k: Any, v: Any, *, bias: Any = None, sinks: Any = None) -> Any:
+    return scaled_dot_product_attention(q, k, v, bias, sinks=sinks)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("function", [attention, in_pytorchs_words])
+def test_no_forward_mode(function: Callable[..., Any], name: str) -> None:
+    """A tangent is refused where nothing requires a gradient, too, and not lost; beside tensors
+    that have one, others are attended to as ever."""
+    good = {x: random(1, 4, 4, 8, seed=i, grad=False) for i, x in enumerate("qkv")}
+    more = {"bias": torch.zeros(4, 4, dtype=torch.float64), "sinks": torch.zeros(4)}
+    wanted = function(**good)
+    with forward_ad.dual_level():
+        x = {**more, **good}[name]
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(function(**good), wanted)
+                with pytest.raises(NotImplementedError, match="first derivatives alone"):
+                    function(**{**good, name: dual})
