@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
         dropout_p: the probability to drop.
         is_causal: query i attends to keys 0 to i. Beside a mask, both hold.
         scale: ``1 / sqrt(E)`` unless given.
-        enable_gqa: Hk may be any divisor of H; else they must be equal.
+        enable_gqa: Hk may be any divisor of H; else it must be H, or 1.
         window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`.
         alignment: where the positions of queries and keys meet, for ``is_causal``, too:
             ``"top_left"``, or ``"bottom_right"``.
@@ -147,7 +147,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
 
 
 def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
-    if not (enable_gqa or of_query == of_key == of_value):
+    if not (enable_gqa or (of_key in (of_query, 1) and of_value in (of_query, 1))):
         raise InvalidArgumentError(
             f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
             "give enable_gqa=True if query heads share them."
@@ -170,9 +170,10 @@ def _reshaped(
             "query, key, value: expected two dimensions (L, E) or more, and with a block_table "
             f"four, got shapes {shapes}."
         )
-    four: list[Tensor] = [_with_heads(x) for x in (query, key, value)]
+    rank = max(map(len, shapes))
+    four: list[Tensor] = [_with_heads(x, rank) for x in (query, key, value)]
     mask = attn_mask
-    if mask is not None and query.dim() == 3 and mask.dim() == 3:
+    if mask is not None and rank == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     try:
         lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
@@ -187,14 +188,16 @@ def _reshaped(
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     found = attention(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
     out, lse = found if options["return_lse"] else (found, None)
-    rows = lead if query.dim() < 4 else (*lead, query.shape[-3])
-    rows = (*rows, query.shape[-2]) if query.dim() > 2 else query.shape[:1]
+    rows = lead if rank < 4 else (*lead, of_q)
+    rows = (*rows, query.shape[-2]) if rank > 2 else query.shape[:1]
     out = out.reshape(*rows, value.shape[-1])
     return out if lse is None else (out, lse.reshape(rows))
 
 
-def _with_heads(x: Tensor) -> Tensor:
-    """With four dimensions or more: PyTorch's of three have no head, of two no batch."""
-    if x.dim() > 3:
+def _with_heads(x: Tensor, rank: int) -> Tensor:
+    """With four dimensions or more, where the largest of a call has ``rank``: PyTorch's of three
+    have no head, of two no batch; what has fewer than others lacks those in front."""
+    x = x[(None,) * (rank - x.dim())]
+    if rank > 3:
         return x
-    return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
+    return x.unsqueeze(-3) if rank == 3 else x[None, None]
