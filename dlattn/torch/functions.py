@@ -114,6 +114,11 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
         return batching(_Backward.apply, 4)(*given)
 
 
+def is_of_many(gradient: Tensor | None) -> bool:
+    """Whether it is one of ``is_grads_batched``, which operators take, and functions do not."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def differentiated(
     dout: Tensor | None,
     out: Tensor,
@@ -125,9 +130,14 @@ def differentiated(
     deterministic: bool,
 ) -> Any:
     """What :func:`dlattn.torch.arguments.backward` gives, for a function's ``backward``: who takes
-    gradients of gradients must not get them for constants."""
+    gradients of gradients must not get them for constants, and several gradients of one output may
+    come as one tensor."""
     dout = torch.zeros_like(out) if dout is None else dout
-    if torch.is_grad_enabled():
+    if is_of_many(dout) or is_of_many(dlse):
+        given = (*tensors, *options, deterministic, *wanted)
+        *found, dbias, dsinks = torch.ops.dlattn.attention_backward(dout, out, lse, dlse, *given)
+        return *found, dbias if wanted[0] else None, dsinks if wanted[1] else None
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         given = (*tensors, *options, deterministic, *wanted)
         return _Backward.apply(dout, out, lse, dlse, *given)
     return backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)

@@ -79,6 +79,35 @@ def in_pytorchs_words(q: Any, k: Any, v: Any, *, bias: Any = None, sinks: Any = 
     return scaled_dot_product_attention(q, k, v, bias, sinks=sinks)
 
 
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
+    "a bias": {"bias": random(2, 4, 5, 5)},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4, requires_grad=True)},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_many_gradients_of_one_output(name: str, return_lse: bool) -> None:
+    """At once, they are those of one after the other, as PyTorch and as its transforms ask."""
+    options = GRADIENTS[name]
+    inputs = [random(2, 5, 4, 8, seed=i) for i in range(3)]
+    learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = attention(*inputs, **options, return_lse=return_lse)
+    outputs = found if return_lse else (found,)
+    many = [torch.stack([random(*x.shape, seed=i, grad=False) for i in range(3)]) for x in outputs]
+    many = [x.to(y.dtype) for x, y in zip(many, outputs, strict=True)]
+    given = outputs, [*inputs, *learned]
+    at_once = torch.autograd.grad(*given, many, is_grads_batched=True, retain_graph=True)
+    batched = torch.vmap(lambda *x: torch.autograd.grad(*given, x, retain_graph=True))(*many)
+    each = [torch.autograd.grad(*given, [x[i] for x in many], retain_graph=True) for i in range(3)]
+    wanted = [torch.stack(x) for x in zip(*each, strict=True)]
+    assert_same(list(at_once), wanted)
+    assert_same(list(batched), wanted)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
 @pytest.mark.parametrize("function", [attention, in_pytorchs_words])
