@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
@@ -72,8 +73,8 @@ def dot_product_attention(
     single = query.ndim == 3
     if single:
         query, key, value = query[None], key[None], value[None]
-    window = local_window_size
-    if window is not None and not isinstance(window, tuple):
+    window: Any = local_window_size
+    if window is not None and not isinstance(window, (tuple, list)):
         window = (window, window)
     if window is not None and len(window) != 2:
         raise InvalidArgumentError(
@@ -84,12 +85,13 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"mask: expected booleans, got {mask.dtype}; give numbers as bias."
         )
-    if isinstance(scale, jax.Array):
-        if scale.ndim:
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        factor = as_array("scale", scale)
+        if factor.ndim:
             raise InvalidArgumentError(
-                f"scale: expected a number, or an array of no dimensions, got shape {scale.shape}."
+                f"scale: expected a number, or an array of no dimensions, got shape {factor.shape}."
             )
-        query, scale = query * scale.astype(query.dtype), 1.0
+        query, scale = query * factor.astype(query.dtype), 1.0
     found = attention(
         query,
         key,
