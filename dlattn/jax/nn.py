@@ -57,7 +57,8 @@ def dot_product_attention(
         alignment: where the positions of queries and keys meet: ``"top_left"``, or
             ``"bottom_right"``.
         softcap, alibi_slopes, sinks, dropout_rate, dropout_key, deterministic: as in
-            :func:`dlattn.jax.attention`.
+            :func:`dlattn.jax.attention`; distances of slopes are from the bottom right corner,
+            whatever the alignment.
 
     Raises:
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).

@@ -53,7 +53,8 @@ def scaled_dot_product_attention(
         is_causal: query i attends to keys 0 to i. Beside a mask, both hold.
         scale: ``1 / sqrt(E)`` unless given.
         enable_gqa: Hk may be any divisor of H; else it must be H, or 1.
-        window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`.
+        window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`; distances of slopes
+            are from the bottom right corner, whatever the alignment.
         alignment: where the positions of queries and keys meet, for ``is_causal``, too:
             ``"top_left"``, or ``"bottom_right"``.
         lengths: as in :func:`dlattn.attention`, of four dimensions.
