@@ -207,6 +207,19 @@ def expect_tensors(**given: Any) -> None:
             )
 
 
+def check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
+    """Refuse heads of query that share those of key and value where that is not said.
+
+    Raises:
+        InvalidArgumentError: they do.
+    """
+    if not (enable_gqa or (of_key in (of_query, 1) and of_value in (of_query, 1))):
+        raise InvalidArgumentError(
+            f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
+            "give enable_gqa=True if query heads share them."
+        )
+
+
 def probability(value: Any) -> Any:
     """``dropout_p``, which may be a symbol while PyTorch traces.
 

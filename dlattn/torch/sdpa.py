@@ -9,7 +9,14 @@ from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import shared
-from dlattn.torch.arguments import bounds, expect_tensors, options_of, probability, truth
+from dlattn.torch.arguments import (
+    bounds,
+    check_heads,
+    expect_tensors,
+    options_of,
+    probability,
+    truth,
+)
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
@@ -98,7 +105,7 @@ def scaled_dot_product_attention(
         of_q, of_k, of_v = query.shape, key.shape, value.shape
         alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
         if len(of_q) == len(of_k) == len(of_v) == 4 and alike:
-            _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
+            check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
             options = options_of(
                 "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
                 *shared(lengths, None),
@@ -127,7 +134,7 @@ def scaled_dot_product_attention(
             "attn_mask, lengths and block_table: expected None with nested tensors, which have "
             "lengths of their own and no common mask."
         )
-    return nested_attention(query, key, value, words)
+    return nested_attention(query, key, value, enable_gqa, words)
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
@@ -145,14 +152,6 @@ def _check(query: Any, key: Any, value: Any) -> None:
             raise InvalidArgumentError(
                 f"{name}: expected two dimensions (L, E) or more, got a number."
             )
-
-
-def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
-    if not (enable_gqa or (of_key in (of_query, 1) and of_value in (of_query, 1))):
-        raise InvalidArgumentError(
-            f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
-            "give enable_gqa=True if query heads share them."
-        )
 
 
 def _reshaped(
@@ -183,7 +182,7 @@ def _reshaped(
             f"query, key, value: expected dimensions in front that broadcast, got shapes {shapes}."
         ) from error
     of_q, of_k, of_v = (x.shape[-3] for x in four)
-    _check_heads(of_q, of_k, of_v, enable_gqa)
+    check_heads(of_q, of_k, of_v, enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
