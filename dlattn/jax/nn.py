@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
@@ -41,9 +42,9 @@ def dot_product_attention(
     Args:
         query: (B, T, N, H), or without B; fp16 or bf16, on the CPU also fp32 and fp64.
         key, value: (B, S, K, H), where K divides N.
-        bias: added to scores, broadcasts to (B, N, T, S); it has a gradient.
-        mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias it makes
-            the sum of both.
+        bias: added to scores, broadcasts to (B, N, T, S); it has a gradient. Of booleans, it is a
+            mask.
+        mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias, both hold.
         scale: ``1 / sqrt(H)`` unless given; an array of no dimensions, which may be traced and has
             a gradient, is multiplied with the query.
         is_causal: query t attends to keys 0 to t.
@@ -56,7 +57,8 @@ def dot_product_attention(
         alignment: where the positions of queries and keys meet: ``"top_left"``, or
             ``"bottom_right"``.
         softcap, alibi_slopes, sinks, dropout_rate, dropout_key, deterministic: as in
-            :func:`dlattn.jax.attention`.
+            :func:`dlattn.jax.attention`; distances of slopes are from the bottom right corner,
+            whatever the alignment.
 
     Raises:
         InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
@@ -72,8 +74,8 @@ def dot_product_attention(
     single = query.ndim == 3
     if single:
         query, key, value = query[None], key[None], value[None]
-    window = local_window_size
-    if window is not None and not isinstance(window, tuple):
+    window: Any = local_window_size
+    if window is not None and not isinstance(window, (tuple, list)):
         window = (window, window)
     if window is not None and len(window) != 2:
         raise InvalidArgumentError(
@@ -84,12 +86,13 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"mask: expected booleans, got {mask.dtype}; give numbers as bias."
         )
-    if isinstance(scale, jax.Array):
-        if scale.ndim:
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        factor = as_array("scale", scale)
+        if factor.ndim:
             raise InvalidArgumentError(
-                f"scale: expected a number, or an array of no dimensions, got shape {scale.shape}."
+                f"scale: expected a number, or an array of no dimensions, got shape {factor.shape}."
             )
-        query, scale = query * scale.astype(query.dtype), 1.0
+        query, scale = query * factor.astype(query.dtype), 1.0
     found = attention(
         query,
         key,
@@ -120,4 +123,8 @@ def _added(bias: Any, mask: Any) -> Any:
     """What both add to the scores."""
     if bias is None or mask is None:
         return mask if bias is None else bias
+    if bias.dtype in (jnp.bool_, jnp.uint8):  # which is a mask, too
+        return bias.astype(jnp.bool_) & mask
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        return bias  # to be refused as it is without a mask
     return jnp.where(mask, bias, jnp.asarray(-jnp.inf, bias.dtype))

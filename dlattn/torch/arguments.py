@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlattn.calls.arguments import number
+from dlattn.calls.arguments import flag, integer, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
@@ -61,6 +61,11 @@ class Options(NamedTuple):
     shared_cu_seqlens: bool
 
 
+#: Two integers, of which either may be missing.
+Pair = tuple[int | None, int | None]
+NEITHER: Pair = (None, None)
+
+
 def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of options, which most programs give again and again."""
     known = lru_cache(maxsize=1024)(function)
@@ -81,24 +86,28 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 def options_of(
     layout: str,
     causal: bool,
-    window: Any,
+    window: Pair | None,
     alignment: str,
     scale: float | None,
     softcap: float | None,
-    max_seqlens: Any,
+    max_seqlens: Pair | None,
     dropout_p: float,
     shared_lengths: bool = False,
     shared_cu_seqlens: bool = False,
 ) -> Options:
     """From the words of :func:`dlattn.attention`.
 
+    Args:
+        causal, window, max_seqlens: as :func:`truth` and :func:`bounds` give them: what is
+            remembered of a number is of all that equal it, such as of 4 and 4.0.
+
     Raises:
-        InvalidArgumentError: the layout or the alignment means nothing, or the window is no pair.
+        InvalidArgumentError: the layout or the alignment means nothing.
     """
     check_words(layout, alignment)
     return Options(
-        layout, causal, *bounds(window), alignment, scale, softcap, *pair(max_seqlens), dropout_p,
-        shared_lengths, shared_cu_seqlens,
+        layout, causal, *(window or NEITHER), alignment, scale, softcap, *(max_seqlens or NEITHER),
+        dropout_p, shared_lengths, shared_cu_seqlens,
     )  # fmt: skip
 
 
@@ -144,20 +153,43 @@ def backward(
     return backward_pass.run(given, words(options, *wanted, deterministic))
 
 
-def bounds(window: Any) -> tuple[Any, Any]:
+def bounds(window: Any) -> Pair:
     """How far a query sees to the left and to the right.
 
     Raises:
-        InvalidArgumentError: it is no pair.
+        InvalidArgumentError: it is no pair of integers.
     """
-    if window is None:
-        return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InvalidArgumentError(
             f"window: expected a pair (left, right), or None, got {window!r:.100}."
         )
     left, right = window
-    return left, right
+    return _whole("window", left), _whole("window", right)
+
+
+def longest(max_seqlens: Any) -> Pair:
+    """Of q, and of k and v.
+
+    Raises:
+        InvalidArgumentError: they are no integers.
+    """
+    of_q, of_kv = pair(max_seqlens)
+    return _whole("max_seqlens", of_q), _whole("max_seqlens", of_kv)
+
+
+def _whole(name: str, value: Any) -> Any:
+    if value is None or type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    return integer(name, value)
+
+
+def truth(name: str, value: Any) -> Any:
+    """A flag, which may be a symbol while PyTorch traces.
+
+    Raises:
+        InvalidArgumentError: it is neither true nor false.
+    """
+    return value if isinstance(value, torch.SymBool) else flag(name, value)
 
 
 def expect_tensors(**given: Any) -> None:
@@ -173,6 +205,19 @@ def expect_tensors(**given: Any) -> None:
                 f"{type(it).__qualname__}; convert it, such as by torch.from_dlpack, or call "
                 "dlattn.attention, which takes tensors of every framework."
             )
+
+
+def check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
+    """Refuse heads of query that share those of key and value where that is not said.
+
+    Raises:
+        InvalidArgumentError: they do.
+    """
+    if not (enable_gqa or (of_key in (of_query, 1) and of_value in (of_query, 1))):
+        raise InvalidArgumentError(
+            f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
+            "give enable_gqa=True if query heads share them."
+        )
 
 
 def probability(value: Any) -> Any:

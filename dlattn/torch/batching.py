@@ -46,9 +46,13 @@ def batching(operator: Callable[..., Any], before: int) -> Callable[..., Any]:
             for x, dim, at, name in zip(given, in_dims, axes, names, strict=False)
         ]
         found = operator(*merged, *given[before + COUNT :])
+        of_entry = list(tensors.q.shape)
+        if entries.q is not None:
+            del of_entry[entries.q]
+        batch = of_entry[axis]
         parted, dims = list(found), [None] * len(found)
         for i, at in enumerate((axis, axis, axis) if before else (axis, 0)):
-            parted[i], dims[i] = found[i].unflatten(at, (info.batch_size, -1)), at
+            parted[i], dims[i] = found[i].unflatten(at, (info.batch_size, batch)), at
         return tuple(parted), tuple(dims)
 
     return rule
@@ -71,6 +75,12 @@ def _merged(x: Tensor, dim: int | None, axis: int, count: int) -> Tensor:
 def _one_by_one(
     operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], given: tuple[Any, ...]
 ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+    count = info.batch_size
+    if not count:  # the operator says the shapes of results, of an entry of zeros
+        given = tuple(
+            x if dim is None else x.new_zeros(x.movedim(dim, 0).shape[1:]).unsqueeze(dim)
+            for x, dim in zip(given, in_dims, strict=True)
+        )
     found = [
         operator(
             *(
@@ -78,7 +88,9 @@ def _one_by_one(
                 for x, dim in zip(given, in_dims, strict=True)
             )
         )
-        for i in range(info.batch_size)
+        for i in range(count or 1)
     ]
-    stacked = tuple(None if x[0] is None else torch.stack(x) for x in zip(*found, strict=True))
+    stacked = tuple(
+        None if x[0] is None else torch.stack(x)[:count] for x in zip(*found, strict=True)
+    )
     return stacked, tuple(None if x is None else 0 for x in stacked)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dlattn.torch.arguments import COUNT, Tensors
 
@@ -50,3 +51,21 @@ def refuse(*_: Any) -> NoReturn:
         "gradients, torch.func.jvp, jacfwd and hessian, use PyTorch's own under "
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
     )
+
+
+def is_forward_mode() -> bool:
+    """Whether there may be tangents."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Where no gradient is required, autograd does not ask for a derivative: what has a tangent,
+    would lose it.
+
+    Raises:
+        NotImplementedError: one has.
+    """
+    if torch._C._is_fwd_grad_enabled() and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        refuse()

@@ -13,11 +13,15 @@ from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
+    bounds,
     expect_tensors,
     forward,
+    longest,
     options_of,
     probability,
+    truth,
 )
+from dlattn.torch.derivative import is_forward_mode, refuse_tangents
 from dlattn.torch.functions import Transformed, apply_eagerly, tensors_of
 from dlattn.torch.plain import PLAIN, attend_plainly
 
@@ -68,6 +72,10 @@ def attention(
     """
     if type(dropout_p) is not float:
         dropout_p = probability(dropout_p)
+    if type(causal) is not bool:
+        causal = truth("causal", causal)
+    if window is not None:
+        window = bounds(window)
     if not dropout_p and (
         bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
     ):
@@ -76,7 +84,8 @@ def attention(
         if found is not None:
             return found
     options = options_of(
-        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_p,
+        layout, causal, window, alignment, scale, softcap,
+        None if max_seqlens is None else longest(max_seqlens), dropout_p,
         *shared(lengths, cu_seqlens),
     )  # fmt: skip
     return attend(
@@ -143,6 +152,8 @@ def attend(
         constants = others, options, deterministic, return_lse
         return apply_eagerly(q, k, v, bias, sinks, constants)
     else:
+        if is_forward_mode():
+            refuse_tangents(q, k, v, bias, sinks)
         every = tensors_of(q, k, v, bias, sinks, others)
         found = forward(every, options, return_lse=return_lse)
         return tuple(found) if return_lse else found[0]

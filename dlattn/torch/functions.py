@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ from dlattn.torch.arguments import Options, Tensors, backward, forward, split
 from dlattn.torch.batching import batching
 from dlattn.torch.derivative import gradients, refuse, save
 
-#: Besides the tensors that may have gradients.
-Others = tuple[Tensor | None, ...]
+#: Besides the tensors that may have gradients; of another framework, arrays are taken, too.
+Others = Sequence[Any]
 
 
 def tensors_of(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     others: Others | None,
 ) -> Tensors:  # fmt: skip
-    if others is None:
+    if not others:
         return Tensors(q, k, v, bias, None, sinks)
     slopes, *more = others
     return Tensors(q, k, v, bias, slopes, sinks, *more)
@@ -39,10 +40,14 @@ class Eager(torch.autograd.Function):  # type: ignore[misc]
         sinks: Tensor | None,
         constants: tuple[Others | None, Options, bool, bool],
     ) -> Any:
-        others, options, _, return_lse = constants
+        others, options, deterministic, return_lse = constants
         out, lse = forward(tensors_of(q, k, v, bias, sinks, others), options)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
-        ctx.constants = constants
+        # PyTorch sees when a saved tensor is written to before the backward reads it.
+        kept = others or ()
+        saved = (x if isinstance(x, Tensor) else None for x in kept)
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *saved)
+        ctx.arrays = [None if isinstance(x, Tensor) else x for x in kept]
+        ctx.asked = options, deterministic
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -52,8 +57,9 @@ class Eager(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 6
-        q, k, v, bias, sinks, out, lse = ctx.saved_tensors
-        others, options, deterministic, _ = ctx.constants
+        q, k, v, bias, sinks, out, lse, *saved = ctx.saved_tensors
+        others = [y if x is None else x for x, y in zip(saved, ctx.arrays, strict=True)]
+        options, deterministic = ctx.asked
         tensors, wanted = tensors_of(q, k, v, bias, sinks, others), ctx.needs_input_grad[3:5]
         asked = options, wanted, deterministic
         return (*differentiated(dout, out, lse, dlse, tensors, *asked), None)
@@ -108,6 +114,11 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
         return batching(_Backward.apply, 4)(*given)
 
 
+def is_of_many(gradient: Tensor | None) -> bool:
+    """Whether it is one of ``is_grads_batched``, which operators take, and functions do not."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def differentiated(
     dout: Tensor | None,
     out: Tensor,
@@ -119,9 +130,14 @@ def differentiated(
     deterministic: bool,
 ) -> Any:
     """What :func:`dlattn.torch.arguments.backward` gives, for a function's ``backward``: who takes
-    gradients of gradients must not get them for constants."""
+    gradients of gradients must not get them for constants, and several gradients of one output may
+    come as one tensor."""
     dout = torch.zeros_like(out) if dout is None else dout
-    if torch.is_grad_enabled():
+    if is_of_many(dout) or is_of_many(dlse):
+        given = (*tensors, *options, deterministic, *wanted)
+        *found, dbias, dsinks = torch.ops.dlattn.attention_backward(dout, out, lse, dlse, *given)
+        return *found, dbias if wanted[0] else None, dsinks if wanted[1] else None
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         given = (*tensors, *options, deterministic, *wanted)
         return _Backward.apply(dout, out, lse, dlse, *given)
     return backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)

@@ -8,18 +8,23 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
+from dlattn.torch.arguments import check_heads
 from dlattn.torch.differentiable import attention
 
 
-def nested_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+def nested_attention(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, options: dict[str, Any]
+) -> Any:
     """Attention of sequences of different lengths, packed one behind the other, maybe with gaps.
 
     Args:
         query, key, value: (B, H, jagged, E), as ``transpose(1, 2)`` gives it.
+        enable_gqa: as of :func:`dlattn.torch.scaled_dot_product_attention`.
         options: of :func:`dlattn.torch.attention`.
 
     Raises:
-        InvalidArgumentError: they are no such tensors, or keys and values differ in lengths.
+        InvalidArgumentError: they are no such tensors, keys and values differ in lengths, or heads
+            are shared where that is not said.
     """
     q, k, v = packed = [x.transpose(1, 2) for x in (query, key, value)]
     if any(x.layout is not torch.jagged for x in packed):
@@ -37,6 +42,7 @@ def nested_attention(query: Tensor, key: Tensor, value: Tensor, options: dict[st
             "value: expected the lengths of key, made of the same offsets, got others; make one by "
             "torch.nested.nested_tensor_from_jagged(values, key.offsets())."
         )
+    check_heads(q.shape[2], k.shape[2], v.shape[2], enable_gqa)
     found = attention(
         *(x.values() for x in packed),
         layout="thd",

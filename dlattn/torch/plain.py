@@ -20,8 +20,8 @@ from dlattn.errors import InvalidVariantPackError
 from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.torch.arguments import Options, Tensors, options_of, words
-from dlattn.torch.derivative import refuse
-from dlattn.torch.functions import differentiated
+from dlattn.torch.derivative import is_forward_mode, refuse
+from dlattn.torch.functions import differentiated, is_of_many
 from dlattn.torch.rows import is_in_rows, is_movable
 
 #: Of other tensors, such as fake ones, operators take care.
@@ -53,7 +53,7 @@ def attend_plainly(
 ) -> Any:
     """As :func:`dlattn.torch.differentiable.attend`; ``None`` if there is more to do than to run
     it, or to say what is wrong."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_forward_mode():
         return None
     tensors = q, k, v
     if return_lse is not False:
@@ -117,7 +117,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, said: Words) -> bool:
     if not q.dtype is k.dtype is v.dtype:
         return False
     batches, heads = ({x.shape[layout.index(letter)] for x in tensors} for letter in "bh")
-    return len(batches) == 1 and (flag("enable_gqa", enable_gqa) or len(heads) == 1)
+    return len(batches) == 1 and (enable_gqa or len(heads) == 1)
 
 
 #: Of calls without autocasting, and under it: quick tests see whether it is on, but not the type.
@@ -147,9 +147,10 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
         tensors = (*ctx.saved_tensors, dout)
         if dlse is None and dout is not None and not torch.is_grad_enabled():
             asked = ctx.asked
-            found, addresses = _BACKWARDS.latest(tensors, asked) or _BACKWARDS.find(tensors, asked)
-            if found.call is not None:
-                return (*found.call(tensors, addresses), None)
+            # Which looks at transforms, too.
+            found = _BACKWARDS.latest(tensors, asked) or _find_backward(tensors, asked)
+            if found is not None and found[0].call is not None:
+                return (*found[0].call(tensors, found[1]), None)
         if dout is dlse is None:
             return None, None, None, None
         known, deterministic = ctx.asked
@@ -176,6 +177,15 @@ def _prepare_backward(
         said = words(forward.options, False, False, deterministic)
         call = backward_pass.prepare(q, k, v, out, lse, dout, said)
     return replace(forward, call=call)
+
+
+def _find_backward(
+    tensors: tuple[Tensor, ...], asked: tuple[Known, bool]
+) -> tuple[Known, list[int]] | None:
+    """As :func:`_find`, of a backward."""
+    if torch._C._are_functorch_transforms_active() or is_of_many(tensors[-1]):
+        return None
+    return _BACKWARDS.find(tensors, asked)
 
 
 _BACKWARDS = CallCache(_prepare_backward)

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import shared
-from dlattn.torch.arguments import expect_tensors, options_of, probability
+from dlattn.torch.arguments import (
+    bounds,
+    check_heads,
+    expect_tensors,
+    options_of,
+    probability,
+    truth,
+)
 from dlattn.torch.differentiable import attend, attention
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
@@ -53,8 +59,9 @@ def scaled_dot_product_attention(
         dropout_p: the probability to drop.
         is_causal: query i attends to keys 0 to i. Beside a mask, both hold.
         scale: ``1 / sqrt(E)`` unless given.
-        enable_gqa: Hk may be any divisor of H; else they must be equal.
-        window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`.
+        enable_gqa: Hk may be any divisor of H; else it must be H, or 1.
+        window, softcap, alibi_slopes, sinks: as in :func:`dlattn.attention`; distances of slopes
+            are from the bottom right corner, whatever the alignment.
         alignment: where the positions of queries and keys meet, for ``is_causal``, too:
             ``"top_left"``, or ``"bottom_right"``.
         lengths: as in :func:`dlattn.attention`, of four dimensions.
@@ -70,6 +77,12 @@ def scaled_dot_product_attention(
     """
     if type(dropout_p) is not float:
         dropout_p = probability(dropout_p)
+    if type(is_causal) is not bool:
+        is_causal = truth("is_causal", is_causal)
+    if type(enable_gqa) is not bool:
+        enable_gqa = truth("enable_gqa", enable_gqa)
+    if window is not None:
+        window = bounds(window)
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
         said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
@@ -92,7 +105,7 @@ def scaled_dot_product_attention(
         of_q, of_k, of_v = query.shape, key.shape, value.shape
         alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
         if len(of_q) == len(of_k) == len(of_v) == 4 and alike:
-            _check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
+            check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
             options = options_of(
                 "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
                 *shared(lengths, None),
@@ -121,7 +134,7 @@ def scaled_dot_product_attention(
             "attn_mask, lengths and block_table: expected None with nested tensors, which have "
             "lengths of their own and no common mask."
         )
-    return nested_attention(query, key, value, words)
+    return nested_attention(query, key, value, enable_gqa, words)
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
@@ -141,14 +154,6 @@ def _check(query: Any, key: Any, value: Any) -> None:
             )
 
 
-def _check_heads(of_query: int, of_key: int, of_value: int, enable_gqa: bool) -> None:
-    if not (flag("enable_gqa", enable_gqa) or of_query == of_key == of_value):
-        raise InvalidArgumentError(
-            f"key, value: expected the {of_query} heads of query, got {of_key} and {of_value}; "
-            "give enable_gqa=True if query heads share them."
-        )
-
-
 def _reshaped(
     query: Tensor,
     key: Tensor,
@@ -165,9 +170,10 @@ def _reshaped(
             "query, key, value: expected two dimensions (L, E) or more, and with a block_table "
             f"four, got shapes {shapes}."
         )
-    four: list[Tensor] = [_with_heads(x) for x in (query, key, value)]
+    rank = max(map(len, shapes))
+    four: list[Tensor] = [_with_heads(x, rank) for x in (query, key, value)]
     mask = attn_mask
-    if mask is not None and query.dim() == 3 and mask.dim() == 3:
+    if mask is not None and rank == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     try:
         lead = torch.broadcast_shapes(*(x.shape[:-3] for x in four))
@@ -176,20 +182,22 @@ def _reshaped(
             f"query, key, value: expected dimensions in front that broadcast, got shapes {shapes}."
         ) from error
     of_q, of_k, of_v = (x.shape[-3] for x in four)
-    _check_heads(of_q, of_k, of_v, enable_gqa)
+    check_heads(of_q, of_k, of_v, enable_gqa)
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     found = attention(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
     out, lse = found if options["return_lse"] else (found, None)
-    rows = lead if query.dim() < 4 else (*lead, query.shape[-3])
-    rows = (*rows, query.shape[-2]) if query.dim() > 2 else query.shape[:1]
+    rows = lead if rank < 4 else (*lead, of_q)
+    rows = (*rows, query.shape[-2]) if rank > 2 else query.shape[:1]
     out = out.reshape(*rows, value.shape[-1])
     return out if lse is None else (out, lse.reshape(rows))
 
 
-def _with_heads(x: Tensor) -> Tensor:
-    """With four dimensions or more: PyTorch's of three have no head, of two no batch."""
-    if x.dim() > 3:
+def _with_heads(x: Tensor, rank: int) -> Tensor:
+    """With four dimensions or more, where the largest of a call has ``rank``: PyTorch's of three
+    have no head, of two no batch; what has fewer than others lacks those in front."""
+    x = x[(None,) * (rank - x.dim())]
+    if rank > 3:
         return x
-    return x.unsqueeze(-3) if x.dim() == 3 else x[None, None]
+    return x.unsqueeze(-3) if rank == 3 else x[None, None]

@@ -261,6 +261,37 @@ def test_a_traced_scale() -> None:
     assert_same(gradient(dot_product_attention), gradient(jax.nn.dot_product_attention))
 
 
+def test_numbers_as_jax_takes_them() -> None:
+    """A scale is an array of NumPy's, too, and a window a list, as in ``jax.nn``."""
+    q = random(2, 5, 4, 8)
+    for options in ({"scale": np.array(0.3)}, {"local_window_size": [1, 2]}):
+        found, wanted = (
+            function(q, q, q, **options)
+            for function in (dot_product_attention, jax.nn.dot_product_attention)
+        )
+        assert_same(found, wanted)
+    with pytest.raises(InvalidArgumentError, match="scale: expected a number, or an array of no"):
+        dot_product_attention(q, q, q, scale=np.ones(1))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+def test_a_bias_of_booleans_is_a_mask(dtype: str) -> None:
+    """Beside a mask, both hold; of other integers there is no bias, with a mask or without."""
+    q = random(2, 5, 4, 8)
+    first, second = (random(*shape) > -0.5 for shape in ((2, 4, 5, 5), (5, 5)))
+    first[..., 0] = second[:, 0] = True
+    found = with_gradients(
+        lambda *x: dot_product_attention(*x, first.astype(dtype), second), (q, q, q)
+    )
+    wanted = with_gradients(
+        lambda *x: jax.nn.dot_product_attention(*x, mask=first & second[None, None]), (q, q, q)
+    )
+    assert_same(found, wanted)
+    for mask in (None, second):
+        with pytest.raises(InvalidArgumentError, match="bias: expected elements of .* cast it"):
+            dot_product_attention(q, q, q, first.astype(np.int32), mask)
+
+
 def test_no_second_derivative() -> None:
     """It is refused in a sentence."""
     q = random(1, 5, 2, 8)

@@ -224,6 +224,38 @@ def test_batched(name: str, in_dims: tuple[int | None, ...], in_memory: str) -> 
         assert_same(list(found), [torch.stack(x) for x in zip(*each, strict=True)])
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 4, 2)])
+@pytest.mark.parametrize("name", [*BATCHED, "packed"])
+def test_batched_without_entries(name: str, in_dims: tuple[int | None, ...]) -> None:
+    """Results, and gradients, have the shapes that they have with entries, but for those."""
+    options, shape = BATCHED.get(name, {}), (2, 5, 4, 8)
+    in_dims = tuple(dim if dim is None else min(dim, 3) for dim in in_dims)
+    if name == "packed":
+        options, shape = {"layout": "thd", "cu_seqlens": torch.tensor([0, 2, 5]).int()}, (5, 4, 8)
+    elif name == "another layout":
+        shape = (5, 2, 4, 8)
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        return loss(q, k, v, **options)
+
+    for function in (
+        lambda *x: (attention(*x, **options),),
+        torch.func.grad(value, argnums=(0, 1, 2)),
+    ):
+        of_none, of_some = (
+            torch.vmap(function, in_dims=in_dims)(
+                *(
+                    random(*shape, grad=False)
+                    if dim is None
+                    else random(count, *shape, grad=False).movedim(0, dim)
+                    for dim in in_dims
+                )
+            )
+            for count in (0, 3)
+        )
+        assert [x.shape for x in of_none] == [(0, *x.shape[1:]) for x in of_some]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func.jvp itself
 def test_no_second_derivative() -> None:
     """It is refused, and not taken for 0."""

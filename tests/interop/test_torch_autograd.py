@@ -1,0 +1,127 @@
+"""What autograd keeps of ``dlattn.torch`` between the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402
+
+from dlattn.torch import attention, scaled_dot_product_attention  # noqa: E402
+from tests.torch_checks import assert_same, random  # noqa: E402
+
+
+def kept() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Options, and the tensor among them that is looked at."""
+    slopes, lengths = torch.linspace(0.1, 0.7, 4), torch.tensor([2, 3])
+    cu, other = (torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(2))
+    return {
+        "slopes": ({"alibi_slopes": slopes}, slopes),
+        "lengths": ({"lengths": lengths}, lengths),
+        "lengths of keys": ({"lengths": (None, lengths)}, lengths),
+        "packed": ({"layout": "thd", "cu_seqlens": cu}, cu),
+        "packed queries": ({"layout": "thd", "cu_seqlens": (cu, other)}, cu),
+        "packed keys": ({"layout": "thd", "cu_seqlens": (other, cu)}, cu),
+    }
+
+
+def attend(x: Any, options: dict[str, Any]) -> Any:
+    x = x.flatten(0, 1)[:5] if "layout" in options else x
+    return attention(x, x, x, causal=True, **options).sin().sum()
+
+
+@pytest.mark.parametrize("name", kept())
+def test_what_changes_between_the_passes_is_refused(name: str) -> None:
+    """In PyTorch's words, as of q, k and v: gradients would be those of another function."""
+    x = random(2, 5, 4, 8)
+    options, tensor = kept()[name]
+    found = attend(x, options)
+    tensor.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found, x)
+
+
+@pytest.mark.parametrize("name", kept())
+def test_what_is_kept_elsewhere(name: str) -> None:
+    """Tensors that hooks store, or that are computed twice, give the gradient of finite
+    differences."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = random(2, 5, 4, 8)
+    direction, step = random(2, 5, 4, 8, seed=1, grad=False), 1e-6
+    options, _ = kept()[name]
+    with torch.no_grad():
+        ends = [attend(x + sign * step * direction, options) for sign in (1, -1)]
+    wanted = (ends[0] - ends[1]) / (2 * step)
+    with torch.autograd.graph.save_on_cpu():
+        stored = attend(x, options)
+    for found in (stored, checkpoint(attend, x, options, use_reentrant=False)):
+        (gradient,) = torch.autograd.grad(found, x)
+        torch.testing.assert_close((gradient * direction).sum(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_lengths_of_another_framework() -> None:
+    """Arrays are as good as tensors."""
+    x = random(2, 5, 4, 8)
+    lengths = torch.tensor([2, 3])
+    found, wanted = (
+        torch.autograd.grad(attend(x, {"lengths": given}), x)
+        for given in (lengths.numpy(), lengths)
+    )
+    assert_same(list(found), list(wanted))
+
+
+def in_pytorchs_words(q: Any, k: Any, v: Any, *, bias: Any = None, sinks: Any = None) -> Any:
+    return scaled_dot_product_attention(q, k, v, bias, sinks=sinks)
+
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.7, 4)},
+    "a bias": {"bias": random(2, 4, 5, 5)},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4, requires_grad=True)},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_many_gradients_of_one_output(name: str, return_lse: bool) -> None:
+    """At once, they are those of one after the other, as PyTorch and as its transforms ask."""
+    options = GRADIENTS[name]
+    inputs = [random(2, 5, 4, 8, seed=i) for i in range(3)]
+    learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = attention(*inputs, **options, return_lse=return_lse)
+    outputs = found if return_lse else (found,)
+    many = [torch.stack([random(*x.shape, seed=i, grad=False) for i in range(3)]) for x in outputs]
+    many = [x.to(y.dtype) for x, y in zip(many, outputs, strict=True)]
+    given = outputs, [*inputs, *learned]
+    at_once = torch.autograd.grad(*given, many, is_grads_batched=True, retain_graph=True)
+    batched = torch.vmap(lambda *x: torch.autograd.grad(*given, x, retain_graph=True))(*many)
+    each = [torch.autograd.grad(*given, [x[i] for x in many], retain_graph=True) for i in range(3)]
+    wanted = [torch.stack(x) for x in zip(*each, strict=True)]
+    assert_same(list(at_once), wanted)
+    assert_same(list(batched), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("function", [attention, in_pytorchs_words])
+def test_no_forward_mode(function: Callable[..., Any], name: str) -> None:
+    """A tangent is refused where nothing requires a gradient, too, and not lost; beside tensors
+    that have one, others are attended to as ever."""
+    good = {x: random(1, 4, 4, 8, seed=i, grad=False) for i, x in enumerate("qkv")}
+    more = {"bias": torch.zeros(4, 4, dtype=torch.float64), "sinks": torch.zeros(4)}
+    wanted = function(**good)
+    with forward_ad.dual_level():
+        x = {**more, **good}[name]
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(function(**good), wanted)
+                with pytest.raises(NotImplementedError, match="first derivatives alone"):
+                    function(**{**good, name: dual})
