@@ -71,7 +71,8 @@ def attention(
         softcap: scores s become ``softcap * tanh(s / softcap)`` before anything is added.
         bias: added to scores; broadcasts to (B, H, S_q, S_kv). Of booleans or uint8: a mask, true
             where a query attends.
-        alibi_slopes: (H) or (B, H), fp32; of slope m, ``m * distance`` is subtracted.
+        alibi_slopes: (H) or (B, H), fp32; of slope m, ``m * distance`` is subtracted, as if
+            positions met at the bottom right, whatever the alignment.
         sinks: (H), fp32: one more score of each row, without a value.
         lengths: how much of each sequence is used: (B), int32 or int64, of q, k and v alike, or a
             pair of such tensors, of q and of k and v, where ``None`` is all.
