@@ -7,8 +7,9 @@ namespace dlattn {
 
 struct WorkItem {
   int tile, head, batch;
-  bool reversed = false;  // of warpgroups that share its rows, the first takes the last ones
-  bool late = false;      // it is one of the last that are handed out
+  bool reversed : 1 = false;  // of warpgroups that share its rows, the first takes the last ones
+  bool late : 1 = false;      // it is one of the last that are handed out
+  bool ascends : 1 = false;   // its key tiles are visited from the first to the last
   // Of the last part of an item whose keys blocks share, how many parts there are before it; -1 of these.
   short parts = 0;
 };

@@ -1,12 +1,12 @@
 // Attention forward for Hopper: wgmma, TMA, warp specialisation (FlashAttention-3, section 3).
 //
 // A block has one producer warpgroup: a scheduler warp hands out query tiles, and a warp each drives
-// the copy engine for q, k and v. Two or three consumer warpgroups have 64 rows of a tile each. Key
-// tiles are walked from the last to the first. In the steady loop a consumer starts the scores of one
-// tile, then the output of the tile before it, and turns the first into exponentials while the tensor
-// cores work on the second. Exponentials are relative to a maximum of the tiles before: the scores of
-// a tile are searched for a new one only where they are masked, or where a sum shows that it is due;
-// everywhere if maxima are results.
+// the copy engine for q, k and v. Two to four consumer warpgroups have 64 rows of a tile each. Key
+// tiles are walked from the last to the first, or upwards where the schedule says so. In the steady loop a
+// consumer starts the scores of one tile, then the output of the tile before it, and turns the first into
+// exponentials while the tensor cores work on the second. Exponentials are relative to a maximum of the
+// tiles before: the scores of a tile are searched for a new one only where they are masked, or where a sum
+// shows that it is due; everywhere if maxima are results.
 #pragma once
 
 #include "attn/epilogue.cuh"
@@ -175,8 +175,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
     bool guess;  // at how scores are to be computed, until it was wrong
   };
   // The key tile to visit after the one at work.
-  DLATTN_DEVICE int tile_before(const State& state, int tile) const {
-    return Base::Tiles::skips ? state.visit.before : tile - 1;
+  DLATTN_DEVICE int tile_after(const State& state, const Work& work, int tile) const {
+    return Base::Tiles::skips ? state.visit.next : tile + work.step();
   }
 
   // Starts them, and asks what a user's function masks, if it masks some: the answer is made while products
@@ -184,7 +184,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   DLATTN_DEVICE Asked begin_scores(State& state, const Work& work, int tile,
                                    const ScoreValues& values) {
     mbarrier_wait(shared.k_ring.full[state.k.stage], state.k.parity);
-    state.visit = this->visit(state.k.stage, tile);
+    state.visit = this->visit(state.k.stage);
     await_turn();
     start_product(state.scores, shared.q[state.q.stage][warpgroup], 0, shared.k[state.k.stage]);
     Asked asked;
@@ -307,7 +307,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
 
   DLATTN_DEVICE void end_scores(State& state, const Work& work, int tile) {
     release(shared.k_ring.empty[state.k.stage]);
-    if (tile == work.first_tile) release(shared.q_ring[warpgroup].empty[state.q.stage]);
+    if (tile == work.stop()) release(shared.q_ring[warpgroup].empty[state.q.stage]);
     if constexpr (stages_bias) {
       release(shared.bias_ring[warpgroup].empty[0]);
       state.bias.advance();
@@ -377,16 +377,16 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
   // The first scores of a query tile, with no output of another to compute meanwhile.
   DLATTN_DEVICE void begin_chain(State& state, const Work& work, const ScoreValues& values,
                                  Softmax& softmax) {
-    const Asked asked = begin_scores(state, work, work.last_tile, values);
+    const Asked asked = begin_scores(state, work, work.start(), values);
     pass_turn();
     const Kept kept = answer(state, asked);
     wgmma_wait<0>();
     Sums sums;
-    take_scores(state, sums, work, work.last_tile, true, kept, values, softmax);
+    take_scores(state, sums, work, work.start(), true, kept, values, softmax);
     softmax.add(sums);
-    end_scores(state, work, work.last_tile);
+    end_scores(state, work, work.start());
     state.k.advance();
-    make_probabilities(state, work, work.last_tile);
+    make_probabilities(state, work, work.start());
   }
 
   // The query tiles of a block are chains of key tiles: the first scores of a query tile stand over
@@ -411,8 +411,8 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
       for (bool more = true; more;) {
         state.output.clear();
 #pragma unroll 1
-        for (int tile = tile_before(state, work.last_tile); tile >= work.first_tile;
-             tile = tile_before(state, tile)) {
+        for (int tile = tile_after(state, work, work.start()); work.visits(tile);
+             tile = tile_after(state, work, tile)) {
           if (step<false>(state, work, tile, values, softmax)) {
             softmax.rescale(state.output, state.factor);
           }
@@ -430,7 +430,7 @@ struct FwdSm90 : FwdSm90Loads<Problem, Tiling> {
           mbarrier_wait(shared.q_ring[warpgroup].full[state.q.stage], state.q.parity);
 #pragma unroll 1
           for (int i = 0; i < unseen; ++i) pass_keys(state);
-          step<true>(state, next, next.last_tile, values, next_softmax);
+          step<true>(state, next, next.start(), values, next_softmax);
 #pragma unroll 1
           for (int i = 0; i < unseen; ++i) pass_values(state);
         } else {

@@ -17,7 +17,7 @@
 namespace dlattn {
 
 template <int consumers_, int tile_k_, int stages_, int q_stages_, bool ping_pong_,
-          bool exponentials_first_>
+          bool exponentials_first_, bool alternates_>
 struct Sm90FwdTiling {
   static constexpr int consumers = consumers_;  // warpgroups, of 64 query rows each
   static constexpr int tile_q = 64 * consumers, tile_k = tile_k_;
@@ -26,6 +26,7 @@ struct Sm90FwdTiling {
   static constexpr bool ping_pong = ping_pong_;  // consumers take turns at the tensor cores
   // Of one tile; then the wait for the output of the tile before. Or the other way round.
   static constexpr bool exponentials_first = exponentials_first_;
+  static constexpr bool alternates = alternates_;  // items may visit their key tiles either way
   static constexpr bool shares_more = false;
 };
 
@@ -90,6 +91,9 @@ struct FwdSm90Block {
     return round_up(length_q, tile_q) - round_up(length_q, 64);
   }
 
+  // Whether an item may visit its key tiles from the first to the last.
+  static constexpr bool may_ascend = Tiling::alternates && !Problem::ragged && !Tiles::skips;
+
   // What a query tile means, for some of its rows or all.
   struct alignas(16) Work {
     WorkItem item;
@@ -120,6 +124,16 @@ struct FwdSm90Block {
     }
     DLATTN_DEVICE int first_row() const { return item.tile * tile_q - rows_missing(length.q); }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
+    // The way through its key tiles, from one end to the other.
+    DLATTN_DEVICE bool ascends() const { return may_ascend && item.ascends; }
+    DLATTN_DEVICE int step() const { return ascends() ? 1 : -1; }
+    DLATTN_DEVICE int start() const { return ascends() ? first_tile : last_tile; }
+    DLATTN_DEVICE int stop() const { return ascends() ? last_tile : first_tile; }
+    // How many come after this one; negative beyond the last.
+    DLATTN_DEVICE int left_after(int tile) const {
+      return ascends() ? last_tile - tile : tile - first_tile;
+    }
+    DLATTN_DEVICE bool visits(int tile) const { return left_after(tile) >= 0; }
     DLATTN_DEVICE bool is_full(int tile) const {
       return full.contains({tile * tile_k, (tile + 1) * tile_k});
     }
@@ -150,8 +164,13 @@ struct FwdSm90Block {
         this->first_tile = all.first_tile;
         this->last_tile = all.last_tile;
       }
-      unseen_before = all.last_tile - (this->empty() ? all.first_tile - 1 : this->last_tile);
-      unseen_after = this->empty() ? 0 : this->first_tile - all.first_tile;
+      if (this->empty()) {
+        unseen_before = all.last_tile - all.first_tile + 1;
+        unseen_after = 0;
+      } else {
+        unseen_before = all.left_after(all.start()) - all.left_after(this->start());
+        unseen_after = all.left_after(this->stop());
+      }
     }
   };
 
@@ -161,10 +180,10 @@ struct FwdSm90Block {
     OwnWork own[consumers];
   };
 
-  // A user's function masks some elements of a key tile; and which comes after it.
+  // A user's function masks some elements of a key tile; and where tiles are skipped, which comes after it.
   struct Visit {
-    bool partial;
-    int before;
+    bool partial = false;
+    int next = 0;
   };
 
   struct SharedMemory {
@@ -286,26 +305,26 @@ struct FwdSm90Block {
   }
 
   // The key tile to visit after this one: a loader finds out.
-  DLATTN_DEVICE int tile_before(const Work& work, int tile) const {
-    if constexpr (!Tiles::skips) return tile - 1;
+  DLATTN_DEVICE int tile_after(const Work& work, int tile) const {
+    if constexpr (!Tiles::skips) return tile + work.step();
     return Tiles::last_keys(p, work.item, tile - 1, work.first_tile);
   }
 
   // What the loader of k tells of a tile.
-  DLATTN_DEVICE int visit_from(const Work& work, int tile, int before) const {
+  DLATTN_DEVICE int visit_from(const Work& work, int tile, int next) const {
     bool partial = false;
     if constexpr (MasksElements<Problem>) {
       const WorkItem at = work.item;
       partial = !Tiles::is_whole(p, at.batch, at.head, at.tile, tile);
     }
-    return uniform(2 * before + partial);
+    return uniform(2 * next + partial);
   }
-  DLATTN_DEVICE Visit visit(int stage, int tile) const {
+  DLATTN_DEVICE Visit visit(int stage) const {
     if constexpr (Tiles::skips) {
       const int told = uniform(shared.visits[stage]);
       return {(told & 1) != 0, told >> 1};
     } else {
-      return {false, tile - 1};
+      return {};
     }
   }
 };

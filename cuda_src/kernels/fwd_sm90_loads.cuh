@@ -21,7 +21,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::shares_keys;
   using Base::stages;
   using Base::stages_bias;
-  using Base::tile_before;
+  using Base::tile_after;
   using Base::tile_k;
   using Base::tile_q;
   using typename Base::BiasTile;
@@ -102,6 +102,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     for (int next = uniform(row.w);; row = rows[2 * next], keys = rows[2 * next + 1], ++next) {
       WorkItem item{uniform(row.x), uniform(row.y), uniform(row.z)};
       if constexpr (shares_keys) item.parts = uniform(keys.z);
+      if constexpr (Base::may_ascend) item.ascends = uniform(keys.w);
       offer(place, item, {uniform(keys.x), uniform(keys.y)});
       if (next == end) return;
     }
@@ -156,7 +157,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   DLATTN_DEVICE void tell_progress(const Place<item_stages>& place, const Work& work, int tile,
                                    bool& told) {
-    if (told || tile > work.first_tile + 1) return;
+    if (told || work.left_after(tile) > 1) return;
     release(shared.nearly_loaded[place.stage]);
     told = true;
   }
@@ -284,7 +285,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
-    for (int tile = work.last_tile; tile >= work.first_tile; tile = tile_before(work, tile)) {
+    for (int tile = work.start(); work.visits(tile); tile = tile_after(work, tile)) {
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
@@ -299,9 +300,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   // Tells consumers of a tile of k, before the arrival that publishes it, by the same lane. What is told
   // is found out before the wait for a buffer.
-  DLATTN_DEVICE void tell(const Place<stages>& place, const Work& work, int tile, int before) {
+  DLATTN_DEVICE void tell(const Place<stages>& place, const Work& work, int tile, int after) {
     if constexpr (Tiles::skips) {
-      const int told = this->visit_from(work, tile, before);
+      const int told = this->visit_from(work, tile, after);
       mbarrier_wait(shared.k_ring.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x % 32 == 0) shared.visits[place.stage] = told;
     }
@@ -337,10 +338,10 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const int head = work.item.head / heads_per_key;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
       bool told = tensor != Mapped::k;
-      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
-        before = tile_before(work, tile);
+      for (int tile = work.start(), after; work.visits(tile); tile = after) {
+        after = tile_after(work, tile);
         tell_progress(item_place, work, tile, told);
-        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, after);
         const bool clears = is_padded(tensor, work, tile);
         uint64& landed = clears ? shared.padded_values : ring.full[place.stage];
         order(ring, place, landed, Tile::bytes, [&](int stage, uint64& landed) {
@@ -362,16 +363,16 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
       const int head = work.item.head / heads_per_key;
       bool told = tensor != Mapped::k;
-      int next = boxes.number_of_lane(work.last_tile * tile_k, work.length.kv);
+      int next = boxes.number_of_lane(work.start() * tile_k, work.length.kv);
 #pragma unroll 1
-      for (int tile = work.last_tile, before; tile >= work.first_tile; tile = before) {
+      for (int tile = work.start(), after; work.visits(tile); tile = after) {
         const int number = next;
-        before = tile_before(work, tile);
+        after = tile_after(work, tile);
         tell_progress(item_place, work, tile, told);
-        if (before >= work.first_tile) {
-          next = boxes.number_of_lane(before * tile_k, work.length.kv);
+        if (work.visits(after)) {
+          next = boxes.number_of_lane(after * tile_k, work.length.kv);
         }
-        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, before);
+        if (Tiles::skips && tensor == Mapped::k) tell(place, work, tile, after);
         const bool clears = is_padded(tensor, work, tile);
         uint64& landed = clears ? shared.padded_values : ring.full[place.stage];
         order(ring, place, landed, Tile::bytes, [](int, uint64&) {});

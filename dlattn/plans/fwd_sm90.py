@@ -14,6 +14,7 @@ from dlattn.plans.fwd_sm90_shares import (
     asks_for_tiles,
     choose_tiling,
     may_share_more,
+    pairs_at_work,
     shared_by_heads,
     shared_out,
     tile_heads,
@@ -106,15 +107,17 @@ class FwdSm90(MappedPlan):
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
-        keys = visited(self.problem, self.geometry, self.tiling)
+        shape = self.problem, self.geometry, self.tiling
+        keys = visited(*shape)
         return table(
             tile_costs(*keys),
             tile_heads(self.geometry, self._heads_per_tile),
             self.geometry.batch,
-            max(1, pairs_per_wave(self.problem, self.geometry, WAVE_BYTES) // self._heads_per_tile),
+            pairs_at_work(*shape, self._heads_per_tile, self._blocks),
             self._blocks,
             keys if self._sharing.blocks else None,
             self._sharing.beside,
+            self.tiling.alternates,
         )
 
     @cached_property

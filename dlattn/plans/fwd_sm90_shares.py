@@ -14,6 +14,7 @@ from dlattn.plans.schedule import (
     PARTS_COST,
     Array,
     band_sharing_blocks,
+    longest_load,
     same_keys,
     sharing_blocks,
     tile_costs,
@@ -24,6 +25,10 @@ from dlattn.records import dataclass
 
 #: What one wave of blocks may re-read from L2, of 50 MB.
 WAVE_BYTES = 32 * 2**20
+
+#: Rows up to which a wave is one round of blocks, and what the block with the most may then have,
+#: of what it has in waves of as many pairs as L2 keeps.
+SHORT_ROWS, MOST_UNEVEN = 1024, 1.02
 
 #: What a tile of the same size costs with another tiling than the first, as measured.
 SLOWER = 1.25
@@ -67,6 +72,22 @@ def tile_heads(geometry: Geometry, heads: int) -> Array:
 def tiles_of_heads(geometry: Geometry, tile_q: int, heads: int) -> int:
     """Query tiles of so many heads, at the most."""
     return query_tiles(geometry, tile_q) // geometry.heads_q * len(tile_heads(geometry, heads))
+
+
+def pairs_at_work(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, blocks: int
+) -> int:
+    """(batch, head) pairs of a wave, of so many heads a tile: as many as L2 keeps; or of short
+    sequences whose tiles differ, as many as have a tile for each block, if that is as even. Then
+    all rounds have long and short tiles, and read as many keys."""
+    most = max(1, pairs_per_wave(problem, geometry, WAVE_BYTES) // heads)
+    costs = tile_costs(*visited(problem, geometry, tiling))
+    one_round = max(1, blocks // len(costs))
+    if geometry.seq_q > SHORT_ROWS or np.ptp(costs) == 0 or one_round >= most:
+        return most
+    pairs = geometry.batch * len(tile_heads(geometry, heads))
+    load = longest_load(costs, pairs, one_round, blocks)
+    return one_round if load <= MOST_UNEVEN * longest_load(costs, pairs, most, blocks) else most
 
 
 def has_same_keys(problem: Problem) -> bool:

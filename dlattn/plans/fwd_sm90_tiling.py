@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
-from dlattn.problem import GivenMask, Problem, Scale
+from dlattn.problem import Band, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import KNOWN
 
@@ -28,6 +28,7 @@ class Sm90FwdTiling:
         q_stages: query tiles in shared memory.
         ping_pong: consumers take turns at the tensor cores.
         exponentials_first: before the wait for the output of the tile before, or after it.
+        alternates: key tiles may be visited from the first to the last, too, as the schedule says.
         stages_bias: a bias comes through shared memory, too.
         shares_more: blocks share the keys of query tiles under a band, too, which gives each its
             own; where the parts of a tile are many, they leave them to a kernel of its own; and
@@ -40,6 +41,7 @@ class Sm90FwdTiling:
     q_stages: int = 1
     ping_pong: bool = False
     exponentials_first: bool = True
+    alternates: bool = False
     stages_bias: bool = False
     shares_more: bool = False
 
@@ -57,10 +59,11 @@ class Sm90FwdTiling:
 
     @property
     def cpp(self) -> str:
-        ping_pong, first = str(self.ping_pong).lower(), str(self.exponentials_first).lower()
+        flags = (self.ping_pong, self.exponentials_first, self.alternates)
+        ping_pong, first, alternates = (str(flag).lower() for flag in flags)
         cpp = (
             f"Sm90FwdTiling<{self.consumers}, {self.tile_k}, {self.stages}, {self.q_stages}, "
-            f"{ping_pong}, {first}>"
+            f"{ping_pong}, {first}, {alternates}>"
         )
         return f"SharesMore<{cpp}>" if self.shares_more else cpp
 
@@ -128,6 +131,13 @@ def is_positive(problem: Problem) -> bool:
     return any(isinstance(edit, Scale) and edit.positive for edit in problem.edits)
 
 
+def alternates(problem: Problem) -> bool:
+    """Whether query tiles have more keys from one to the next, and blocks do not ask for them: it
+    pays above 128 columns that some are visited from the first key to the last."""
+    grow = any(isinstance(mask, Band) and mask.right and not mask.left for mask in problem.masks)
+    return grow and not (problem.ragged or problem.has_blocks)
+
+
 def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     """The fastest tilings (``bench/NOTES.md``): for many query tiles, then for fewer than there are
     multiprocessors."""
@@ -164,14 +174,14 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         caps = problem.keeps_scores and not problem.has_program
         return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps),)
     if dim_qk <= 192 and dim_v <= 128:
-        return (Sm90FwdTiling(2, 128, ping_pong=True),)
+        return (Sm90FwdTiling(2, 128, ping_pong=True, alternates=alternates(problem)),)
     if largest <= 192 and problem.has_blocks:
         return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
     if largest <= 192 and problem.adds_to_scores and problem.ragged:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
-        return (Sm90FwdTiling(2, 96, ping_pong=True),)
+        return (Sm90FwdTiling(2, 96, ping_pong=True, alternates=alternates(problem)),)
     given_mask = isinstance(problem.dropout, GivenMask)
     if problem.adds_to_scores or problem.has_blocks or given_mask:
         return (Sm90FwdTiling(2, 32, stages=4),)
-    return (Sm90FwdTiling(2, 64),)
+    return (Sm90FwdTiling(2, 64, alternates=alternates(problem)),)

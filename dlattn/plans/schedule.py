@@ -102,6 +102,12 @@ def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     return blocks if last * keys / blocks + PARTS_COST < keys else 0
 
 
+def longest_load(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> float:
+    """What the block with the most has, by :func:`balance`."""
+    owner, _ = balance(costs, pairs, pairs_per_wave, blocks)
+    return float(np.bincount(owner, np.tile(costs, pairs)).max())
+
+
 def same_keys(begin: Array, end: Array) -> bool:
     """Whether query tiles that visit the key tiles from ``begin`` to ``end`` visit the same."""
     return bool(np.ptp(begin) == 0 and np.ptp(end) == 0)
@@ -122,8 +128,7 @@ def band_sharing_blocks(costs: Array, pairs: int, tile_k: int, multiprocessors: 
     if blocks == 0:
         return 0
     apart = min(tiles, multiprocessors)
-    owner, _ = balance(costs, pairs, pairs, apart)
-    longest = np.bincount(owner, np.tile(costs, pairs)).max()
+    longest = longest_load(costs, pairs, pairs, apart)
     shared = key_tiles / blocks + FIXED_COST * -(-tiles // blocks) + PARTS_COST / tile_k
     return blocks if shared < LEAST_GAIN * longest else 0
 
@@ -198,6 +203,7 @@ def table(
     blocks: int,
     shared_keys: tuple[Array, Array] | None = None,
     beside: int = 1,
+    alternates: bool = False,
 ) -> Array:
     """The schedule as the kernel reads it (``cuda_src/kernels/fwd_sm90_loads.cuh``): the first tile
     of a block after one access to memory.
@@ -207,13 +213,18 @@ def table(
         shared_keys: of each query tile of a pair the first key tile and the one after its last, if
             blocks share them: those of the last query tiles, or where they differ, of all.
         beside: see :func:`share_side_by_side`; 1 unless blocks share the keys of all query tiles.
+        alternates: of the tiles of a block every other one, from its first on, ascends, if blocks
+            do not share keys. A long tile and the short one after it have as many keys together as
+            any other two: blocks that take the one upwards and the other downwards come to a key
+            at the same time.
 
     Returns:
         int32, in rows of eight: of each block, its first tile as (tile, head, batch, the row of its
-        second; its first key tile, the one after its last, parts, 0); (0, 0, 0, the number of rows;
-        zeros); the other tiles of each block, with 0 in place of a row, in order. Parts are 0 of a
-        tile whose keys are all one block's; else of the last part how many there are before it, and
-        -1 of these.
+        second; its first key tile, the one after its last, parts, whether it ascends); (0, 0, 0,
+        the number of rows; zeros); the other tiles of each block, with 0 in place of a row, in
+        order. Parts are 0 of a tile whose keys are all one block's; else of the last part how many
+        there are before it, and -1 of these. Key tiles are visited from the last to the first, or
+        if it ascends, from the first to the last.
     """
     pairs = len(heads) * batch
     if shared_keys:
@@ -236,10 +247,12 @@ def table(
     pair, tile = order[by_block] // len(costs), order[by_block] % len(costs)
     zeros = np.zeros_like(tile)
     place = [tile, heads[pair % len(heads)], pair // len(heads), zeros]
-    rows = np.stack([*place, *keys[by_block].T, zeros], axis=1)
     counts = np.bincount(owner, minlength=blocks)
     assert counts.min() > 0, "every block has a tile"
     firsts = np.cumsum(counts) - counts
+    turn = np.arange(len(order)) - np.repeat(firsts, counts)
+    ascends = (turn + 1) % 2 if alternates and not shared_keys else zeros
+    rows = np.stack([*place, *keys[by_block].T, ascends], axis=1)
     header = np.zeros((blocks + 1, 8), np.int64)
     header[:blocks] = rows[firsts]
     header[:, 3] = blocks + 1 + np.append(0, np.cumsum(counts - 1))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dlattn.dtypes import data_type
 from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_shares import Sharing
+from dlattn.plans.fwd_sm90_shares import Sharing, pairs_at_work
+from dlattn.plans.kernels import pairs_per_wave
 from dlattn.plans.schedule import ALL_KEYS
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
 from dlattn.runtime.target import KNOWN
@@ -246,3 +247,47 @@ def test_few_tiles_of_different_lengths_are_smaller() -> None:
     """At 64, a tile of 256 rows with the most keys would end long after the mean."""
     assert plan(1, 8, 8, 4096, 4096, 64, right=0).tiling.tile_q == 128
     assert plan(8, 8, 8, 4096, 4096, 64, right=0).tiling.tile_q == 256
+
+
+def visits(it: FwdSm90) -> list[list[int]]:
+    """The key tiles that each block visits, one after the other, of whichever head."""
+    blocks = []
+    for rows in rows_of_blocks(it.schedule(), it._blocks):
+        visited: list[int] = []
+        for row in rows:
+            begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
+            own = range(begin[row[0]], end[row[0]])
+            visited.extend(own if row[7] else reversed(own))
+        blocks.append(visited)
+    return blocks
+
+
+@pytest.mark.parametrize("seq, heads", [(4096, 32), (16384, 8)])
+def test_blocks_come_to_a_key_together(seq: int, heads: int) -> None:
+    """Under a causal mask at 256, blocks that visit key tiles up and down are at nearly the same
+    one of their heads for the first two tiles of each; only downwards, they are far apart."""
+
+    def apart(alternates: bool) -> float:
+        it = plan(1, heads, heads, seq, seq, 256, right=0)
+        assert it.tiling.alternates
+        it.tiling = replace(it.tiling, alternates=alternates)
+        places = np.array([own[: seq // it.tiling.tile_k] for own in visits(it)])
+        return float(np.median(places.std(axis=0)))
+
+    assert apart(alternates=True) < 1 and apart(alternates=False) > seq / 64 / 10
+
+
+def test_a_round_of_short_sequences_has_all_lengths() -> None:
+    """The first tiles of all blocks are from the first to the last of their heads, if heads divide
+    as evenly so; else a wave is what L2 keeps."""
+
+    def first_tiles(it: FwdSm90) -> set[int]:
+        return {int(rows[0][0]) for rows in rows_of_blocks(it.schedule(), it._blocks)}
+
+    assert first_tiles(plan(32, 16, 16, 512, 512, right=0)) == set(range(4))
+    assert first_tiles(plan(16, 8, 8, 1024, 1024, 256, right=0)) == set(range(8))
+    assert min(first_tiles(plan(4, 16, 16, 4096, 4096, right=0))) > 20
+    # Of six tiles a head, 22 heads would be two waves of a round and one of less.
+    uneven = plan(5, 10, 10, 700, 700, 256, right=0)
+    shape = uneven.problem, uneven.geometry
+    assert pairs_at_work(*shape, uneven.tiling, 1, 132) == pairs_per_wave(*shape, 32 * 2**20) > 22

@@ -47,6 +47,7 @@ from dlattn.runtime.target import KNOWN
     pairs_per_wave=st.integers(1, 60),
     blocks=st.integers(1, 200),
     heads_per_tile=st.integers(1, 4),
+    alternates=st.booleans(),
 )
 def test_every_tile_once_and_nearly_even(
     costs: list[float],
@@ -55,17 +56,24 @@ def test_every_tile_once_and_nearly_even(
     pairs_per_wave: int,
     blocks: int,
     heads_per_tile: int,
+    alternates: bool,
 ) -> None:
-    """Each tile has one block, each block a tile, and none has much more than the mean."""
+    """Each tile has one block, each block a tile, and none has much more than the mean. Every other
+    tile of a block ascends, or none."""
     blocks = min(blocks, len(costs) * heads * batch)
     first_heads = range(0, heads * heads_per_tile, heads_per_tile)
-    rows = table(np.array(costs), np.array(first_heads), batch, pairs_per_wave, blocks)
+    rows = table(
+        np.array(costs), np.array(first_heads), batch, pairs_per_wave, blocks, alternates=alternates
+    )
     taken = rows_of_blocks(rows, blocks)
     assert {tuple(row[4:7]) for own in taken for row in own} == {ALL_KEYS}
     everything = product(range(len(costs)), first_heads, range(batch))
     assert sorted(tuple(row[:3]) for own in taken for row in own) == sorted(everything)
     loads = [sum(costs[row[0]] for row in own) for own in taken]
     assert max(loads) <= np.mean(loads) + 2 * max(costs)
+    for own in taken:
+        ups = [int(row[7]) for row in own]
+        assert ups == [(turn + 1) % 2 if alternates else 0 for turn in range(len(own))]
 
 
 def rows_of_blocks(rows: Array, blocks: int) -> list[list[Array]]:
