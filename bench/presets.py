@@ -6,6 +6,7 @@ every dense case of a preset holds the same tokens and the same width.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -180,16 +181,19 @@ def _window() -> list[Case]:
 
 def _padding() -> list[Case]:
     """Lengths drawn once from a fixed seed, the longest entry full; each beside the same without
-    lengths, so that both run in the same minute."""
+    lengths, and beside a dense batch of equal sequences in which as much is attended to, so that
+    all run in the same minute."""
     cases = []
     for batch, seq in ((16, 1024), (16, 4096)):
         draw = random.Random(seq)
         lengths = (seq, *(draw.randint(64, seq) for _ in range(batch - 1)))
+        equal = round(math.sqrt(sum(length**2 for length in lengths) / batch))
         for d in (64, 128):
             heads = (HIDDEN // d, HIDDEN // d)
             for mask in ("full", "causal"):
                 cases.append(case(batch, heads, seq, (d, d), mask))
                 cases.append(case(batch, heads, seq, (d, d), mask, lengths=lengths))
+                cases.append(case(batch, heads, equal, (d, d), mask))
     return cases
 
 
