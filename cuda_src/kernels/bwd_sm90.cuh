@@ -340,6 +340,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   // ---- Who does what ----
 
   using Shares = BwdSm90Shares<Problem, Tiling>;
+  using Stores = BwdSm90Stores<Problem, Tiling>;
 
   template <class... Arguments>
   static DLATTN_DEVICE void copy_and_add(int first_item, Arguments&... block) {
@@ -381,7 +382,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     typename Base::Queries queries;
     Base::template for_each_item<BwdSm90>(block...,
                                           [&](auto& kernel) { kernel.work_on_queries(queries); });
-    if constexpr (!relays) Shares(block..., 0).template store_rest<true>();
+    if constexpr (!relays) Stores(block..., 0).template store_rest<true>();
   }
 
   template <class... Arguments>
@@ -396,7 +397,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         kernel.work_on_keys(steps);
       }
     });
-    if constexpr (!relays) Shares(block..., 0).template store_rest<false>();
+    if constexpr (!relays) Stores(block..., 0).template store_rest<false>();
   }
 };
 

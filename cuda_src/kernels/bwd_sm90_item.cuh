@@ -1,13 +1,13 @@
 // An item of a Hopper backward block: a tile of keys, and the queries of some heads that attend to them.
 #pragma once
 
-#include "kernels/bwd_sm90_shares.cuh"
+#include "kernels/bwd_sm90_stores.cuh"
 
 namespace dlattn {
 
 template <class Problem, class Tiling>
-struct BwdSm90Item : BwdSm90Shares<Problem, Tiling> {
-  using Base = BwdSm90Shares<Problem, Tiling>;
+struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
+  using Base = BwdSm90Stores<Problem, Tiling>;
   using Base::block_k;
   using Base::p;
   using Base::rank;
