@@ -1,0 +1,66 @@
+"""Kernels with so few blocks that each has many items, though problems are small.
+
+Otherwise a small call gives each block one item, if any, and what blocks do from item to item, and
+in which order, is met in large calls alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dlattn.graph import placement
+from dlattn.runtime.target import Target, cuda_target
+from tests.cases import Case
+from tests.drivers import check, gpu_library, run_graph
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = Case(
+    batch=2, heads_q=3, heads_k=3, heads_v=3, seq_q=450, seq_kv=450, right=0, head_dim_qk=256,
+    head_dim_v=256, scale=0.0625,
+)  # fmt: skip
+NARROW = replace(CAUSAL, head_dim_qk=64, head_dim_v=64, scale=0.125)
+MIDDLE = replace(CAUSAL, head_dim_qk=128, head_dim_v=128, scale=0.09)
+CASES = {
+    "256, causal": CAUSAL,
+    "256, causal, fewer queries than keys": replace(
+        CAUSAL, seq_q=300, seq_kv=517, bottom_right=True
+    ),
+    "256, causal, rows without keys": replace(CAUSAL, seq_q=517, seq_kv=130, bottom_right=True),
+    "256, causal, lengths": replace(
+        CAUSAL, len_q=(450, 140), len_kv=(450, 200), tails="nan", sink=0.5
+    ),
+    "256, causal, dropout": replace(CAUSAL, dtype="float16", dropout=0.1, dropout_as="value"),
+    "256, full": replace(CAUSAL, right=None, seq_kv=333),
+    "256, a window": replace(CAUSAL, left=100),
+    "192/128, causal, groups": replace(
+        CAUSAL, heads_q=6, heads_k=2, heads_v=2, head_dim_qk=192, head_dim_v=128, scale=0.07
+    ),
+    "192, causal, of another element type": replace(
+        CAUSAL, dtype="float16", head_dim_qk=192, head_dim_v=192, scale=0.07
+    ),
+    "128, causal": MIDDLE,
+    "128, causal, deterministic": replace(MIDDLE, deterministic=True),
+    "128, causal, groups, lengths": replace(
+        MIDDLE, heads_q=6, len_q=(450, 70), len_kv=(400, 129), tails="nan"
+    ),
+    "64, causal": replace(NARROW, seq_q=700, seq_kv=700),
+    "64, full": replace(NARROW, right=None, seq_q=700, seq_kv=333),
+    "64, a window": replace(NARROW, seq_q=700, seq_kv=700, left=100),
+}
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 7])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_blocks_with_many_items(
+    case: Case, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are those of attention however many items a block has, and none waits for ever."""
+
+    def few(index: int) -> Target:
+        return replace(cuda_target(index), multiprocessors=multiprocessors)
+
+    monkeypatch.setattr(placement, "cuda_target", few)
+    check(case, gpu_library(), run_graph)
