@@ -220,58 +220,6 @@ def _check_company(first: Argument, other: Argument) -> None:
         )
 
 
-class Apart:
-    """Refuses memory for a result that begins where another tensor does. (Views that interleave,
-    such as of q, k and v in one tensor, begin apart; what else overlaps is the caller's to avoid.)
-
-    What tells kinds of calls apart says nothing of addresses, so that each call asks for its own.
-    """
-
-    def __init__(self, there: Sequence[Argument], written: Sequence[Argument]) -> None:
-        self._names = [it.name for it in there]
-        self._begins = operator.itemgetter(*(it.position for it in there))
-        self._written = [it.position for it in written]
-
-    def __call__(self, addresses: Sequence[int] | Mapping[int, int]) -> None:
-        """Refuse a call of tensors at such addresses.
-
-        Raises:
-            InvalidArgumentError: some result's memory begins where another tensor does.
-        """
-        begins = self._begins(addresses)
-        for at in self._written:
-            if begins.count(addresses[at]) > 1:
-                self._refuse(begins, addresses[at])
-
-    def _refuse(self, begins: Sequence[int], address: int) -> None:
-        other, name, *_ = (
-            name for name, begin in zip(self._names, begins, strict=True) if begin == address
-        )
-        raise InvalidArgumentError(
-            f"{name}: it begins where {other} does, at {address:#x}, and one of them is written to "
-            "while the other is in use; give memory of its own."
-        )
-
-
-def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Apart | None:
-    """What refuses memory for results, in this call and those like it; ``None`` if all is made.
-
-    Args:
-        outputs: names of the results, of which those in ``given`` have the caller's memory.
-
-    Raises:
-        InvalidArgumentError: in this call, some begins where another tensor does.
-    """
-    there = [it for it in given.values() if 0 not in it.shape]
-    names = set(outputs)
-    written = [it for it in there if it.name in names]
-    if not written or len(there) == 1:
-        return None
-    check = Apart(there, written)
-    check({it.position: it.seen.ptr for it in there})
-    return check
-
-
 def are_aligned(arguments: Iterable[Argument]) -> bool:
     """Whether every tensor of 16-bit elements lies at a multiple of 16 bytes."""
     return all(it.seen.ptr % 16 == 0 for it in arguments if itemsize(it.dtype) == 2)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Apart, Argument
+from dlattn.calls.apart import Check
+from dlattn.calls.arguments import Argument
 from dlattn.calls.keyless import Finish, finished
 from dlattn.calls.request import Request
 from dlattn.config import settings
@@ -99,7 +100,7 @@ class Call:
         outputs: Iterable[Output],
         request: Request | Executable | None,
         byte_offsets: Mapping[str, int] | None = None,
-        apart: Apart | None = None,
+        apart: Check | None = None,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"

@@ -124,9 +124,7 @@ class _Traced:
 
 def _selected(x: Any, condition: Any, other: float) -> Any:
     """See :data:`dlattn.calls.keyless.Select`."""
-    return jnp.where(
-        condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, other
-    )
+    return jnp.where(jnp.expand_dims(condition, tuple(range(condition.ndim, x.ndim))), x, other)
 
 
 def _clear(address: int, nbytes: int, stream: int | None) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlattn.calls.apart import apart
 from dlattn.calls.arguments import (
     Argument,
     admit,
-    apart,
     choice,
     flag,
     integer,
