@@ -7,7 +7,8 @@ the one that ``torch.func`` takes.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from dlattn.errors import InvalidArgumentError
 from dlattn.torch.arguments import backward, forward, split
 from dlattn.torch.batching import batching
-from dlattn.torch.derivative import gradients, refuse, save
+from dlattn.torch.derivative import gradients, is_forward_mode, refuse, refuse_tangents, save
 from dlattn.torch.rows import empty_as
 
 _TENSORS = (
@@ -55,6 +56,8 @@ def _attention(*given: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:
     tensors, options, _ = split(given)
+    if is_forward_mode():  # of what writes to memory, PyTorch has no kernel for gradients
+        refuse_tangents(*(x for x in tensors if x is not None), out)
     return forward(tensors, options, out)[1]
 
 
@@ -112,12 +115,31 @@ torch.library.register_fake("dlattn::attention_backward", _fake_backward)
 
 # What transforms make of them ---------------------------------------------------------------------
 
+
+class _WithoutTangents(torch.library.Library):  # type: ignore[misc]
+    """What PyTorch makes of gradients looks at none but those of reverse mode: where nothing
+    requires one, tangents would be lost."""
+
+    def impl(self, name: Any, kernel: Callable[..., Any], *more: Any, **options: Any) -> None:
+        @wraps(kernel)
+        def refusing(keys: Any, *given: Any, **named: Any) -> Any:
+            if is_forward_mode():
+                refuse_tangents(*(x for x in given if isinstance(x, Tensor)))
+            return kernel(keys, *given, **named)
+
+        super().impl(name, refusing, *more, **options)
+
+
+#: Its registrations last as long as it does.
+_LIBRARY = _WithoutTangents("dlattn", "FRAGMENT")
+
 torch.library.register_autograd(
     "dlattn::attention",
     partial(gradients, torch.ops.dlattn.attention_backward),
     setup_context=save,
+    lib=_LIBRARY,
 )
-torch.library.register_autograd("dlattn::attention_backward", refuse)
+torch.library.register_autograd("dlattn::attention_backward", refuse, lib=_LIBRARY)
 torch.library.register_vmap("dlattn::attention", batching(torch.ops.dlattn.attention, 0))
 torch.library.register_vmap(
     "dlattn::attention_backward", batching(torch.ops.dlattn.attention_backward, 4)
