@@ -161,24 +161,45 @@ def packed_spec(it: Laid, letters: str, batch: int, longest: int) -> TensorSpec:
     return TensorSpec(it.name, dim, stride, it.dtype, ragged=True)
 
 
-def admit(needed: Iterable[str], given: Mapping[str, Any]) -> dict[str, Argument]:
+#: Whose words a caller uses -> what the arguments are called there that have other names here.
+SAID: dict[str, dict[str, str]] = {
+    "dlattn": {},
+    "torch": {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "bias": "attn_mask",
+        "lengths of q": "lengths of query",
+        "lengths of k and v": "lengths of key and value",
+        "cu_seqlens of q": "offsets of query",
+        "cu_seqlens of k and v": "offsets of key and value",
+    },
+}
+
+
+def admit(
+    needed: Iterable[str], given: Mapping[str, Any], words: str = "dlattn"
+) -> dict[str, Argument]:
     """The tensors that are not ``None``, by name, in the order of the call's tensors.
 
     Args:
         needed: names of those that must not be ``None``.
+        words: in which arguments are named to the user; see :data:`SAID`.
 
     Raises:
         InvalidArgumentError: one is no tensor, on another device than the first, has a negative
             stride, or on CUDA belongs to torch where others do not.
         cudnnGraphNotSupportedError: they lie on a device that dlattn does not run on.
     """
+    said = SAID[words]
     for name in needed:
         if given[name] is None:
-            raise InvalidArgumentError(f"{name}: expected a tensor, got None.")
+            raise InvalidArgumentError(f"{said.get(name, name)}: expected a tensor, got None.")
     arguments: dict[str, Argument] = {}
-    for position, (name, value) in enumerate(given.items()):
+    for position, (role, value) in enumerate(given.items()):
         if value is None:
             continue
+        name = said.get(role, role)
         try:
             argument = Argument(name, position, framework(value).name, view(value))
         except InvalidVariantPackError as error:
@@ -193,7 +214,7 @@ def admit(needed: Iterable[str], given: Mapping[str, Any]) -> dict[str, Argument
                 f"{name}: expected an address aligned to its {size}-byte elements, got "
                 f"{argument.seen.ptr:#x}; pass a copy."
             )
-        arguments[name] = argument
+        arguments[role] = argument
     first = next(iter(arguments.values()))
     kind, index = first.seen.device
     if kind not in ("cpu", "cuda"):

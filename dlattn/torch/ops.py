@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.torch.arguments import backward, forward, split
+from dlattn.torch.arguments import Options, backward, forward, split
 from dlattn.torch.batching import batching
 from dlattn.torch.derivative import gradients, is_forward_mode, refuse, refuse_tangents, save
 from dlattn.torch.rows import empty_as
@@ -45,17 +45,21 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"dlattn::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
+#: Arguments as the schemas have them.
+_split = partial(split, options=len(Options._fields) - 1)
+
+
 # What runs ----------------------------------------------------------------------------------------
 
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     out, lse = forward(tensors, options)
     return out, lse
 
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     if is_forward_mode():  # of what writes to memory, PyTorch has no kernel for gradients
         refuse_tangents(*(x for x in tensors if x is not None), out)
     return forward(tensors, options, out)[1]
@@ -64,7 +68,7 @@ def _attention_out(*given: Any, out: Tensor) -> Tensor:
 def _attention_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
 ) -> tuple[Tensor, ...]:
-    tensors, options, (deterministic, *wanted) = split(given)
+    tensors, options, (deterministic, *wanted) = _split(given)
     bias, sinks = wanted
     found = backward(dout, out, lse, dlse, tensors, options, (bias, sinks), deterministic)
     # A schema has no results that may be missing.
@@ -75,13 +79,13 @@ def _attention_backward(
 
 
 def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     q, v = tensors.q, tensors.v
     return empty_as(q, v.shape[-1]), _fake_lse(q, options.layout)
 
 
 def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     return _fake_lse(tensors.q, options.layout)
 
 
@@ -96,7 +100,7 @@ def _fake_lse(q: Tensor, layout: str) -> Tensor:
 
 
 def _fake_backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    tensors, _, (_, *wanted) = split(given[3:])
+    tensors, _, (_, *wanted) = _split(given[3:])
     more = (
         like.new_empty(like.shape) if asked and like is not None else dout.new_empty(0)
         for asked, like in zip(wanted, (tensors.bias, tensors.sinks), strict=True)
