@@ -52,6 +52,10 @@ struct LengthRef {
                                   : static_cast<const int*>(data)[b * stride];
     return int(length < 0 ? 0 : length > longest ? longest : length);
   }
+  // As it was given, whatever rows there are, up to the longest sequence that there may be.
+  DLATTN_DEVICE int given(int b, int longest) const {
+    return data == nullptr ? longest : at(b, (1 << 30) - (1 << 10));
+  }
   // Of an entry, if there is one.
   DLATTN_DEVICE void prefetch(int b, int batch) const {
     if (data != nullptr && b < batch) {

@@ -78,7 +78,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   struct TellNumber {
     int number;
   };
-  struct TellItem : TellNumber {
+  struct TellShift : TellNumber {
+    int shift;
+  };
+  static_assert(!corner_as_given || !Problem::ragged);
+  struct TellItem : Either<corner_as_given, TellShift, TellNumber> {
     WorkItem item;
     int length_q, length_kv;
   };

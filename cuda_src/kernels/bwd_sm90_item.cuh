@@ -45,6 +45,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
         told.item = item;
         told.length_q = length.q;
         told.length_kv = length.kv;
+        if constexpr (corner_as_given) told.shift = length.shift;
         told.tiles = tiles;
       }
     }
@@ -61,7 +62,12 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   DLATTN_DEVICE Lengths own_lengths() const {
     if constexpr (Base::tells_items) {
       const auto& told = this->told();
-      return Lengths::of(p, uniform(told.length_q), uniform(told.length_kv));
+      const int length_q = uniform(told.length_q), length_kv = uniform(told.length_kv);
+      if constexpr (corner_as_given) {
+        return Lengths::of(length_q, length_kv, uniform(told.shift));
+      } else {
+        return Lengths::of(p, length_q, length_kv);
+      }
     } else {
       return {p, work.batch};
     }

@@ -161,24 +161,45 @@ def packed_spec(it: Laid, letters: str, batch: int, longest: int) -> TensorSpec:
     return TensorSpec(it.name, dim, stride, it.dtype, ragged=True)
 
 
-def admit(needed: Iterable[str], given: Mapping[str, Any]) -> dict[str, Argument]:
+#: Whose words a caller uses -> what the arguments are called there that have other names here.
+SAID: dict[str, dict[str, str]] = {
+    "dlattn": {},
+    "torch": {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "bias": "attn_mask",
+        "lengths of q": "lengths of query",
+        "lengths of k and v": "lengths of key and value",
+        "cu_seqlens of q": "offsets of query",
+        "cu_seqlens of k and v": "offsets of key and value",
+    },
+}
+
+
+def admit(
+    needed: Iterable[str], given: Mapping[str, Any], words: str = "dlattn"
+) -> dict[str, Argument]:
     """The tensors that are not ``None``, by name, in the order of the call's tensors.
 
     Args:
         needed: names of those that must not be ``None``.
+        words: in which arguments are named to the user; see :data:`SAID`.
 
     Raises:
         InvalidArgumentError: one is no tensor, on another device than the first, has a negative
             stride, or on CUDA belongs to torch where others do not.
         cudnnGraphNotSupportedError: they lie on a device that dlattn does not run on.
     """
+    said = SAID[words]
     for name in needed:
         if given[name] is None:
-            raise InvalidArgumentError(f"{name}: expected a tensor, got None.")
+            raise InvalidArgumentError(f"{said.get(name, name)}: expected a tensor, got None.")
     arguments: dict[str, Argument] = {}
-    for position, (name, value) in enumerate(given.items()):
+    for position, (role, value) in enumerate(given.items()):
         if value is None:
             continue
+        name = said.get(role, role)
         try:
             argument = Argument(name, position, framework(value).name, view(value))
         except InvalidVariantPackError as error:
@@ -193,7 +214,7 @@ def admit(needed: Iterable[str], given: Mapping[str, Any]) -> dict[str, Argument
                 f"{name}: expected an address aligned to its {size}-byte elements, got "
                 f"{argument.seen.ptr:#x}; pass a copy."
             )
-        arguments[name] = argument
+        arguments[role] = argument
     first = next(iter(arguments.values()))
     kind, index = first.seen.device
     if kind not in ("cpu", "cuda"):
@@ -218,58 +239,6 @@ def _check_company(first: Argument, other: Argument) -> None:
             f"{first.name} is a tensor of {first.framework} and {other.name} one of "
             f"{other.framework}, which run on streams of their own; convert one by DLPack."
         )
-
-
-class Apart:
-    """Refuses memory for a result that begins where another tensor does. (Views that interleave,
-    such as of q, k and v in one tensor, begin apart; what else overlaps is the caller's to avoid.)
-
-    What tells kinds of calls apart says nothing of addresses, so that each call asks for its own.
-    """
-
-    def __init__(self, there: Sequence[Argument], written: Sequence[Argument]) -> None:
-        self._names = [it.name for it in there]
-        self._begins = operator.itemgetter(*(it.position for it in there))
-        self._written = [it.position for it in written]
-
-    def __call__(self, addresses: Sequence[int] | Mapping[int, int]) -> None:
-        """Refuse a call of tensors at such addresses.
-
-        Raises:
-            InvalidArgumentError: some result's memory begins where another tensor does.
-        """
-        begins = self._begins(addresses)
-        for at in self._written:
-            if begins.count(addresses[at]) > 1:
-                self._refuse(begins, addresses[at])
-
-    def _refuse(self, begins: Sequence[int], address: int) -> None:
-        other, name, *_ = (
-            name for name, begin in zip(self._names, begins, strict=True) if begin == address
-        )
-        raise InvalidArgumentError(
-            f"{name}: it begins where {other} does, at {address:#x}, and one of them is written to "
-            "while the other is in use; give memory of its own."
-        )
-
-
-def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Apart | None:
-    """What refuses memory for results, in this call and those like it; ``None`` if all is made.
-
-    Args:
-        outputs: names of the results, of which those in ``given`` have the caller's memory.
-
-    Raises:
-        InvalidArgumentError: in this call, some begins where another tensor does.
-    """
-    there = [it for it in given.values() if 0 not in it.shape]
-    names = set(outputs)
-    written = [it for it in there if it.name in names]
-    if not written or len(there) == 1:
-        return None
-    check = Apart(there, written)
-    check({it.position: it.seen.ptr for it in there})
-    return check
 
 
 def are_aligned(arguments: Iterable[Argument]) -> bool:

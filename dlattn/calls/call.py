@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.arguments import Apart, Argument
-from dlattn.calls.keyless import Finish
+from dlattn.calls.apart import Check
+from dlattn.calls.arguments import Argument
+from dlattn.calls.keyless import Finish, finished
 from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
@@ -48,7 +49,7 @@ class Output:
         order: what has its dimensions in the same order in memory; ``None`` for row-major.
         fill: what it holds before the plan runs: a number, or one of each head, (H,), in results
             of shape (..., H, S); ``None`` is anything.
-        finish: sets more of what it holds then.
+        finish: says more of what it holds then.
     """
 
     role: str | None
@@ -99,7 +100,7 @@ class Call:
         outputs: Iterable[Output],
         request: Request | Executable | None,
         byte_offsets: Mapping[str, int] | None = None,
-        apart: Apart | None = None,
+        apart: Check | None = None,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
@@ -172,7 +173,7 @@ class Call:
                 filling = values[filling.position].reshape(-1, 1)
             assign(results[number], filling)
         for number, finish, row in self._finishes:
-            finish(results[number], row, values)
+            finished(finish, results[number], row, values)
         if self._run is not None:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:

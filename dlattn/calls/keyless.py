@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -10,9 +10,15 @@ from typing import Any, Protocol
 from dlattn.calls.arguments import Argument
 from dlattn.runtime.tensors import array
 
+#: An argument's tensor, as an array.
+Read = Callable[[Argument], Any]
+#: An array with a number where a condition, of its first axes, is false.
+Select = Callable[[Any, Any, float], Any]
+
 
 class Finish(Protocol):
-    """Sets more of a result than one number, or one of each head, can say.
+    """Says more of a result than one number, or one of each head, can: of arrays that may be
+    traced, so that nothing is written to.
 
     Attributes:
         rows: of a sequence, or of packed ones in all.
@@ -21,13 +27,25 @@ class Finish(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        """Sets it.
+    def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
+        """What the result is to be.
 
         Args:
+            result: what it is.
             row: the numbers of the rows, on the device.
-            values: the tensors of the call.
         """
+
+
+def finished(finish: Finish, result: Any, row: Any, values: Sequence[Any]) -> None:
+    """Sets a result in memory, of the tensors of a call."""
+    made = finish(array(result), array(row), lambda it: array(values[it.position]), _selected)
+    array(result)[...] = made
+
+
+def _selected(x: Any, condition: Any, other: float) -> Any:
+    made = x * 1
+    made[~condition] = other
+    return made
 
 
 @dataclass(frozen=True)
@@ -38,9 +56,9 @@ class PastLengths:
     lengths: Argument
     number: float
 
-    def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lengths = array(values[self.lengths.position]).reshape(-1, 1)
-        array(result).swapaxes(1, 2)[array(row) >= lengths] = self.number
+    def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
+        exists = row < read(self.lengths).reshape(-1, 1)
+        return select(result.swapaxes(1, 2), exists, self.number).swapaxes(1, 2)
 
 
 def past_lengths(rows: int, lengths: Argument | None, number: float) -> PastLengths | None:
@@ -63,26 +81,22 @@ class SinkGradient:
     lengths: Argument | None
     cu_seqlens: Argument | None
 
-    def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lse_rows = array(values[self.dlse.position]).swapaxes(-1, -2)
-        is_own = self._is_own(array(row), values)
+    def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
+        lse_rows = read(self.dlse).swapaxes(-1, -2)
+        is_own = self._is_own(row, read)
         if is_own is not None:
-            # In a copy, nothing of other rows is left, not even NaN.
-            lse_rows = lse_rows * 1
-            lse_rows[~is_own] = 0
-        gradient = array(result)
-        gradient[...] = lse_rows.sum(tuple(range(len(lse_rows.shape) - 1)))
+            # Of other rows nothing is left, not even NaN.
+            lse_rows = select(lse_rows, is_own, 0.0)
+        gradient = lse_rows.sum(tuple(range(len(lse_rows.shape) - 1)))
         # Rows of such a sink attend to nothing.
-        gradient[array(values[self.sinks.position]) == -inf] = 0
+        return select(gradient, read(self.sinks) != -inf, 0.0)
 
-    def _is_own(self, row: Any, values: Sequence[Any]) -> Any:
+    def _is_own(self, row: Any, read: Read) -> Any:
         """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
-        lengths = None
-        if self.lengths is not None:
-            lengths = array(values[self.lengths.position]).reshape(-1, 1)
+        lengths = None if self.lengths is None else read(self.lengths).reshape(-1, 1)
         if self.cu_seqlens is None:
             return None if lengths is None else row < lengths
-        cu_seqlens = array(values[self.cu_seqlens.position]).reshape(-1, 1)
+        cu_seqlens = read(self.cu_seqlens).reshape(-1, 1)
         begins = cu_seqlens[:-1]
         is_own = (row >= begins) & (row < cu_seqlens[1:])
         if lengths is not None:

@@ -89,9 +89,9 @@ def plain_sizes(there: Mapping[str, Argument], layout: str, most: tuple[Any, Any
     batch, heads, seq_q, columns = (q.shape[layout.index(letter)] for letter in "bhsd")
     paged = "block_table" in there
     fixed = {"d": columns} if paged else {"b": batch, "d": columns}
-    k.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of q")
+    k.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of {q.name}")
     fixed = {letter: k.shape[layout.index(letter)] for letter in "bs"}
-    v.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of k")
+    v.expect_shape([fixed.get(letter) for letter in layout], f"{said} as of {k.name}")
     _check_heads(there, layout)
     seq_kv = _in_pages(there, batch, fixed["s"]) if paged else fixed["s"]
     return Sizes(batch, heads, seq_q, seq_kv, v.shape[-1], paged=paged)
@@ -105,8 +105,8 @@ def packed_sizes(there: Mapping[str, Argument], most: tuple[Any, Any]) -> Sizes:
         k.expect_shape((None, None, None, q.shape[2]), "(pages, rows of a page, heads, D of q)")
         v.expect_shape((*k.shape[:2], None, None), "(pages of k, rows of a page, heads, D)")
     else:
-        k.expect_shape((None, None, q.shape[2]), "(tokens, heads, D of q)")
-        v.expect_shape((k.shape[0], None, None), "(tokens of k, heads, D)")
+        k.expect_shape((None, None, q.shape[2]), f"(tokens, heads, D of {q.name})")
+        v.expect_shape((k.shape[0], None, None), f"(tokens of {k.name}, heads, D)")
     _check_heads(there, "thd")
     needed = list(CU_SEQLENS)
     if paged and "lengths of k and v" in there:
@@ -158,18 +158,19 @@ def _paged(layout: str) -> str:
     return "bshd" if layout == "thd" else layout
 
 
-def check_shared(shared: tuple[bool, bool], sizes: Sizes) -> None:
+def check_shared(shared: tuple[bool, bool], sizes: Sizes, there: Mapping[str, Argument]) -> None:
     """Refuse one tensor for queries and keys of which there are not as many."""
     alike = (
         ("lengths", sizes.seq_q, sizes.seq_kv),
         # Of keys in pages, cumulative lengths are lengths.
         ("cu_seqlens", sizes.tokens_q, sizes.tokens_q if sizes.paged else sizes.tokens_kv),
     )
+    q, k, v = (there[role].name for role in "qkv")
     for is_shared, (name, of_q, of_kv) in zip(shared, alike, strict=True):
         if is_shared and of_q != of_kv:
             raise InvalidArgumentError(
-                f"{name}: one tensor is of q, k and v alike, but q has {of_q} rows and k {of_kv}; "
-                f"give a pair, {name}=(of q, of k and v), where None is all."
+                f"{name}: one tensor is of {q}, {k} and {v} alike, but {q} has {of_q} rows and {k} "
+                f"{of_kv}; give a pair, {name}=(of {q}, of {k} and {v}), where None is all."
             )
 
 
@@ -180,8 +181,11 @@ def _check_heads(there: Mapping[str, Argument], layout: str) -> None:
         own = there[name].shape[axis]
         if heads and (own == 0 or heads % own):
             raise InvalidArgumentError(
-                f"{name}: expected a number of heads that divides the {heads} of q, got {own}."
+                f"{there[name].name}: expected a number of heads that divides the {heads} of "
+                f"{there['q'].name}, got {own}."
             )
     for name in ("q", "v"):
         if there[name].shape[-1] == 0:
-            raise InvalidArgumentError(f"{name}: expected one column or more, got none.")
+            raise InvalidArgumentError(
+                f"{there[name].name}: expected one column or more, got none."
+            )

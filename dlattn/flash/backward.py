@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
+from dlattn.calls.apart import Check, apart
+from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.request import Request
@@ -166,7 +167,7 @@ class Backward:
     """
 
     call: Call | None
-    apart: Apart | None = None
+    apart: Check | None = None
 
 
 def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:

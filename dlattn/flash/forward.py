@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from dlattn.calls.arguments import Apart, Argument, Laid, apart, are_aligned, flag, soft_cap
+from dlattn.calls.apart import Check, apart
+from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.keyless import past_lengths
@@ -51,7 +52,7 @@ class Forward:
     """
 
     call: Call | None
-    apart: Apart | None = None
+    apart: Check | None = None
     state: Any = None
     rest: tuple[Any, Any] = (None, None)
 

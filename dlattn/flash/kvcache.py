@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dlattn.calls.apart import apart, disjoint, every
 from dlattn.calls.arguments import (
     Argument,
     admit,
-    apart,
     are_aligned,
     flag,
     integer,
@@ -81,7 +81,8 @@ def flash_attn_with_kvcache(
         k_cache: (batch_size_cache, seqlen_cache, num_heads_k, head_size), or with a
             ``block_table`` pages, (num_blocks, page_block_size, num_heads_k, head_size), of any
             size from 1; of any strides, 1 for the last dimension.
-        v_cache: the same, maybe with a head_size of its own.
+        v_cache: the same, maybe with a head_size of its own. May share memory with k_cache if
+            nothing is appended.
         k, v: (batch_size, seqlen_new, num_heads_k, head_size): what is appended; both or neither.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), contiguous, of q's type or fp32,
             with a row for each position of the cache: k and q are rotated, k by its position in the
@@ -165,7 +166,9 @@ def _prepare(*given: Any) -> Call:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
-    memory = apart(there, ("out",))
+    appends = "k" in there and 0 not in there["k"].shape
+    caches = disjoint(there["k_cache"], there["v_cache"]) if appends else None
+    memory = every(apart(there, ("out",)), caches)
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))

@@ -219,7 +219,7 @@ def _masks(
     masks: list[Mask] = [Padding()]
     left, right = node.diagonal.left is not None, node.diagonal.right is not None
     if left or right:
-        masks.append(Band(left, right))
+        masks.append(Band(left, right, node.diagonal.corner_as_given))
     if "block_mask" in tensors:
         masks.append(BlockMask())
     if node.program is not None:

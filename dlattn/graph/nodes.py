@@ -64,11 +64,13 @@ _RETURNED = {"sdpa": ("o", "stats"), "sdpa_backward": ("dQ", "dK", "dV")}
 
 @dataclass(frozen=True)
 class Diagonal:
-    """A diagonal band: see :class:`dlattn.problem.Geometry` for the meaning of the bounds."""
+    """A diagonal band: see :class:`dlattn.problem.Geometry` for the meaning of the bounds, and
+    :class:`dlattn.problem.Band` for that of the corner, as functions of scores measure it."""
 
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
+    corner_as_given: bool = False
 
 
 @dataclass(frozen=True)

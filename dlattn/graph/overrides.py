@@ -6,6 +6,7 @@ made when it is first asked for, and kept.
 
 from __future__ import annotations
 
+import operator
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ class Overrides:
             strides = None if strides is None else tuple(strides)
             shapes = None if shapes is None else tuple(map(tuple, shapes))
             strides = None if strides is None else tuple(map(tuple, strides))
-            key = (plan, uids, shapes, strides)
+            key = (plan, *map(_numbers, (uids, shapes, strides)))
             found = self._kept.get(key)
         except TypeError:
             overridden(self._graph, uids, shapes, strides)  # says which argument is no sequence
@@ -124,3 +125,10 @@ class Overrides:
                 f"Graph {self._graph._name!r} has no built plan to execute; call build() first."
             )
         return planning
+
+
+def _numbers(given: Any) -> Any:
+    """Of Python's integers: as parts of a key, elements of a tensor are equal to nothing else."""
+    if given is None:
+        return None
+    return tuple(map(_numbers, given)) if isinstance(given, tuple) else operator.index(given)

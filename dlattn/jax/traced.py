@@ -88,13 +88,22 @@ class _Traced:
         return self._plans[index]
 
     def filled(self, values: Sequence[Any]) -> list[Any]:
-        """Results that no kernel writes: one number, or one of each head of (..., H, S)."""
+        """Results that no kernel writes: one number, or one of each head of (..., H, S), and what
+        is more to say of them."""
+
+        def read(argument: Argument) -> Any:
+            return values[self._there.index(argument.position)]
+
         found = []
         for out, like in zip(self.found.outputs, self.results, strict=True):
             fill = out.fill
             if isinstance(fill, Argument):
-                fill = values[self._there.index(fill.position)].reshape(-1, 1)
-            found.append(jnp.broadcast_to(jnp.asarray(fill, like.dtype), like.shape))
+                fill = read(fill).reshape(-1, 1)
+            made = jnp.broadcast_to(jnp.asarray(fill, like.dtype), like.shape)
+            if out.finish is not None:
+                row = jnp.arange(out.finish.rows, dtype=jnp.int32)
+                made = out.finish(made, row, read, _selected).astype(like.dtype)
+            found.append(made)
         return found
 
     def __call__(self, context: Any, results: Sequence[Any], *given: Any) -> None:
@@ -111,6 +120,11 @@ class _Traced:
             self._check(pointers)
         workspace = written[-1] if len(written) > len(self.found.outputs) else 0
         self._plan(seen[0].device[1]).execute(pointers, workspace, stream)
+
+
+def _selected(x: Any, condition: Any, other: float) -> Any:
+    """See :data:`dlattn.calls.keyless.Select`."""
+    return jnp.where(jnp.expand_dims(condition, tuple(range(condition.ndim, x.ndim))), x, other)
 
 
 def _clear(address: int, nbytes: int, stream: int | None) -> None:

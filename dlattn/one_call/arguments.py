@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlattn.calls.apart import apart
 from dlattn.calls.arguments import (
     Argument,
     admit,
-    apart,
     choice,
     flag,
     integer,
@@ -53,7 +53,7 @@ _HOST_NUMBER = np.array(0, np.int64)
 @dataclass(frozen=True)
 class Options:
     """What is said in numbers, hashable; ``shared``: one tensor is of q, k and v alike, of lengths
-    and of cu_seqlens."""
+    and of cu_seqlens; ``words``: see :data:`dlattn.calls.arguments.SAID`."""
 
     layout: Any
     causal: Any
@@ -64,6 +64,7 @@ class Options:
     most: tuple[Any, Any]
     p: float
     shared: tuple[bool, bool]
+    words: str = "dlattn"
 
 
 #: How many options there are.
@@ -97,7 +98,7 @@ def sorted_out(
         most = _whole("max_seqlens", most)
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
-        (layout, causal, window, *numbers, most, p, shared(lengths, cu_seqlens)),
+        (layout, causal, window, *numbers, most, p, shared(lengths, cu_seqlens), "dlattn"),
         hosts,
     )
 
@@ -192,7 +193,7 @@ def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Op
         if options.layout == "thd"
         else plain_sizes(there, options.layout, options.most)
     )
-    check_shared(options.shared, sizes)
+    check_shared(options.shared, sizes, there)
     for it in rows:
         it.expect_rows()
     found = {role: (role, sizes.spec(role, there[role], options.layout)) for role in "qkv"}
@@ -236,8 +237,9 @@ def call_of(
     """
     *tensors, options = given
     values = (*tensors, *[None] * (len(names) - len(tensors)))
-    there = admit(needed, dict(zip(names, values, strict=True)))
-    found = wanted(there, values, Options(*options[:_OPTIONS]), *options[_OPTIONS:])
+    said = Options(*options[:_OPTIONS])
+    there = admit(needed, dict(zip(names, values, strict=True)), said.words)
+    found = wanted(there, values, said, *options[_OPTIONS:])
     device = there["q"].seen.device
     memory = apart(there, (it.name for it in found.outputs if it.given is not None))
     return Call(found.values, device, found.positions, found.outputs, found.request, apart=memory)
@@ -310,7 +312,8 @@ def _bias(it: Argument, sizes: Sizes) -> tuple[TensorSpec, Bias]:
     full = (sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
     if len(spec.dim) > 4 or any(n not in (1, most) for n, most in zip(spec.dim, full, strict=True)):
         raise InvalidArgumentError(
-            f"bias: expected a shape that broadcasts to (B, H, S_q, S_kv) = {full}, got {it.shape}."
+            f"{it.name}: expected a shape that broadcasts to (B, H, S_q, S_kv) = {full}, got "
+            f"{it.shape}."
         )
     alignment = 16 if it.seen.ptr % 16 == 0 else itemsize(it.dtype)
     return spec, bias_edit(spec.dim, spec.stride, spec.dtype, alignment, sizes.seq_q)

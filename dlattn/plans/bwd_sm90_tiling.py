@@ -116,7 +116,8 @@ class Sm90BwdTiling:
         ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
         ring_stages += self.share_slots * self.relays
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
-        items, sums_added, shares = (4 if self.cluster > 1 else 36) * 2, 4 * 2, 24 * 2
+        item = 36 + 4 * problem.corner_as_given
+        items, sums_added, shares = (4 if self.cluster > 1 else item) * 2, 4 * 2, 24 * 2
         if problem.ragged:
             items, shares = (120 if self.adds_keys else 112) * 2, 56 * 2
         told = items + sums_added + shares + 8

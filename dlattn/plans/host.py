@@ -19,6 +19,7 @@ from dlattn.problem import (
     cu_seqlens_role,
     offset_role,
 )
+from dlattn.problem.layout import LONGEST
 from dlattn.problem.problem import DELTA_GAP
 from dlattn.problem.score import Array
 
@@ -35,6 +36,19 @@ class HostSequences:
         self._pointers = pointers
         self.len_q = self._lengths_of("seq_len_q", "q")
         self.len_kv = self._lengths_of("seq_len_kv", "k", "v")
+
+    @property
+    def given_shift(self) -> Array:
+        """Lengths of keys less those of queries, (B, 1, 1, 1), as they were given: no more than the
+        longest sequence that there may be, but maybe more than there are rows."""
+        geometry = self._geometry
+        of_q, of_kv = (
+            lengths(self._given(role), geometry.batch, LONGEST)
+            if role in geometry.tensors
+            else lengths(None, geometry.batch, size)
+            for role, size in (("seq_len_q", geometry.seq_q), ("seq_len_kv", geometry.seq_kv))
+        )
+        return of_kv - of_q
 
     def lengths_of(self, role: str) -> Array:
         """Rows of each sequence of a tensor, (B,)."""

@@ -78,7 +78,7 @@ class Reference(Plan):
         memory = HostMemory(self.geometry, pointers)
         tensors = memory.arrays
         q, k, v = (tensors[role] for role in "qkv")
-        values = self._values(tensors, memory.len_q, memory.len_kv)
+        values = self._values(memory)
         problem, sink = self.problem, tensors.get("sink_token")
         scores: dict[str, Any] = {
             "edits": problem.edits, "masks": problem.masks, "values": values,
@@ -121,11 +121,12 @@ class Reference(Plan):
                 if role in tensors:
                     memory.write(role, result)
 
-    def _values(self, tensors: Mapping[str, Array], len_q: Array, len_kv: Array) -> Values:
-        geometry = self.geometry
+    def _values(self, memory: HostMemory) -> Values:
+        geometry, tensors = self.geometry, memory.arrays
         return Values(
-            len_q=len_q,
-            len_kv=len_kv,
+            len_q=memory.len_q,
+            len_kv=memory.len_kv,
+            given_shift=memory.given_shift,
             band_left=geometry.band_left,
             band_right=geometry.band_right,
             bottom_right=geometry.bottom_right,

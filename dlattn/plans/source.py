@@ -11,6 +11,9 @@ from dlattn.plans.argument import Params
 from dlattn.problem import Problem, ScoreProgram
 from dlattn.runtime.jit import KernelSource
 
+#: See ``attn/seqlen.cuh``.
+_CORNER_AS_GIVEN = "#define DLATTN_CORNER_AS_GIVEN\n"
+
 
 class Tiling(Protocol):
     """What the generated source needs of a tiling."""
@@ -55,6 +58,7 @@ def kernel_source(
     extra += "".join(f"\n  using {name} = {cpp};" for name, cpp in (types or {}).items())
     dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
     text = f"""\
+{_CORNER_AS_GIVEN if problem.corner_as_given else ""}\
 #include "kernels/{kernel}.cuh"
 
 using namespace dlattn;

@@ -48,17 +48,23 @@ class Band(Mask):
     Attributes:
         left: there is a left bound.
         right: there is a right bound.
+        corner_as_given: the bottom right corner is that of lengths as they were given, which may be
+            more than there are rows; else of actual lengths.
     """
 
     left: bool
     right: bool
+    corner_as_given: bool = False
 
     @property
     def cpp(self) -> str:
         return f"Band<{str(self.left).lower()}, {str(self.right).lower()}>"
 
     def keep(self, where: Where, values: Values) -> Array:
-        shift = values.len_kv - values.len_q if values.bottom_right else 0
+        shift: Array | int = values.len_kv - values.len_q if values.bottom_right else 0
+        if self.corner_as_given:
+            assert values.given_shift is not None
+            shift = values.given_shift.reshape(-1)[where.batch]
         diagonal = where.query + shift
         kept = where.key == where.key
         if self.left:

@@ -13,7 +13,7 @@ from math import gcd
 
 from dlattn.dtypes import data_type
 from dlattn.problem.dropout import Dropout
-from dlattn.problem.mask import BlockMask, Mask
+from dlattn.problem.mask import Band, BlockMask, Mask
 from dlattn.problem.score import Alibi, Bias, Edit, SoftCap
 from dlattn.problem.score_blocks import ScoreBlocks
 from dlattn.problem.score_program import SCORE_MOD_ROLES, ScoreGradient, ScoreProgram
@@ -143,6 +143,12 @@ class Problem:
     def has_aligned_rows(self) -> bool:
         """The same, and each query has a row of its own."""
         return self.bias is not None and self.bias.aligned and not self.bias.one_row
+
+    @property
+    def corner_as_given(self) -> bool:
+        """Whether a band is measured from lengths as they were given: kernels then know one more
+        number, and have other source text."""
+        return any(isinstance(mask, Band) and mask.corner_as_given for mask in self.masks)
 
     @property
     def has_blocks(self) -> bool:

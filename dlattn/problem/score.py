@@ -54,6 +54,8 @@ class Values:
         len_q, len_kv: actual lengths, integer arrays of shape (B, 1, 1, 1).
         band_left, band_right: cuDNN's bounds, or None.
         bottom_right: see :class:`dlattn.problem.Geometry`.
+        given_shift: lengths of keys less those of queries, as they were given, (B, 1, 1, 1), or
+            None.
         heads_q: query heads of a batch entry.
         score_tensors: what a function of scores reads; each broadcasts like bias.
         dropout_p, dropout_seed, dropout_offset: of Philox.
@@ -68,6 +70,7 @@ class Values:
     band_left: int | None = None
     band_right: int | None = None
     bottom_right: bool = False
+    given_shift: Array | None = None
     softcap: float | None = None
     alibi_slopes: Array | None = None
     bias: Array | None = None

@@ -45,7 +45,11 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What else it takes, as PyTorch's schemas can say it."""
+    """What else it takes, as PyTorch's schemas can say it.
+
+    Attributes:
+        words: see :data:`dlattn.calls.arguments.SAID`; operators have their own.
+    """
 
     layout: str
     causal: bool
@@ -59,6 +63,12 @@ class Options(NamedTuple):
     dropout_p: float
     shared_lengths: bool
     shared_cu_seqlens: bool
+    words: str = "dlattn"
+
+    @property
+    def of_operators(self) -> tuple[Any, ...]:
+        """What operators take."""
+        return self[:-1]
 
 
 #: Two integers, of which either may be missing.
@@ -94,6 +104,7 @@ def options_of(
     dropout_p: float,
     shared_lengths: bool = False,
     shared_cu_seqlens: bool = False,
+    words: str = "dlattn",
 ) -> Options:
     """From the words of :func:`dlattn.attention`.
 
@@ -107,16 +118,16 @@ def options_of(
     check_words(layout, alignment)
     return Options(
         layout, causal, *(window or NEITHER), alignment, scale, softcap, *(max_seqlens or NEITHER),
-        dropout_p, shared_lengths, shared_cu_seqlens,
+        dropout_p, shared_lengths, shared_cu_seqlens, words,
     )  # fmt: skip
 
 
 @_remembered
 def words(options: Options, *more: bool) -> tuple[Any, ...]:
     """As :class:`dlattn.one_call.arguments.Options`, and what follows them."""
-    layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *shared = options
-    window, most = (left, right), (most_q, most_kv)
-    return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared), *more
+    layout, causal, left, right, alignment, scale, softcap, most_q, most_kv, p, *last = options
+    window, most, (*shared, said) = (left, right), (most_q, most_kv), last
+    return layout, causal, window, alignment, scale, softcap, most, p, tuple(shared), said, *more
 
 
 #: How many tensors there are.
@@ -229,7 +240,9 @@ def probability(value: Any) -> Any:
     return value if isinstance(value, torch.SymFloat) else number("dropout_p", value)
 
 
-def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:
-    """Arguments one after the other, as a schema has them, and those that follow."""
-    end = COUNT + len(Options._fields)
+def split(
+    given: tuple[Any, ...], options: int = len(Options._fields)
+) -> tuple[Tensors, Options, tuple[Any, ...]]:
+    """Arguments one after the other, and those that follow so many options."""
+    end = COUNT + options
     return Tensors(*given[:COUNT]), Options(*given[COUNT:end]), given[end:]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlattn.calls.arguments import flag
+from dlattn.calls.arguments import SAID, flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import pair, shared
 from dlattn.torch import ops  # noqa: F401 - registers the operators
@@ -79,7 +79,7 @@ def attention(
     if not dropout_p and (
         bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
     ):
-        said = layout, causal, window, alignment, scale, softcap, True
+        said = layout, causal, window, alignment, scale, softcap, "dlattn", True
         found = attend_plainly(q, k, v, said, deterministic, return_lse)
         if found is not None:
             return found
@@ -87,6 +87,25 @@ def attention(
         layout, causal, window, alignment, scale, softcap,
         None if max_seqlens is None else longest(max_seqlens), dropout_p,
         *shared(lengths, cu_seqlens),
+    )  # fmt: skip
+    return attend(
+        q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
+        options, deterministic, return_lse,
+    )  # fmt: skip
+
+
+def in_torchs_words(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: Any, window: Any, alignment: str,
+    scale: Any, softcap: Any, alibi_slopes: Tensor | None, sinks: Tensor | None, lengths: Any,
+    block_table: Tensor | None, dropout_p: Any, deterministic: bool | None, return_lse: bool,
+    bias: Tensor | None = None, cu_seqlens: Any = None, max_seqlens: Any = None,
+) -> Any:  # fmt: skip
+    """:func:`attention`, whose errors name arguments as ``torch.nn.functional`` does; flags, the
+    window and the probability are as :func:`attention` makes them of what it is given."""
+    options = options_of(
+        layout, causal, window, alignment, scale, softcap,
+        None if max_seqlens is None else longest(max_seqlens), dropout_p,
+        *shared(lengths, cu_seqlens), "torch",
     )  # fmt: skip
     return attend(
         q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
@@ -121,7 +140,7 @@ def attend(
         and (bias is None or type(bias) in PLAIN)
         and (sinks is None or type(sinks) in PLAIN)
     ):
-        _check(q, k, v, bias, sinks)
+        _check(q, k, v, bias, sinks, options.words)
     device = q.device.type
     is_meta = device == "meta"
     if not is_meta and torch.is_autocast_enabled(device):
@@ -138,7 +157,7 @@ def attend(
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
         every = tensors_of(q, k, v, bias, sinks, others)
-        out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
+        out, lse = torch.ops.dlattn.attention(*every, *options.of_operators, deterministic)
     elif torch._C._are_functorch_transforms_active():
         every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = Transformed.apply(*every, *options, deterministic)
@@ -160,12 +179,16 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _check(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> None:
+def _check(q: Any, k: Any, v: Any, bias: Any, sinks: Any, words: str) -> None:
     """Refuse what autograd and operators would refuse in other words."""
+    said = SAID[words]
     for name, it in (("q", q), ("k", k), ("v", v)):
         if it is None:
-            raise InvalidArgumentError(f"{name}: expected a torch.Tensor, got None.")
-    expect_tensors(q=q, k=k, v=v, bias=bias, sinks=sinks)
+            raise InvalidArgumentError(
+                f"{said.get(name, name)}: expected a torch.Tensor, got None."
+            )
+    given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
+    expect_tensors(**{said.get(name, name): it for name, it in given.items()})
     if q.is_nested:
         raise InvalidArgumentError(
             "q: expected no nested tensor, which is scaled_dot_product_attention's; or give "

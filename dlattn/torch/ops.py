@@ -7,16 +7,17 @@ the one that ``torch.func`` takes.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.torch.arguments import backward, forward, split
+from dlattn.torch.arguments import Options, backward, forward, split
 from dlattn.torch.batching import batching
-from dlattn.torch.derivative import gradients, refuse, save
+from dlattn.torch.derivative import gradients, is_forward_mode, refuse, refuse_tangents, save
 from dlattn.torch.rows import empty_as
 
 _TENSORS = (
@@ -44,24 +45,30 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"dlattn::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
+#: Arguments as the schemas have them.
+_split = partial(split, options=len(Options._fields) - 1)
+
+
 # What runs ----------------------------------------------------------------------------------------
 
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     out, lse = forward(tensors, options)
     return out, lse
 
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
+    if is_forward_mode():  # of what writes to memory, PyTorch has no kernel for gradients
+        refuse_tangents(*(x for x in tensors if x is not None), out)
     return forward(tensors, options, out)[1]
 
 
 def _attention_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
 ) -> tuple[Tensor, ...]:
-    tensors, options, (deterministic, *wanted) = split(given)
+    tensors, options, (deterministic, *wanted) = _split(given)
     bias, sinks = wanted
     found = backward(dout, out, lse, dlse, tensors, options, (bias, sinks), deterministic)
     # A schema has no results that may be missing.
@@ -72,13 +79,13 @@ def _attention_backward(
 
 
 def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     q, v = tensors.q, tensors.v
     return empty_as(q, v.shape[-1]), _fake_lse(q, options.layout)
 
 
 def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = split(given)
+    tensors, options, _ = _split(given)
     return _fake_lse(tensors.q, options.layout)
 
 
@@ -93,7 +100,7 @@ def _fake_lse(q: Tensor, layout: str) -> Tensor:
 
 
 def _fake_backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    tensors, _, (_, *wanted) = split(given[3:])
+    tensors, _, (_, *wanted) = _split(given[3:])
     more = (
         like.new_empty(like.shape) if asked and like is not None else dout.new_empty(0)
         for asked, like in zip(wanted, (tensors.bias, tensors.sinks), strict=True)
@@ -112,12 +119,31 @@ torch.library.register_fake("dlattn::attention_backward", _fake_backward)
 
 # What transforms make of them ---------------------------------------------------------------------
 
+
+class _WithoutTangents(torch.library.Library):  # type: ignore[misc]
+    """What PyTorch makes of gradients looks at none but those of reverse mode: where nothing
+    requires one, tangents would be lost."""
+
+    def impl(self, name: Any, kernel: Callable[..., Any], *more: Any, **options: Any) -> None:
+        @wraps(kernel)
+        def refusing(keys: Any, *given: Any, **named: Any) -> Any:
+            if is_forward_mode():
+                refuse_tangents(*(x for x in given if isinstance(x, Tensor)))
+            return kernel(keys, *given, **named)
+
+        super().impl(name, refusing, *more, **options)
+
+
+#: Its registrations last as long as it does.
+_LIBRARY = _WithoutTangents("dlattn", "FRAGMENT")
+
 torch.library.register_autograd(
     "dlattn::attention",
     partial(gradients, torch.ops.dlattn.attention_backward),
     setup_context=save,
+    lib=_LIBRARY,
 )
-torch.library.register_autograd("dlattn::attention_backward", refuse)
+torch.library.register_autograd("dlattn::attention_backward", refuse, lib=_LIBRARY)
 torch.library.register_vmap("dlattn::attention", batching(torch.ops.dlattn.attention, 0))
 torch.library.register_vmap(
     "dlattn::attention_backward", batching(torch.ops.dlattn.attention_backward, 4)

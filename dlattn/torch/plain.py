@@ -29,8 +29,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 #: What else a call says, as it was said: the layout, whether it is causal, the window, the
-#: alignment, the scale, the soft cap, and whether heads of q may share those of k and v.
-Words = tuple[str, Any, Any, Any, Any, Any, Any]
+#: alignment, the scale, the soft cap, in whose words, and whether heads of q may share those of k
+#: and v.
+Words = tuple[str, Any, Any, Any, Any, Any, str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,8 @@ def _find(
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
-    options = options_of(*said[:-1], None, 0.0)
+    *numbers, said_by, _ = said
+    options = options_of(*numbers, None, 0.0, False, False, said_by)
     device, call = q.device.type, None
     if device in ("cuda", "cpu") and _is_plain(q, k, v, said):
         call = forward_pass.prepare(q, k, v, words(options, with_lse))

@@ -17,7 +17,7 @@ from dlattn.torch.arguments import (
     probability,
     truth,
 )
-from dlattn.torch.differentiable import attend, attention
+from dlattn.torch.differentiable import attend, in_torchs_words
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
 from dlattn.torch.rows import in_rows
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
     if window is not None:
         window = bounds(window)
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
-        said = "bhsd", is_causal, window, alignment, scale, softcap, enable_gqa
+        said = "bhsd", is_causal, window, alignment, scale, softcap, "torch", enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
         if found is not None:
             return found
@@ -108,7 +108,7 @@ def scaled_dot_product_attention(
             check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
             options = options_of(
                 "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
-                *shared(lengths, None),
+                *shared(lengths, None), "torch",
             )  # fmt: skip
             return attend(
                 query, key, value, attn_mask, sinks, alibi_slopes, lengths, None, block_table,
@@ -170,6 +170,7 @@ def _reshaped(
             "query, key, value: expected two dimensions (L, E) or more, and with a block_table "
             f"four, got shapes {shapes}."
         )
+    expect_tensors(attn_mask=attn_mask)
     rank = max(map(len, shapes))
     four: list[Tensor] = [_with_heads(x, rank) for x in (query, key, value)]
     mask = attn_mask
@@ -186,7 +187,7 @@ def _reshaped(
     four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
-    found = attention(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
+    found = in_torchs_words(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
     out, lse = found if options["return_lse"] else (found, None)
     rows = lead if rank < 4 else (*lead, of_q)
     rows = (*rows, query.shape[-2]) if rank > 2 else query.shape[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from dlattn.problem import (
     skipped_blocks,
 )
 from dlattn.runtime.target import default_target
+from tests.corners import LENGTHS, check_primitives, check_score_mod
 from tests.drivers import check, gpu_library, run_graph
 from tests.score_mod_examples import assert_gradients_are_as_given, examples
 from tests.unit.test_score_blocks import CONDITIONS, EXACT, HEADS, program, tensors
@@ -39,6 +41,13 @@ EXAMPLES = {dtype: examples(dtype) for dtype in ("bfloat16", "float16")}
 def test_example(name: str, dtype: str) -> None:
     """Every function is right with everything that it may meet, in every kernel."""
     check(EXAMPLES[dtype][name], gpu_library(), run_graph)
+
+
+@pytest.mark.parametrize("check", [check_score_mod, check_primitives])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_corner_of_lengths_beyond_the_tensors(check: Callable[..., None], lengths: str) -> None:
+    """See the test of this name of the reference engine."""
+    check(gpu_library(), "half", LENGTHS[lengths])
 
 
 def test_gradients_are_as_given() -> None:

@@ -125,3 +125,54 @@ def test_no_forward_mode(function: Callable[..., Any], name: str) -> None:
                 assert torch.equal(function(**good), wanted)
                 with pytest.raises(NotImplementedError, match="first derivatives alone"):
                     function(**{**good, name: dual})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("function", [attention, in_pytorchs_words])
+def test_no_forward_mode_compiled(function: Callable[..., Any], name: str, backend: str) -> None:
+    """Nor is a tangent lost under torch.compile: not by what was compiled for tensors without one,
+    not by what is compiled for it, and not by a function that makes tangents itself."""
+    good = {x: random(1, 4, 4, 8, seed=i, grad=False) for i, x in enumerate("qkv")}
+    more = {"bias": torch.zeros(4, 4, dtype=torch.float64), "sinks": torch.zeros(4)}
+    good[name] = {**more, **good}[name]
+    tangent, wanted = torch.ones_like(good[name]), function(**good)
+
+    def calls(x: Any) -> Any:
+        return function(**{**good, name: x})
+
+    def pushes(x: Any) -> Any:
+        return torch.func.jvp(calls, (x,), (tangent,))
+
+    for warm in (True, False):
+        torch._dynamo.reset()
+        compiled = torch.compile(calls, backend=backend)
+        if warm:
+            assert torch.equal(compiled(good[name]), wanted)
+        with forward_ad.dual_level():
+            with pytest.raises(NotImplementedError, match="first derivatives alone"):
+                compiled(forward_ad.make_dual(good[name], tangent))
+            assert torch.equal(compiled(good[name]), wanted)
+    with pytest.raises(Exception, match="first derivatives alone"):
+        torch.compile(pushes, backend=backend, fullgraph=True)(good[name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
+@pytest.mark.parametrize("operator", ["attention", "attention.out", "attention_backward"])
+def test_operators_lose_no_tangent(operator: str) -> None:
+    """Of a graph that was exported, the operators themselves refuse what has a tangent."""
+    q = random(1, 4, 4, 8, grad=False)
+    given = [q, q, q, *[None] * 9, "bshd", False, None, None, "bottom_right", None, None]
+    given += [None, None, 0.0, False, False, False]
+    out, lse = torch.ops.dlattn.attention(*given)
+    named = {"out": torch.empty_like(q)} if operator == "attention.out" else {}
+    if operator == "attention_backward":
+        given = [q, out, lse, None, *given, False, False]
+    packet, _, overload = operator.partition(".")
+    call = getattr(getattr(torch.ops.dlattn, packet), overload or "default")
+    call(*given, **named)
+    with forward_ad.dual_level():
+        given[0] = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="first derivatives alone"):
+            call(*given, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 
 import dlattn as cudnn
 from tests.cases import RAGGED_KV, RAGGED_Q, Case
+from tests.corners import LENGTHS, check_primitives, check_score_mod
 from tests.drivers import check, run_graph
 from tests.libraries import Library
 from tests.score_mod_examples import assert_gradients_are_as_given, examples
@@ -51,6 +53,14 @@ def test_corner_of_one_length() -> None:
         batch=2, seq_q=5, seq_kv=9, right=0, bottom_right=True, len_q=(5, 3), score_mod=("s", mask)
     )
     check(case, Library(), run_graph)
+
+
+@pytest.mark.parametrize("check", [check_score_mod, check_primitives])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_corner_of_lengths_beyond_the_tensors(check: Callable[..., None], lengths: str) -> None:
+    """Lengths that are more than there are rows mask none, and the corner that is measured from
+    them lies beyond the scores."""
+    check(Library(), "double", LENGTHS[lengths])
 
 
 @pytest.mark.parametrize("asked", [cudnn.data_type.NOT_SET, cudnn.data_type.INT64])

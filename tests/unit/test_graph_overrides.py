@@ -137,6 +137,24 @@ def test_iterators():
     assert len(graph._overrides._kept) == 1
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_tensors_of_numbers(framework):
+    """Uids, shapes and strides in a tensor are what lists of the same numbers are: no call makes
+    again what one with such numbers has made."""
+    library = pytest.importorskip(framework)
+    graph, tensors = declared()
+    graph.build()
+    dim, strides = (3, 2, 5, 16), (160, 80, 16, 1)
+    given = {**shapes(dim), "override_strides": [strides] * 3}
+    graph.execute(pack_of(tensors, dim), **given)
+    for _ in range(2):
+        as_tensors = {name: library.asarray(numbers) for name, numbers in given.items()}
+        pack = pack_of(tensors, dim)
+        graph.execute(pack, **as_tensors)
+        assert pack[tensors[3]].any()
+    assert len(graph._overrides._kept) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [

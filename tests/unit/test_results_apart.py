@@ -79,3 +79,72 @@ def test_inputs_may_be_one() -> None:
     """Self-attention of one tensor reads it three times."""
     x = tensors()["q"]
     assert (dlattn.attention(x, x, x) == dlattn.attention(x, x.copy(), x.copy())).all()
+
+
+def appended(k_cache: Any, v_cache: Any, count: int = 1) -> None:
+    """So many new tokens, of ones and twos, behind two tokens of each of two sequences."""
+    shapes = ((2, count, *x.shape[2:]) for x in (k_cache, v_cache))
+    k, v = (np.full(shape, float(n)) for n, shape in enumerate(shapes, 1))
+    q = np.zeros((2, 1, 4, k_cache.shape[3]))
+    flash.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=2)
+
+
+#: Of memory of zeros: two caches, (2, 5, 2, 16) but for the columns.
+OVERLAPPING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "the same": lambda x: (x[:320].reshape(2, 5, 2, 16),) * 2,
+    "a part of its columns": lambda x: (
+        x[:320].reshape(2, 5, 2, 16),
+        x[:320].reshape(2, 5, 2, 16)[..., 8:],
+    ),
+    "the end of one": lambda x: (x[:320].reshape(2, 5, 2, 16), x[319:639].reshape(2, 5, 2, 16)),
+    "the end of the other": lambda x: (
+        x[319:639].reshape(2, 5, 2, 16),
+        x[:320].reshape(2, 5, 2, 16),
+    ),
+    "a column of interleaved ones": lambda x: (
+        x[:640].reshape(2, 5, 2, 32)[..., :16],
+        x[:640].reshape(2, 5, 2, 32)[..., 15:31],
+    ),
+    "another order": lambda x: (
+        x[:320].reshape(2, 5, 2, 16),
+        x[:320].reshape(2, 2, 5, 16).swapaxes(1, 2),
+    ),
+}
+APART: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "one behind the other": lambda x: tuple(x[:640].reshape(2, 2, 5, 2, 16)),
+    "by entries": lambda x: tuple(x[:640].reshape(2, 2, 5, 2, 16).swapaxes(0, 1)),
+    "by tokens": lambda x: tuple(np.moveaxis(x[:640].reshape(2, 5, 2, 2, 16), 2, 0)),
+    "by heads": lambda x: tuple(np.moveaxis(x[:640].reshape(2, 5, 2, 2, 16), 3, 0)),
+    "by columns": lambda x: (
+        x[:800].reshape(2, 5, 2, 40)[..., :16],
+        x[:800].reshape(2, 5, 2, 40)[..., 16:],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_caches_that_overlap(name: str) -> None:
+    """New keys and values are not written to memory that both caches have, also not by a call like
+    one whose caches are apart; what appends nothing may read such caches."""
+    k_cache, v_cache = OVERLAPPING[name](np.zeros(1000))
+    with pytest.raises(InvalidArgumentError, match="v_cache: expected memory that k_cache has no"):
+        appended(k_cache, v_cache)
+    other = np.zeros(1000)
+    appended(k_cache, OVERLAPPING[name](other)[1])
+    assert k_cache.any() and other.any()
+    k_cache[...] = 0
+    with pytest.raises(InvalidArgumentError, match="overlap; give each memory of its own"):
+        appended(k_cache, v_cache)
+    assert not k_cache.any() and not v_cache.any()
+    appended(k_cache, v_cache, count=0)
+    q = np.zeros((2, 1, 4, 16))
+    flash.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=2)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_caches_in_one_tensor(name: str) -> None:
+    """Caches that interleave, however, get what is appended to each."""
+    k_cache, v_cache = APART[name](np.zeros(1000))
+    appended(k_cache, v_cache)
+    for number, cache in enumerate((k_cache, v_cache), 1):
+        assert (cache[:, 2] == number).all() and (np.delete(cache, 2, 1) == 0).all()

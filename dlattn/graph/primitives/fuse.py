@@ -175,7 +175,7 @@ def _attention(
         "compute_data_type": compute,
         **_dropout(node, weights, numbers),
     }
-    found_node = added.with_function(sdpa_node(node.name, given), scores)
+    found_node = added.with_function(as_measured(sdpa_node(node.name, given)), scores)
     made = {role: plain(t) if is_opaque(t) else t for role, t in sorted(outputs.items())}
     declared = {role: t for role, t in outputs.items() if is_opaque(t)}
     return Attention(
@@ -255,6 +255,16 @@ def masks(
         "diagonal_band_right_bound": found.right,
         "diagonal_alignment": diagonal_alignment(int(found.bottom_right)),
     }
+
+
+def as_measured(node: AttentionNode) -> AttentionNode:
+    """The node of :func:`masks`: operations measure a corner from lengths as they are."""
+    diagonal = node.diagonal
+    measured = {"seq_len_q", "seq_len_kv"} & node.inputs.keys()
+    is_banded = diagonal.left is not None or diagonal.right is not None
+    if not (diagonal.bottom_right and is_banded and measured):
+        return node
+    return replace(node, diagonal=replace(diagonal, corner_as_given=True))
 
 
 def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -> dict[str, Any]:

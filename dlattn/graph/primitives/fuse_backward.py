@@ -15,6 +15,7 @@ from dlattn.graph.primitives import added
 from dlattn.graph.primitives.backward_scales import scales
 from dlattn.graph.primitives.fuse import (
     Attention,
+    as_measured,
     as_rows,
     compute_type,
     host_number,
@@ -93,7 +94,7 @@ def backward(nodes: Sequence[PrimitiveNode]) -> Attention:
     # What the forward has not left is made once more.
     lacks = [role for role in ("o", "stats") if given[role] is None]
     q = scores.q.tensor
-    node = sdpa_backward_node(dq.node.name, given | dict.fromkeys(lacks, q))
+    node = as_measured(sdpa_backward_node(dq.node.name, given | dict.fromkeys(lacks, q)))
     if not is_argument:
         node = added.with_function(node, scores, None if d_bias is None else plain(d_bias))
     graphs = {"k": scores.k.tensor, "v": gradient.v.tensor}

@@ -86,13 +86,19 @@ def comparison(operation: str, x: Affine, y: Affine) -> Predicate | None:
 
 @dataclass(frozen=True)
 class Band:
-    """The masks of attention that conditions mean together, as arguments of ``sdpa``."""
+    """The masks of attention that conditions mean together, as arguments of ``sdpa``.
+
+    Attributes:
+        corner_as_given: the bottom right corner is measured from lengths of tensors: as they are,
+            where arguments count no more than the rows that there are.
+    """
 
     seq_len_q: tensor | None = None
     seq_len_kv: tensor | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
+    corner_as_given: bool = False
 
 
 def band(conditions: tuple[Affine, ...], seq_q: int, seq_kv: int) -> Band | None:
@@ -131,5 +137,6 @@ def band(conditions: tuple[Affine, ...], seq_q: int, seq_kv: int) -> Band | None
                 None if below is None else below.const,
                 None if above is None else above.const,
                 bottom_right,
+                bottom_right and bool(lengths),
             )
     return None

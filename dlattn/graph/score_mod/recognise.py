@@ -158,11 +158,15 @@ class _Reader:
                     return None
                 inputs[role] = t
         padding = node.padding or bounds.seq_len_q is not None or bounds.seq_len_kv is not None
-        diagonal = self._joined(Diagonal(bounds.left, bounds.right, bounds.bottom_right))
+        diagonal = self._joined(
+            Diagonal(bounds.left, bounds.right, bounds.bottom_right, bounds.corner_as_given)
+        )
         # Of lengths that only offsets tell, nobody knows where the corner is.
         unknown = self._has_ragged and not {*_LENGTHS.values()} <= inputs.keys()
         if diagonal is None or (bounds.bottom_right and unknown):
             return None
+        if bounds.corner_as_given and self._has_ragged:
+            return None  # whose lengths kernels read as they have cut them
         return replace(node, inputs=inputs, padding=padding, diagonal=diagonal)
 
     def _follows(self, role: str) -> bool:
@@ -182,13 +186,14 @@ class _Reader:
             return own
         if own.left is None and own.right is None:
             return found
-        if own.bottom_right is not found.bottom_right:
+        corners = {(x.bottom_right, x.corner_as_given) for x in (own, found)}
+        if len(corners) > 1:
             return None
         left, right = (
             min((x for x in pair if x is not None), default=None)
             for pair in ((own.left, found.left), (own.right, found.right))
         )
-        return Diagonal(left, right, own.bottom_right)
+        return replace(own, left=left, right=right)
 
     def _is_length(self, t: tensor) -> bool:
         """Whether a tensor may be an argument: nothing else tells lengths."""

@@ -1,0 +1,69 @@
+"""Kernels of a corner that is measured from lengths as they were given: they know a number more."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from dlattn.plans.cuda import CudaPlan
+from dlattn.plans.decode import Decode
+from dlattn.problem import Band, Padding, Problem
+from dlattn.runtime import jit
+from tests.compile.problems import FAMILIES, every_source, is_too_wide, plan_for, problems
+
+
+def as_given(problem: Problem) -> Problem:
+    masks = (replace(x, corner_as_given=True) if isinstance(x, Band) else x for x in problem.masks)
+    return replace(problem, masks=tuple(masks))
+
+
+@pytest.mark.parametrize(
+    "family, arch", [(family, arch) for family, archs in FAMILIES.items() for arch in archs]
+)
+def test_no_spills_and_no_warnings(
+    family: type[CudaPlan], arch: str, request: pytest.FixtureRequest
+) -> None:
+    """They have registers for it, with everything else that there may be."""
+    step = request.config.getoption("--kernels")
+    banded = [
+        as_given(problem)
+        for problem in problems(family)
+        if any(isinstance(x, Band) for x in problem.masks)
+        and not (problem.ragged or is_too_wide(problem, arch))
+    ]
+    # The rest of a problem is what test_kernels.py compiles.
+    step *= 8
+    first = FAMILIES[family].index(arch) * step // len(FAMILIES[family])
+    sources = {
+        source.text: (problem, source)
+        for problem in banded[first::step]
+        for source in every_source(plan_for(family, problem, arch))
+    }
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
+        complaints = [
+            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
+            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
+            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
+        ]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_others_are_what_they_were(family: type[CudaPlan]) -> None:
+    """Kernels of arguments, and of masks without a corner, are told nothing of it."""
+    arch = FAMILIES[family][-1]
+    told = {
+        is_told
+        for problem in problems(family)[: 1 if family is Decode else 4]
+        for is_told in (
+            "CORNER" in source.text for source in plan_for(family, problem, arch).sources()
+        )
+    }
+    assert told == {False}
+    causal = next(x for x in problems(family) if x.masks == (Padding(), Band(False, True)))
+    sources = plan_for(family, as_given(causal), arch).sources()
+    (main,) = (source for source in sources if source.name == f"dlattn_{family.name}")
+    assert "#define DLATTN_CORNER_AS_GIVEN" in main.text
