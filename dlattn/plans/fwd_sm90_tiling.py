@@ -163,9 +163,11 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
     if largest <= 64:
         short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
-        # Their scheduler has no registers to divide by other numbers, nor beside other results.
+        # Their scheduler has no registers to divide by other numbers, nor beside other results; nor
+        # consumers for a scale of either sign beside pages or fewer columns of v.
         more = problem.sink or problem.score_max or problem.score_sum_exp
-        more |= (problem.paged_k or problem.paged_v) and not is_positive(problem)
+        if not is_positive(problem):
+            more |= problem.paged_k or problem.paged_v or dim_v < 64
         if dim_v & (dim_v - 1) or largest <= 32 or more:
             return (short,)
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
