@@ -113,8 +113,8 @@ class Philox(RandomDropout):
 
     def numbers(self, p: float) -> dict[str, float]:
         if p == 1:
-            # Nothing is kept that a scale could be of; 0 has no trouble with anything.
-            return {"dropout_p": 1.0, "dropout_scale": 0.0, "dropout_scale_inv": 0.0}
+            # Nothing is kept that a scale could be of; gradients of statistics have both factors.
+            return {"dropout_p": 1.0, "dropout_scale": 1.0, "dropout_scale_inv": 1.0}
         _check(p)
         return {"dropout_p": p, "dropout_scale": 1 / (1 - p), "dropout_scale_inv": 1 - p}
 
