@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Protocol
 
 from dlattn.calls.arguments import Argument
-from dlattn.runtime.tensors import array
+from dlattn.runtime.tensors import array, array_beside
 
 
 class Finish(Protocol):
@@ -39,7 +39,7 @@ class PastLengths:
     number: float
 
     def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lengths = array(values[self.lengths.position]).reshape(-1, 1)
+        lengths = array_beside(values[self.lengths.position], row).reshape(-1, 1)
         array(result).swapaxes(1, 2)[array(row) >= lengths] = self.number
 
 
@@ -64,8 +64,8 @@ class SinkGradient:
     cu_seqlens: Argument | None
 
     def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lse_rows = array(values[self.dlse.position]).swapaxes(-1, -2)
-        is_own = self._is_own(array(row), values)
+        lse_rows = array_beside(values[self.dlse.position], result).swapaxes(-1, -2)
+        is_own = self._is_own(row, values)
         if is_own is not None:
             # In a copy, nothing of other rows is left, not even NaN.
             lse_rows = lse_rows * 1
@@ -73,18 +73,18 @@ class SinkGradient:
         gradient = array(result)
         gradient[...] = lse_rows.sum(tuple(range(len(lse_rows.shape) - 1)))
         # Rows of such a sink attend to nothing.
-        gradient[array(values[self.sinks.position]) == -inf] = 0
+        gradient[array_beside(values[self.sinks.position], result) == -inf] = 0
 
     def _is_own(self, row: Any, values: Sequence[Any]) -> Any:
         """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
-        lengths = None
+        lengths, number = None, array(row)
         if self.lengths is not None:
-            lengths = array(values[self.lengths.position]).reshape(-1, 1)
+            lengths = array_beside(values[self.lengths.position], row).reshape(-1, 1)
         if self.cu_seqlens is None:
-            return None if lengths is None else row < lengths
-        cu_seqlens = array(values[self.cu_seqlens.position]).reshape(-1, 1)
+            return None if lengths is None else number < lengths
+        cu_seqlens = array_beside(values[self.cu_seqlens.position], row).reshape(-1, 1)
         begins = cu_seqlens[:-1]
-        is_own = (row >= begins) & (row < cu_seqlens[1:])
+        is_own = (number >= begins) & (number < cu_seqlens[1:])
         if lengths is not None:
-            is_own = is_own & (row < begins + lengths)
+            is_own = is_own & (number < begins + lengths)
         return is_own.any(0)

@@ -133,6 +133,9 @@ class _Torch(Framework):
     def array(self, obj: Any) -> Any:
         return obj.detach()
 
+    def adopt(self, array: Any) -> Any:
+        return self._torch.from_numpy(array.copy())
+
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         return self._torch.nn.functional.pad(obj.detach(), widths[-1]).contiguous()
 

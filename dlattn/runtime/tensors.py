@@ -11,6 +11,7 @@ from typing import Any
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
+from dlattn.runtime.buffers import array_of
 from dlattn.runtime.framework import Dims, Framework, Look
 from dlattn.runtime.frameworks import BY_NAME, Dlpack
 from dlattn.runtime.protocols import TensorView
@@ -179,6 +180,17 @@ def array(obj: Any) -> Any:
     """The same memory, of one element or more, as what is indexed and computed with as in
     NumPy: of torch a tensor without a graph, else an array of CuPy or NumPy."""
     return framework(obj).array(obj)
+
+
+def array_beside(obj: Any, like: Any) -> Any:
+    """As :func:`array`, to compute with together with ``array(like)``: where torch and another
+    framework meet, which they do in host memory alone, torch gets a copy.
+
+    Args:
+        obj: of a type that NumPy has, too.
+    """
+    own, other = framework(obj), framework(like)
+    return own.array(obj) if type(own) is type(other) else other.adopt(array_of(own.view(obj)))
 
 
 def padded(obj: Any, columns: int) -> Any:

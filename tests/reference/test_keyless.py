@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ CU = np.array([1, 5, 5, 9], np.int32)
 
 
 def libraries() -> list[Any]:
-    """Of each library, what makes its tensors of arrays."""
+    """Of each library, what makes its tensors of arrays; the last one takes all by turns."""
     torch = pytest.importorskip("torch")
-    return [np.asarray, lambda x: torch.from_numpy(x.copy())]
+    plain = [np.asarray, lambda x: torch.from_numpy(x.copy())]
+    turn = itertools.cycle(plain)
+    return [*plain, lambda x: next(turn)(x)]
 
 
 def passes(
@@ -49,12 +52,13 @@ def passes(
     return np.asarray(lse), dlse, np.asarray(found.dsinks)
 
 
-@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("library", range(3), ids=["numpy", "torch", "both"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_sequences_of_no_key(library: int, dtype: Any, lengths: Any) -> None:
     """A row's log-sum-exp is its sink, and -inf past the lengths; the gradient of a sink, unless it
-    is -inf, is the sum of those of its rows: what calls with masked keys say."""
+    is -inf, is the sum of those of its rows: what calls with masked keys say, whichever libraries
+    the tensors are of."""
     make = libraries()[library]
     given = np.full(B, S, np.int32) if lengths is None else lengths
     no_key = np.zeros(B, np.int32)
@@ -70,7 +74,7 @@ def test_sequences_of_no_key(library: int, dtype: Any, lengths: Any) -> None:
     np.testing.assert_allclose(dsinks, masked[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("library", range(3), ids=["numpy", "torch", "both"])
 @pytest.mark.parametrize("lengths", [None, LENGTHS - 1])
 def test_packed_sequences_of_no_key(library: int, lengths: Any) -> None:
     """Of packed sequences, rows of none of them, and past the lengths, have no share either."""
