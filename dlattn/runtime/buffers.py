@@ -82,6 +82,15 @@ def cuda_ordinal(pointer: int) -> int:
     return int(runtime.pointerGetAttributes(pointer).device)
 
 
+def cupy_stream(device: tuple[str, int]) -> int:
+    """CuPy's current stream on a CUDA device; 0 on others."""
+    if device[0] != "cuda":
+        return 0
+    from cupy.cuda import get_current_stream
+
+    return int(get_current_stream(device[1]).ptr)
+
+
 def wait_for(producer: int, stream: int) -> None:
     from cupy.cuda import Event, runtime
 

@@ -87,6 +87,10 @@ class Framework(ABC):
         """See :func:`array`."""
         return obj
 
+    def plain(self, obj: Any) -> Any:
+        """As :meth:`array`, but always of CuPy or NumPy."""
+        return self.array(obj)
+
     def adopt(self, array: Any) -> Any:
         """An array of CuPy or NumPy as what :meth:`array` gives; see :func:`array_beside`."""
         return array

@@ -97,3 +97,34 @@ def test_flash_attention_of_no_key() -> None:
     lse = mha_fwd(q, k, k, seqused_q=LENGTHS, sinks=sinks)[4]
     exists = np.arange(S) < LENGTHS[:, None, None]
     np.testing.assert_array_equal(lse, np.where(exists, sinks[:, None], np.inf))
+
+
+def test_what_jax_still_computes() -> None:
+    """JAX's arrays are waited for, which JAX hands out before they are computed: sinks, lengths and
+    the gradients of log-sum-exps."""
+    jax = pytest.importorskip("jax")
+
+    @jax.jit
+    def late(seed: Any) -> Any:
+        x = jax.numpy.full((1000, 1000), seed)
+        return jax.numpy.tanh(x @ x @ x @ x)[0, 0]  # of a positive seed 1
+
+    late(0.5).block_until_ready()
+    compute = jax.jit(lambda x, by: x * by)
+    q, k = jax.numpy.ones((B, S, H, D)), jax.numpy.ones((B, 0, H, D))
+    wanted = np.arange(1, H + 1, dtype=np.float32), LENGTHS, np.ones((B, H, S), np.float32)
+    for x in wanted:
+        compute(x, late(0.5)).block_until_ready()
+    exists = np.arange(S) < LENGTHS[:, None, None]
+    for seed in (0.6, 0.7):
+        sinks, dlse = (compute(x, late(seed)) for x in (wanted[0], wanted[2]))
+        lengths = (compute(LENGTHS, late(seed)).astype("int32"), None)
+        _, lse = dlattn.attention(q, k, k, sinks=sinks, lengths=lengths, return_lse=True)
+        np.testing.assert_array_equal(
+            np.asarray(lse), np.where(exists, wanted[0][:, None], -np.inf)
+        )
+        sinks, dlse = (compute(x, late(seed + 0.01)) for x in (wanted[0], wanted[2]))
+        dsinks = dlattn.attention_backward(
+            q, q, k, k, q, lse, sinks=sinks, dlse=dlse, sinks_gradient=True
+        ).dsinks
+        np.testing.assert_array_equal(np.asarray(dsinks), np.full(H, B * S))
