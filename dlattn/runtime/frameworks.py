@@ -42,12 +42,14 @@ class _Torch(Framework):
         self.reader = self._torch.Tensor.data_ptr
 
     def view(self, obj: Any) -> TensorView:
+        self._expect_no_trace()
         try:
             pointer = obj.data_ptr()
             stride = obj.stride()
         except RuntimeError as error:  # sparse, functorch wrappers, tensors without storage
             raise InvalidVariantPackError(
-                f"This {type(obj).__qualname__} has no memory of its own: {error}"
+                f"This {type(obj).__qualname__} has no memory of its own: {error}; pass a dense "
+                "tensor, or, inside of torch.func's transforms, call dlattn.torch"
             ) from error
         if not pointer and obj.numel():
             raise InvalidVariantPackError(
@@ -69,6 +71,13 @@ class _Torch(Framework):
             TensorView,
             (pointer, tuple(obj.shape), stride, ELEMENT_TYPES[obj.dtype], device, True),
         )
+
+    def _expect_no_trace(self) -> None:
+        if self._torch.jit.is_tracing():
+            raise InvalidVariantPackError(
+                "torch.jit.trace records PyTorch's own operations alone, so that what it makes "
+                "would not run this call; take torch.export, with functions of dlattn.torch"
+            )
 
     def matcher(self, like: Any) -> Callable[[Any], int]:
         # Comparing torch's own objects takes half the time of a view.
@@ -130,6 +139,7 @@ class _Torch(Framework):
         return lambda: quickly() if current() == index else own()
 
     def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        self._expect_no_trace()  # as a graph's call, whose inputs are matched alone
         # Of a tensor that is made once, an allocator's own one would be work for nothing.
         element = getattr(self._torch, dtypes.to_torch_name(dtype))
         return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)
