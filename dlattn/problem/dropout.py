@@ -6,6 +6,7 @@ NumPy twin, which is its definition.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
@@ -352,7 +353,7 @@ def _calls(numbers: Array, queries: slice, keys: slice, width: int) -> tuple[Arr
 def _cropped(drawn: Array, queries: slice, keys: slice, width: int) -> Array:
     """What was drawn for tiles, (heads, rows, ..., columns, ..., ..., ...), of these elements."""
     heads, rows, upper, lanes = drawn.shape[:4]
-    whole = drawn.reshape(heads, rows * upper * lanes, -1)
+    whole = drawn.reshape(heads, rows * upper * lanes, math.prod(drawn.shape[4:]))
     first_row, first_column = queries.start // BLOCK * BLOCK, keys.start // width * width
     cropped: Array = whole[
         :,

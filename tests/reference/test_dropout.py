@@ -118,6 +118,14 @@ def test_flash_attentions_mask_counts_within_a_sequence() -> None:
         assert (whole[role].padded() == packed[role].padded()).all()
 
 
+@pytest.mark.parametrize("algorithm", ["philox", "flash"])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_a_mask_of_nothing(algorithm: str, axis: int) -> None:
+    """Any size may be 0."""
+    shape = tuple(0 if i == axis else 3 for i in range(4))
+    assert dlattn.philox_dropout_mask(0.1, 1, 2, shape, algorithm).shape == shape
+
+
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_mean_is_p(p: float) -> None:
     """Of 16 million elements, and of each of 16 heads, the dropped ones are p, within 4 sigma."""
