@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from dlattn.calls.arguments import Argument
 from dlattn.runtime.tensors import array, array_beside
 
+#: What gives one of the call's tensors as an array.
+Read = Callable[[Argument], Any]
 
-class Finish(Protocol):
+
+class Finish(ABC):
     """Sets more of a result than one number, or one of each head, can say.
 
     Attributes:
         rows: of a sequence, or of packed ones in all.
     """
 
-    @property
-    def rows(self) -> int: ...
+    rows: int
+
+    @abstractmethod
+    def finished(self, where: Callable[..., Any], result: Any, row: Any, read: Read) -> Any:
+        """What it sets, of arrays of one library, JAX's tracers too.
+
+        Args:
+            where: that library's.
+            row: the numbers of the rows.
+        """
 
     def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
         """Sets it.
@@ -28,19 +41,24 @@ class Finish(Protocol):
             row: the numbers of the rows, on the device.
             values: the tensors of the call.
         """
+        own = array(result)
+        where = sys.modules[type(own).__module__.partition(".")[0]].where
+        own[...] = self.finished(
+            where, own, array(row), lambda it: array_beside(values[it.position], result)
+        )
 
 
 @dataclass(frozen=True)
-class PastLengths:
+class PastLengths(Finish):
     """One number in the rows of (B, H, S) that are past the lengths, (B)."""
 
     rows: int
     lengths: Argument
     number: float
 
-    def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lengths = array_beside(values[self.lengths.position], row).reshape(-1, 1)
-        array(result).swapaxes(1, 2)[array(row) >= lengths] = self.number
+    def finished(self, where: Callable[..., Any], result: Any, row: Any, read: Read) -> Any:
+        lengths = read(self.lengths).reshape(-1, 1)
+        return where((row >= lengths)[:, None], self.number, result)
 
 
 def past_lengths(rows: int, lengths: Argument | None, number: float) -> PastLengths | None:
@@ -53,7 +71,7 @@ def past_lengths(rows: int, lengths: Argument | None, number: float) -> PastLeng
 
 
 @dataclass(frozen=True)
-class SinkGradient:
+class SinkGradient(Finish):
     """The gradient of sinks, (H): a row without keys has its sink for a log-sum-exp, so that it is
     the sum of the gradients of these, (B, H, S), or of packed sequences (H, T)."""
 
@@ -63,28 +81,24 @@ class SinkGradient:
     lengths: Argument | None
     cu_seqlens: Argument | None
 
-    def __call__(self, result: Any, row: Any, values: Sequence[Any]) -> None:
-        lse_rows = array_beside(values[self.dlse.position], result).swapaxes(-1, -2)
-        is_own = self._is_own(row, values)
+    def finished(self, where: Callable[..., Any], result: Any, row: Any, read: Read) -> Any:
+        lse_rows = read(self.dlse).swapaxes(-1, -2)
+        is_own = self._is_own(row, read)
         if is_own is not None:
-            # In a copy, nothing of other rows is left, not even NaN.
-            lse_rows = lse_rows * 1
-            lse_rows[~is_own] = 0
-        gradient = array(result)
-        gradient[...] = lse_rows.sum(tuple(range(len(lse_rows.shape) - 1)))
+            # Nothing of other rows is left, not even NaN.
+            lse_rows = where(is_own[..., None], lse_rows, 0)
+        total = lse_rows.sum(tuple(range(len(lse_rows.shape) - 1)))
         # Rows of such a sink attend to nothing.
-        gradient[array_beside(values[self.sinks.position], result) == -inf] = 0
+        return where(read(self.sinks) == -inf, 0, total)
 
-    def _is_own(self, row: Any, values: Sequence[Any]) -> Any:
+    def _is_own(self, row: Any, read: Read) -> Any:
         """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
-        lengths, number = None, array(row)
-        if self.lengths is not None:
-            lengths = array_beside(values[self.lengths.position], row).reshape(-1, 1)
+        lengths = None if self.lengths is None else read(self.lengths).reshape(-1, 1)
         if self.cu_seqlens is None:
-            return None if lengths is None else number < lengths
-        cu_seqlens = array_beside(values[self.cu_seqlens.position], row).reshape(-1, 1)
+            return None if lengths is None else row < lengths
+        cu_seqlens = read(self.cu_seqlens).reshape(-1, 1)
         begins = cu_seqlens[:-1]
-        is_own = (number >= begins) & (number < cu_seqlens[1:])
+        is_own = (row >= begins) & (row < cu_seqlens[1:])
         if lengths is not None:
-            is_own = is_own & (number < begins + lengths)
+            is_own = is_own & (row < begins + lengths)
         return is_own.any(0)

@@ -88,13 +88,22 @@ class _Traced:
         return self._plans[index]
 
     def filled(self, values: Sequence[Any]) -> list[Any]:
-        """Results that no kernel writes: one number, or one of each head of (..., H, S)."""
+        """Results that no kernel writes: one number, or one of each head of (..., H, S), and what
+        the call sets beside."""
+
+        def read(argument: Argument) -> Any:
+            return values[self._there.index(argument.position)]
+
         found = []
         for out, like in zip(self.found.outputs, self.results, strict=True):
             fill = out.fill
             if isinstance(fill, Argument):
-                fill = values[self._there.index(fill.position)].reshape(-1, 1)
-            found.append(jnp.broadcast_to(jnp.asarray(fill, like.dtype), like.shape))
+                fill = read(fill).reshape(-1, 1)
+            result = jnp.broadcast_to(jnp.asarray(fill, like.dtype), like.shape)
+            if out.finish is not None:
+                row = jnp.arange(out.finish.rows, dtype=jnp.int32)
+                result = out.finish.finished(jnp.where, result, row, read).astype(like.dtype)
+            found.append(result)
         return found
 
     def __call__(self, context: Any, results: Sequence[Any], *given: Any) -> None:

@@ -128,3 +128,36 @@ def test_what_jax_still_computes() -> None:
             q, q, k, k, q, lse, sinks=sinks, dlse=dlse, sinks_gradient=True
         ).dsinks
         np.testing.assert_array_equal(np.asarray(dsinks), np.full(H, B * S))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_programs_of_jax_without_keys(compiled: bool) -> None:
+    """In JAX's programs, too, rows past the lengths are -inf, and the gradient of a sink is the sum
+    of those of its rows, of sequences of one length and packed ones."""
+    jax = pytest.importorskip("jax")
+    from dlattn.jax import attention
+
+    q, k, sinks = np.ones((B, S, H, D), "f4"), np.ones((B, 0, H, D), "f4"), np.arange(H) - 1.5
+
+    def dense(sinks: Any, lengths: Any) -> Any:
+        return attention(q, k, k, sinks=sinks, lengths=(lengths, None), return_lse=True)[1]
+
+    def packed(sinks: Any, cu_seqlens: Any) -> Any:
+        return attention(
+            q[0], k[0], k[0], layout="thd", sinks=sinks, cu_seqlens=cu_seqlens, return_lse=True
+        )[1]
+
+    def total(function: Any) -> Any:
+        return lambda *given: function(*given).sum()
+
+    wrap: Any = jax.jit if compiled else lambda function: function
+    sinks = sinks.astype(np.float32)
+    exists = np.arange(S) < LENGTHS[:, None, None]
+    lse = wrap(dense)(sinks, LENGTHS)
+    np.testing.assert_array_equal(np.asarray(lse), np.where(exists, sinks[:, None], -np.inf))
+    for function, more, rows in (
+        (dense, LENGTHS, LENGTHS.sum()),
+        (packed, (np.array([1, 2, 4], np.int32), np.zeros(3, np.int32)), 3),
+    ):
+        gradient = wrap(jax.grad(total(function)))(sinks, more)
+        np.testing.assert_array_equal(np.asarray(gradient), np.full(H, rows))
