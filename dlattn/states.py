@@ -159,6 +159,8 @@ def _rows(it: Laid, kind: str, layout: str, rank: int, states: int = 0) -> Tenso
 
 def _joined(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
     """Size and stride of one dimension in the place of several."""
+    if 0 in shape:
+        return 0, 0
     size, step = 1, 0
     for extent, own in zip(reversed(shape), reversed(stride), strict=True):
         if extent == 1:

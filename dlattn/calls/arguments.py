@@ -72,7 +72,7 @@ class Argument:
             InvalidArgumentError: it is none of ``types``.
         """
         if self.dtype not in types:
-            wanted = " or ".join(wanted.name for wanted in types)
+            wanted = " or ".join(dict.fromkeys(wanted.name for wanted in types))
             raise InvalidArgumentError(
                 f"{self.name}: expected elements of {wanted}, got {self.dtype.name}; cast it."
             )

@@ -29,6 +29,7 @@ from dlattn.runtime.target import CPU, Target, cuda_target
 from dlattn.runtime.tensors import (
     ORDERED_TYPES,
     allocator,
+    array_beside,
     assign,
     hands_over,
     on_device,
@@ -170,7 +171,8 @@ class Call:
                 addresses.append(read(result))
         for number, filling in self._fills:
             if isinstance(filling, Argument):
-                filling = values[filling.position].reshape(-1, 1)
+                numbers = array_beside(values[filling.position], results[number])
+                filling = numbers.reshape(-1, 1)
             assign(results[number], filling)
         for number, finish, row in self._finishes:
             finished(finish, results[number], row, values)

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Protocol
 
 from dlattn.calls.arguments import Argument
-from dlattn.runtime.tensors import array
+from dlattn.runtime.tensors import array, array_beside
 
 #: An argument's tensor, as an array.
 Read = Callable[[Argument], Any]
@@ -38,8 +38,10 @@ class Finish(Protocol):
 
 def finished(finish: Finish, result: Any, row: Any, values: Sequence[Any]) -> None:
     """Sets a result in memory, of the tensors of a call."""
-    made = finish(array(result), array(row), lambda it: array(values[it.position]), _selected)
-    array(result)[...] = made
+    own = array(result)
+    own[...] = finish(
+        own, array(row), lambda it: array_beside(values[it.position], result), _selected
+    )
 
 
 def _selected(x: Any, condition: Any, other: float) -> Any:

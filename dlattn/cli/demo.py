@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import dlattn
 from dlattn.cli.machine import cuda_devices, install_hint
 from dlattn.cli.progress import step
+from dlattn.cli.sizes import size
 from dlattn.dtypes import data_type, to_numpy
 
 Array = NDArray[Any]
@@ -35,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dtype", choices=_DTYPES, default="fp16", help="element type (default: fp16)")
     add("--device", choices=("auto", "cpu"), default="auto", help="cpu: leave the GPU alone")
-    add("--batch", type=int, default=4, help="(default: 4)")
-    add("--heads", type=int, default=12, help="(default: 12)")
-    add("--seq", type=int, default=1024, help="sequence length (default: 1024)")
-    add("--head-dim", type=int, default=64, help="(default: 64)")
+    add("--batch", type=size, default=4, help="(default: 4)")
+    add("--heads", type=size, default=12, help="(default: 12)")
+    add("--seq", type=size, default=1024, help="sequence length (default: 1024)")
+    add("--head-dim", type=size, default=64, help="(default: 64)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from dlattn.cli.machine import cuda_devices
+from dlattn.cli.sizes import size
 from dlattn.dtypes import data_type
+from dlattn.errors import DlattnError
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.select import select
@@ -48,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--pass", dest="direction", choices=("forward", "backward"), default="forward")
     add("--dtype", choices=_DTYPES, default="bf16", help="element type (default: bf16)")
-    add("--head-dim", type=int, default=128, help="elements per head of q and k (default: 128)")
-    add("--head-dim-v", type=int, help="elements per head of v and o (default: --head-dim)")
+    add("--head-dim", type=size, default=128, help="elements per head of q and k (default: 128)")
+    add("--head-dim-v", type=size, help="elements per head of v and o (default: --head-dim)")
     add("--causal", action="store_true", help="the same as --right 0")
     add("--left", type=int, help="left bound of the diagonal band")
     add("--right", type=int, help="right bound of the diagonal band")
@@ -61,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dropout, at random, as FlashAttention's, or by a boolean mask")  # fmt: skip
     add("--page", type=int, choices=_PAGES, metavar="ROWS", help="k and v lie in pages of 2^n rows")
     add("--no-stats", action="store_true", help="a forward for inference alone")
-    add("--batch", type=int, default=4, help="(default: 4)")
-    add("--heads", type=int, default=16, help="heads of q (default: 16)")
-    add("--heads-kv", type=int, help="heads of k and v (default: --heads)")
-    add("--seq", type=int, default=4096, help="sequence length (default: 4096)")
+    add("--batch", type=size, default=4, help="(default: 4)")
+    add("--heads", type=size, default=16, help="heads of q (default: 16)")
+    add("--heads-kv", type=size, help="heads of k and v (default: --heads)")
+    add("--seq", type=size, default=4096, help="sequence length (default: 4096)")
     add("--arch", choices=KNOWN, help="compile for this one (default: the GPU here, else sm_90a)")
     add("--no-source", action="store_true", help="leave the generated sources out")
 
@@ -109,6 +111,8 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
     width, width_v = arguments.head_dim, arguments.head_dim_v or arguments.head_dim
     batch, heads, seq = arguments.batch, arguments.heads, arguments.seq
     heads_kv = arguments.heads_kv or heads
+    if heads % heads_kv:
+        raise DlattnError(f"--heads-kv: expected a divisor of --heads, {heads}, got {heads_kv}.")
     right = 0 if arguments.causal else arguments.right
     forward = arguments.direction == "forward"
 

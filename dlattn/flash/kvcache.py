@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,8 @@ def _prepare(*given: Any) -> Call:
     _check(there, sizes, is_number)
     if not isinstance(window, tuple) or len(window) != 2:
         raise InvalidArgumentError(f"window_size: expected (left, right), got {window!r:.100}.")
+    left, right = (integer("window_size", side) for side in window)
+    causal = flag("causal", causal)
     if integer("num_splits", splits) < 0:
         raise InvalidArgumentError(f"num_splits: expected 0 or more, got {splits}.")
     interleaved = flag("rotary_interleaved", interleaved)
@@ -182,7 +184,7 @@ def _prepare(*given: Any) -> Call:
         Direction.FORWARD,
         attended,
         attn_scale=scale_of(softmax_scale, q.shape[3]),
-        window=window_of(sizes, Options(0.0, softmax_scale, causal, *window, softcap)),
+        window=window_of(sizes, Options(0.0, softmax_scale, causal, left, right, softcap)),
         softcap=soft_cap(softcap),
         flash_stats=True,
         max_seq_kv=cache.cache.capacity if cache.is_paged else None,
@@ -199,7 +201,7 @@ def _prepare(*given: Any) -> Call:
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
         return Call(values, device, alone, outputs, attention, apart=memory)
-    rotation = Rotation(interleaved, _queries_move(causal, window, sizes))
+    rotation = Rotation(interleaved, _queries_move(causal, (left, right), sizes))
     writes = Append(
         {**append, **between},
         target,
@@ -280,9 +282,9 @@ def _rows(there: Mapping[str, Argument]) -> dict[str, Argument]:
     return {names[name]: it for name, it in there.items() if name in names}
 
 
-def _queries_move(causal: Any, window: tuple[Any, Any], sizes: Layout) -> bool:
+def _queries_move(causal: bool, window: Iterable[int], sizes: Layout) -> bool:
     """Whether queries have positions of their own, as FlashAttention-2 says it."""
-    return bool(causal) or any(0 <= side < sizes.seqlen_k for side in window)
+    return causal or any(0 <= side < sizes.seqlen_k for side in window)
 
 
 def _check(there: Mapping[str, Argument], sizes: Layout, is_number: bool) -> None:

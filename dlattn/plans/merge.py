@@ -113,7 +113,8 @@ class MergeStates(DirectPlan):
         return KernelLaunch(source, (blocks, min(batch, MOST_BLOCKS_YZ), 1), THREADS, 0)
 
     def on_host(self, arrays: Mapping[str, Array]) -> None:
-        compute = np.float64 if arrays["o"].dtype == np.float64 else np.float32
+        is_wide = any(x.dtype == np.float64 for x in arrays.values())
+        compute = np.float64 if is_wide else np.float32
         o = [arrays["o_first"], *arrays["o_other"]]
         lse = np.stack([arrays["lse_first"], *arrays["lse_other"]]).astype(compute)
         with np.errstate(all="ignore"):

@@ -6,6 +6,7 @@ NumPy twin, which is its definition.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
@@ -113,8 +114,8 @@ class Philox(RandomDropout):
 
     def numbers(self, p: float) -> dict[str, float]:
         if p == 1:
-            # Nothing is kept that a scale could be of; 0 has no trouble with anything.
-            return {"dropout_p": 1.0, "dropout_scale": 0.0, "dropout_scale_inv": 0.0}
+            # Nothing is kept that a scale could be of; gradients of statistics have both factors.
+            return {"dropout_p": 1.0, "dropout_scale": 1.0, "dropout_scale_inv": 1.0}
         _check(p)
         return {"dropout_p": p, "dropout_scale": 1 / (1 - p), "dropout_scale_inv": 1 - p}
 
@@ -352,7 +353,7 @@ def _calls(numbers: Array, queries: slice, keys: slice, width: int) -> tuple[Arr
 def _cropped(drawn: Array, queries: slice, keys: slice, width: int) -> Array:
     """What was drawn for tiles, (heads, rows, ..., columns, ..., ..., ...), of these elements."""
     heads, rows, upper, lanes = drawn.shape[:4]
-    whole = drawn.reshape(heads, rows * upper * lanes, -1)
+    whole = drawn.reshape(heads, rows * upper * lanes, math.prod(drawn.shape[4:]))
     first_row, first_column = queries.start // BLOCK * BLOCK, keys.start // width * width
     cropped: Array = whole[
         :,

@@ -10,6 +10,7 @@ import numpy as np
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.runtime.protocols import TensorView
+from dlattn.runtime.target import cuda_target
 
 Dims = tuple[int, ...]
 
@@ -68,9 +69,26 @@ def array_of(seen: TensorView) -> Any:
 
 
 def cuda_ordinal(pointer: int) -> int:
+    """The device that owns an address.
+
+    Raises:
+        DlattnError: CuPy, which is asked, is not there, or finds no device.
+    """
+    if not pointer:
+        return 0
+    cuda_target(0)
     from cupy.cuda import runtime
 
-    return int(runtime.pointerGetAttributes(pointer).device) if pointer else 0
+    return int(runtime.pointerGetAttributes(pointer).device)
+
+
+def cupy_stream(device: tuple[str, int]) -> int:
+    """CuPy's current stream on a CUDA device; 0 on others."""
+    if device[0] != "cuda":
+        return 0
+    from cupy.cuda import get_current_stream
+
+    return int(get_current_stream(device[1]).ptr)
 
 
 def wait_for(producer: int, stream: int) -> None:

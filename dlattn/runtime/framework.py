@@ -87,6 +87,14 @@ class Framework(ABC):
         """See :func:`array`."""
         return obj
 
+    def plain(self, obj: Any) -> Any:
+        """As :meth:`array`, but always of CuPy or NumPy."""
+        return self.array(obj)
+
+    def adopt(self, array: Any) -> Any:
+        """An array of CuPy or NumPy as what :meth:`array` gives; see :func:`array_beside`."""
+        return array
+
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         """See :func:`padded`; widths are NumPy's, and the copy is contiguous."""
         raise InvalidArgumentError(

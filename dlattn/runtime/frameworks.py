@@ -5,7 +5,6 @@ No framework is imported on its own account: by the time one of its tensors come
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -16,7 +15,14 @@ import numpy as np
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
-from dlattn.runtime.buffers import array_of, cuda_ordinal, empty_cupy, empty_numpy, wait_for
+from dlattn.runtime.buffers import (
+    array_of,
+    cuda_ordinal,
+    cupy_stream,
+    empty_cupy,
+    empty_numpy,
+    wait_for,
+)
 from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, Look, new_view
 from dlattn.runtime.protocols import (
     ELEMENT_TYPES,
@@ -25,6 +31,7 @@ from dlattn.runtime.protocols import (
     export,
     view_by_protocol,
 )
+from dlattn.runtime.xla import jax_device, xla_strides
 
 
 class _Torch(Framework):
@@ -35,12 +42,14 @@ class _Torch(Framework):
         self.reader = self._torch.Tensor.data_ptr
 
     def view(self, obj: Any) -> TensorView:
+        self._expect_no_trace()
         try:
             pointer = obj.data_ptr()
             stride = obj.stride()
         except RuntimeError as error:  # sparse, functorch wrappers, tensors without storage
             raise InvalidVariantPackError(
-                f"This {type(obj).__qualname__} has no memory of its own: {error}"
+                f"This {type(obj).__qualname__} has no memory of its own: {error}; pass a dense "
+                "tensor, or, inside of torch.func's transforms, call dlattn.torch"
             ) from error
         if not pointer and obj.numel():
             raise InvalidVariantPackError(
@@ -62,6 +71,13 @@ class _Torch(Framework):
             TensorView,
             (pointer, tuple(obj.shape), stride, ELEMENT_TYPES[obj.dtype], device, True),
         )
+
+    def _expect_no_trace(self) -> None:
+        if self._torch.jit.is_tracing():
+            raise InvalidVariantPackError(
+                "torch.jit.trace records PyTorch's own operations alone, so that what it makes "
+                "would not run this call; take torch.export, with functions of dlattn.torch"
+            )
 
     def matcher(self, like: Any) -> Callable[[Any], int]:
         # Comparing torch's own objects takes half the time of a view.
@@ -123,6 +139,7 @@ class _Torch(Framework):
         return lambda: quickly() if current() == index else own()
 
     def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
+        self._expect_no_trace()  # as a graph's call, whose inputs are matched alone
         # Of a tensor that is made once, an allocator's own one would be work for nothing.
         element = getattr(self._torch, dtypes.to_torch_name(dtype))
         return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)
@@ -132,6 +149,17 @@ class _Torch(Framework):
 
     def array(self, obj: Any) -> Any:
         return obj.detach()
+
+    def plain(self, obj: Any) -> Any:
+        return array_of(self.view(obj))
+
+    def adopt(self, array: Any) -> Any:
+        copy = array.copy()
+        if copy.dtype.kind != "V":
+            return self._torch.from_numpy(copy)
+        # Torch reads no types of ml_dtypes.
+        element = getattr(self._torch, dtypes.to_torch_name(ELEMENT_TYPES[copy.dtype]))
+        return self._torch.from_numpy(copy.view(f"i{copy.itemsize}")).view(element)
 
     def pad(self, obj: Any, widths: list[tuple[int, int]]) -> Any:
         return self._torch.nn.functional.pad(obj.detach(), widths[-1]).contiguous()
@@ -241,7 +269,9 @@ class Dlpack(Framework):
             array_of(seen)[...] = value
 
     def array(self, obj: Any) -> Any:
-        return array_of(self.view(obj))
+        seen = self.view(obj)
+        self.order_before(obj, cupy_stream(seen.device))
+        return array_of(seen)
 
     def order_before(self, obj: Any, stream: int) -> None:
         if self.view(obj).device[0] != "cuda":
@@ -278,15 +308,15 @@ class _Jax(Dlpack):
             (
                 pointer,
                 shape,
-                _xla_strides(layout, shape),
+                xla_strides(layout, shape),
                 ELEMENT_TYPES[obj.dtype],
-                _jax_device(obj.sharding),
+                jax_device(obj.sharding),
                 False,
             ),
         )
 
     def order_before(self, obj: Any, stream: int) -> None:
-        if _jax_device(obj.sharding)[0] == "cuda":
+        if jax_device(obj.sharding)[0] == "cuda":
             obj.__dlpack__(stream=stream or 1)
         else:
             obj.block_until_ready()
@@ -297,7 +327,7 @@ class _Jax(Dlpack):
         return jax.numpy.pad(obj, widths)
 
     def settle(self, obj: Any) -> None:
-        if _jax_device(obj.sharding)[0] == "cuda":
+        if jax_device(obj.sharding)[0] == "cuda":
             import cupy
 
             cupy.cuda.get_current_stream().synchronize()
@@ -355,30 +385,3 @@ def _quick_empty(device: str) -> Callable[[Dims, Dims, Any], Any] | None:
     except Exception:
         return None
     return make if found == ((2, 3), (1, 2), torch.bfloat16, device) else None
-
-
-@lru_cache(maxsize=4096)
-def _xla_strides(layout: Any, shape: Dims) -> Dims:
-    """Strides in elements from XLA's layout, whose text lists dimensions minor to major."""
-    order = re.fullmatch(r"\{([\d,]*)\}", str(layout))
-    if order is None:
-        raise InvalidVariantPackError(
-            f"This JAX array has the XLA layout {layout}, which is not a strided tensor; pass a "
-            "copy in the default layout"
-        )
-    strides = [0] * len(shape)
-    step = 1
-    for dimension in map(int, filter(None, order[1].split(","))):
-        strides[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(strides)
-
-
-@lru_cache(maxsize=256)
-def _jax_device(sharding: Any) -> tuple[str, int]:
-    (device,) = sharding.device_set
-    if device.platform not in ("gpu", "cuda"):
-        return (device.platform, 0)
-    if sharding.memory_kind not in (None, "device"):  # pinned host memory
-        return CPU
-    return CUDA[device.local_hardware_id]

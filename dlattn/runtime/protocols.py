@@ -122,9 +122,9 @@ def view_by_protocol(obj: Any, cuda_ordinal: Callable[[int], int]) -> TensorView
         return _view_by_dlpack(obj)
     if hasattr(kind, "__cuda_array_interface__"):
         interface = obj.__cuda_array_interface__
-        return _view_by_interface(interface, ("cuda", cuda_ordinal(interface["data"][0])))
+        return _view_by_interface(interface, lambda pointer: ("cuda", cuda_ordinal(pointer)))
     if hasattr(kind, "__array_interface__") and not isinstance(obj, np.generic):
-        return _view_by_interface(obj.__array_interface__, ("cpu", 0))
+        return _view_by_interface(obj.__array_interface__, lambda pointer: ("cpu", 0))
     raise InvalidVariantPackError(
         f"Expected a tensor (torch.Tensor, jax.Array, cupy.ndarray, numpy.ndarray or any object "
         f"with __dlpack__), but got {obj!r:.200} of type {kind.__module__}.{kind.__qualname__}"
@@ -241,7 +241,9 @@ def _integers(address: int, count: int) -> tuple[int, ...]:
 # Array interfaces ---------------------------------------------------------------------------------
 
 
-def _view_by_interface(interface: dict[str, Any], device: tuple[str, int]) -> TensorView:
+def _view_by_interface(
+    interface: dict[str, Any], device_of: Callable[[int], tuple[str, int]]
+) -> TensorView:
     if interface.get("mask") is not None:
         raise InvalidVariantPackError(
             "It has a mask of its own, which dlattn does not read; pass its values without one"
@@ -260,4 +262,5 @@ def _view_by_interface(interface: dict[str, Any], device: tuple[str, int]) -> Te
         if strides is None
         else element_strides(tuple(strides), dtype.itemsize)
     )
-    return TensorView(pointer or 0, shape, stride, known, device, not read_only)
+    address = pointer or 0
+    return TensorView(address, shape, stride, known, device_of(address), not read_only)

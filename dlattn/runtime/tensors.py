@@ -170,15 +170,24 @@ def allocator(like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Callabl
 
 
 def assign(obj: Any, value: Any) -> None:
-    """Sets every element to a number, or to those of a tensor of the same framework and shape, in
-    the order of the framework's current stream."""
-    framework(obj).assign(obj, value)
+    """Sets every element to a number, or to those of a tensor of the same shape, of any framework,
+    in the order of the framework's current stream."""
+    is_number = isinstance(value, (int, float))
+    framework(obj).assign(obj, value if is_number else array_beside(value, obj))
 
 
 def array(obj: Any) -> Any:
-    """The same memory, of one element or more, as what is indexed and computed with as in
-    NumPy: of torch a tensor without a graph, else an array of CuPy or NumPy."""
+    """The same memory, of one element or more, as what is indexed and computed with as in NumPy: of
+    torch a tensor without a graph, else an array of CuPy, on whose current stream its producer is
+    done with it, or of NumPy."""
     return framework(obj).array(obj)
+
+
+def array_beside(obj: Any, like: Any) -> Any:
+    """As :func:`array`, to compute with together with ``array(like)``: where torch and another
+    framework meet, which they do in host memory alone, torch gets a copy."""
+    own, other = framework(obj), framework(like)
+    return own.array(obj) if type(own) is type(other) else other.adopt(own.plain(obj))
 
 
 def padded(obj: Any, columns: int) -> Any:

@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import dlattn  # noqa: E402
+from dlattn.errors import DlattnError, InvalidArgumentError  # noqa: E402
 from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
 from tests.models import Block  # noqa: E402
 from tests.torch_checks import assert_same, by_definition, loss, random, sdpa  # noqa: E402
@@ -31,6 +33,36 @@ def test_meta_and_fake_tensors() -> None:
     assert shapes("meta") == wanted
     with FakeTensorMode():
         assert shapes("cpu") == wanted
+
+
+def test_functions_of_dlattn_alone_say_what_transforms_take() -> None:
+    """What has no memory while torch transforms it is told which functions it is for."""
+    q = random(2, 3, 4, 8)
+    for run in (
+        torch.func.vmap(lambda x: dlattn.attention(x[None], q, q)),
+        torch.func.grad(lambda x: dlattn.attention(x, q, q).sum()),
+    ):
+        with pytest.raises(InvalidArgumentError, match="^q: .*no memory of its own.*dlattn.torch"):
+            run(q)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_is_refused() -> None:
+    """torch.jit.trace, which would keep one call's numbers, is refused by functions, by graphs that
+    have run before, and left to PyTorch's attention where that is replaced."""
+    q, k, v, other = (random(2, 3, 4, 8, seed=seed, grad=False) for seed in range(4))
+    with dlattn.Graph(inputs=[q, k, v], outputs=["sdpa::O"]) as graph:
+        graph.sdpa(q, k, v, is_inference=True, name="sdpa")[0].set_output(True)
+    for run in (graph, dlattn.attention, attention, scaled_dot_product_attention):
+        run(q, k, v)
+        with pytest.raises(DlattnError, match=r"torch\.jit\.trace records"):
+            torch.jit.trace(lambda x, run=run: run(x, k, v), q, check_trace=False)
+    theirs = torch.nn.functional.scaled_dot_product_attention(other, k, v)
+    with replace_sdpa():
+        traced = torch.jit.trace(
+            lambda x: torch.nn.functional.scaled_dot_product_attention(x, k, v), q
+        )
+    assert_same([traced(other)], [theirs])
 
 
 TYPES = torch.float32, torch.bfloat16, torch.float16

@@ -118,6 +118,14 @@ def test_flash_attentions_mask_counts_within_a_sequence() -> None:
         assert (whole[role].padded() == packed[role].padded()).all()
 
 
+@pytest.mark.parametrize("algorithm", ["philox", "flash"])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_a_mask_of_nothing(algorithm: str, axis: int) -> None:
+    """Any size may be 0."""
+    shape = tuple(0 if i == axis else 3 for i in range(4))
+    assert dlattn.philox_dropout_mask(0.1, 1, 2, shape, algorithm).shape == shape
+
+
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_mean_is_p(p: float) -> None:
     """Of 16 million elements, and of each of 16 heads, the dropped ones are p, within 4 sigma."""
@@ -221,3 +229,26 @@ def test_gradients_are_those_of_finite_differences() -> None:
         )
         slope = (gradient * direction).sum()
         assert abs((ahead - behind) / 2e-5 - slope) < 1e-6 * (1 + abs(slope))
+
+
+def test_what_drops_everything_has_the_gradients_of_its_statistics() -> None:
+    """With a probability of 1 the output is 0, but the log-sum-exp depends on q, k, bias and
+    sinks as ever: its gradients are those without dropout of a dO of 0, softmax times dlse."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_o = rng.normal(size=(4, 2, 6, 3, 8))
+    bias, sinks = rng.normal(size=(3, 6, 6)), rng.normal(size=3).astype(np.float32)
+    d_lse = rng.normal(size=(2, 3, 6))
+    options = {"bias": bias, "sinks": sinks, "dropout": (1.0, 3, 5)}
+    out, lse = dlattn.attention(q, k, v, return_lse=True, **options)
+    found = dlattn.attention_backward(
+        d_o, q, k, v, out, lse, dlse=d_lse, bias_gradient=True, sinks_gradient=True, **options
+    )
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8) + bias
+    d_scores = np.exp(scores - lse[..., None]) * d_lse[..., None]
+    assert not out.any() and not found.dv.any()
+    np.testing.assert_allclose(found.dbias, d_scores.sum(0))
+    want = np.einsum("bhqk,bkhd->bqhd", d_scores, k), np.einsum("bhqk,bqhd->bkhd", d_scores, q)
+    np.testing.assert_allclose(found.dq, want[0] / np.sqrt(8), atol=1e-12)
+    np.testing.assert_allclose(found.dk, want[1] / np.sqrt(8), atol=1e-12)
+    d_sinks = (np.exp(sinks[:, None] - lse) * d_lse).sum((0, 2))
+    np.testing.assert_allclose(found.dsinks, d_sinks, rtol=1e-5)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from dlattn import dtypes
+from dlattn.dtypes import data_type
+from dlattn.flash import mha_bwd, mha_fwd
 from tests.callers import Caller
 from tests.flash import FlashCase
 from tests.flash_check import check
@@ -39,3 +45,35 @@ def test_on_jax(case: FlashCase) -> None:
     """The same of JAX arrays."""
     pytest.importorskip("jax")
     check(case, Caller("jax"))
+
+
+@pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF, data_type.DOUBLE])
+@pytest.mark.parametrize("head_size", [5, 8])
+def test_memory_of_another_library(dtype: data_type, head_size: int) -> None:
+    """In host memory, results may lie in another library's memory than q, in the torch of NumPy's
+    arrays and the other way round, whether or not head sizes are padded on the way."""
+    torch: Any = pytest.importorskip("torch")
+    element = getattr(torch, dtypes.to_torch_name(dtype))
+    shape, generator = (2, 3, 1, head_size), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(element) for _ in range(4)]
+    bits = f"i{tensors[0].element_size()}"
+    arrays = [
+        x.view(getattr(torch, np.dtype(bits).name)).numpy().view(dtypes.to_numpy(dtype))
+        for x in tensors
+    ]
+    wanted: Any = None
+    for (q, k, v, dout), (out_, *gradients) in (
+        (tensors, [None] * 4),
+        (tensors, [np.empty_like(x) for x in arrays]),
+        (arrays, [torch.empty_like(x) for x in tensors]),
+    ):
+        out, *_, lse, _, _, _ = mha_fwd(q, k, v, out_, is_causal=True)
+        found = (out, *mha_bwd(dout, q, k, v, out, lse, *gradients, is_causal=True)[:3])
+        numbers = [
+            x.double() if torch.is_tensor(x) else torch.from_numpy(x.astype("f8")) for x in found
+        ]
+        if wanted is None:
+            wanted = numbers
+            continue
+        assert all(x is y for x, y in zip(found, (out_, *gradients), strict=True))
+        assert all(map(torch.equal, numbers, wanted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ CU = np.array([1, 5, 5, 9], np.int32)
 
 
 def libraries() -> list[Any]:
-    """Of each library, what makes its tensors of arrays."""
+    """Of each library, what makes its tensors of arrays; the last one takes all by turns."""
     torch = pytest.importorskip("torch")
-    return [np.asarray, lambda x: torch.from_numpy(x.copy())]
+    plain = [np.asarray, lambda x: torch.from_numpy(x.copy())]
+    turn = itertools.cycle(plain)
+    return [*plain, lambda x: next(turn)(x)]
 
 
 def passes(
@@ -49,12 +52,13 @@ def passes(
     return np.asarray(lse), dlse, np.asarray(found.dsinks)
 
 
-@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("library", range(3), ids=["numpy", "torch", "both"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_sequences_of_no_key(library: int, dtype: Any, lengths: Any) -> None:
     """A row's log-sum-exp is its sink, and -inf past the lengths; the gradient of a sink, unless it
-    is -inf, is the sum of those of its rows: what calls with masked keys say."""
+    is -inf, is the sum of those of its rows: what calls with masked keys say, whichever libraries
+    the tensors are of."""
     make = libraries()[library]
     given = np.full(B, S, np.int32) if lengths is None else lengths
     no_key = np.zeros(B, np.int32)
@@ -70,7 +74,7 @@ def test_sequences_of_no_key(library: int, dtype: Any, lengths: Any) -> None:
     np.testing.assert_allclose(dsinks, masked[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("library", range(2), ids=["numpy", "torch"])
+@pytest.mark.parametrize("library", range(3), ids=["numpy", "torch", "both"])
 @pytest.mark.parametrize("lengths", [None, LENGTHS - 1])
 def test_packed_sequences_of_no_key(library: int, lengths: Any) -> None:
     """Of packed sequences, rows of none of them, and past the lengths, have no share either."""
@@ -93,3 +97,67 @@ def test_flash_attention_of_no_key() -> None:
     lse = mha_fwd(q, k, k, seqused_q=LENGTHS, sinks=sinks)[4]
     exists = np.arange(S) < LENGTHS[:, None, None]
     np.testing.assert_array_equal(lse, np.where(exists, sinks[:, None], np.inf))
+
+
+def test_what_jax_still_computes() -> None:
+    """JAX's arrays are waited for, which JAX hands out before they are computed: sinks, lengths and
+    the gradients of log-sum-exps."""
+    jax = pytest.importorskip("jax")
+
+    @jax.jit
+    def late(seed: Any) -> Any:
+        x = jax.numpy.full((1000, 1000), seed)
+        return jax.numpy.tanh(x @ x @ x @ x)[0, 0]  # of a positive seed 1
+
+    late(0.5).block_until_ready()
+    compute = jax.jit(lambda x, by: x * by)
+    q, k = jax.numpy.ones((B, S, H, D)), jax.numpy.ones((B, 0, H, D))
+    wanted = np.arange(1, H + 1, dtype=np.float32), LENGTHS, np.ones((B, H, S), np.float32)
+    for x in wanted:
+        compute(x, late(0.5)).block_until_ready()
+    exists = np.arange(S) < LENGTHS[:, None, None]
+    for seed in (0.6, 0.7):
+        sinks, dlse = (compute(x, late(seed)) for x in (wanted[0], wanted[2]))
+        lengths = (compute(LENGTHS, late(seed)).astype("int32"), None)
+        _, lse = dlattn.attention(q, k, k, sinks=sinks, lengths=lengths, return_lse=True)
+        np.testing.assert_array_equal(
+            np.asarray(lse), np.where(exists, wanted[0][:, None], -np.inf)
+        )
+        sinks, dlse = (compute(x, late(seed + 0.01)) for x in (wanted[0], wanted[2]))
+        dsinks = dlattn.attention_backward(
+            q, q, k, k, q, lse, sinks=sinks, dlse=dlse, sinks_gradient=True
+        ).dsinks
+        np.testing.assert_array_equal(np.asarray(dsinks), np.full(H, B * S))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_programs_of_jax_without_keys(compiled: bool) -> None:
+    """In JAX's programs, too, rows past the lengths are -inf, and the gradient of a sink is the sum
+    of those of its rows, of sequences of one length and packed ones."""
+    jax = pytest.importorskip("jax")
+    from dlattn.jax import attention
+
+    q, k, sinks = np.ones((B, S, H, D), "f4"), np.ones((B, 0, H, D), "f4"), np.arange(H) - 1.5
+
+    def dense(sinks: Any, lengths: Any) -> Any:
+        return attention(q, k, k, sinks=sinks, lengths=(lengths, None), return_lse=True)[1]
+
+    def packed(sinks: Any, cu_seqlens: Any) -> Any:
+        return attention(
+            q[0], k[0], k[0], layout="thd", sinks=sinks, cu_seqlens=cu_seqlens, return_lse=True
+        )[1]
+
+    def total(function: Any) -> Any:
+        return lambda *given: function(*given).sum()
+
+    wrap: Any = jax.jit if compiled else lambda function: function
+    sinks = sinks.astype(np.float32)
+    exists = np.arange(S) < LENGTHS[:, None, None]
+    lse = wrap(dense)(sinks, LENGTHS)
+    np.testing.assert_array_equal(np.asarray(lse), np.where(exists, sinks[:, None], -np.inf))
+    for function, more, rows in (
+        (dense, LENGTHS, LENGTHS.sum()),
+        (packed, (np.array([1, 2, 4], np.int32), np.zeros(3, np.int32)), 3),
+    ):
+        gradient = wrap(jax.grad(total(function)))(sinks, more)
+        np.testing.assert_array_equal(np.asarray(gradient), np.full(H, rows))

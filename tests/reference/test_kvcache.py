@@ -86,6 +86,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "k_cache: it is written to",
     ),
     "angles without k": (ANGLES, "rotary_cos and rotary_sin turn queries and new keys"),
+    "angles of a type": (
+        {
+            **{name: np.zeros(x.shape, np.float32) for name, x in {**GIVEN, **NEW}.items()},
+            **{name: np.zeros(x.shape) for name, x in ANGLES.items()},
+            "cache_seqlens": ints(5, 7),
+        },
+        "rotary_cos: expected elements of FLOAT, got DOUBLE",
+    ),
     "one angle": ({**NEW, "rotary_cos": zeros(48, 4)}, "rotary_cos and rotary_sin are given"),
     "few angles": (
         {**NEW, "rotary_cos": zeros(47, 4), "rotary_sin": zeros(47, 4)},
@@ -110,6 +118,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "padding": ({"cache_leftpad": ints(0)}, "cache_leftpad: expected shape"),
     "window": ({"window_size": 3}, r"window_size: expected \(left, right\)"),
+    "no bound": ({"window_size": (None, 0)}, "^window_size: expected an integer, got None"),
+    "causal": ({"causal": "yes"}, "^causal: expected True or False"),
     "splits": ({"num_splits": -1}, "num_splits: expected 0 or more"),
     "slopes": ({"alibi_slopes": zeros(3, dtype=np.float32)}, "alibi_slopes: expected shape"),
     "out": ({"out": zeros(2, 1, 4, 16)}, "out: expected shape"),

@@ -49,6 +49,20 @@ def test_float64() -> None:
     np.testing.assert_allclose(sums, np.log(np.exp(lse).sum(axis=0)), rtol=1e-14, atol=1e-14)
 
 
+def test_wide_types_among_narrow_ones() -> None:
+    """On the CPU, one float64 tensor suffices for arithmetic in float64: log-sum-exps in it keep
+    their digits beside outputs in float16."""
+    rng = np.random.default_rng(0)
+    o, lse = (
+        rng.standard_normal((3, 1, 3, 2, 5)).astype(np.float16),
+        rng.standard_normal((3, 1, 2, 3)),
+    )
+    want = np.log(np.exp(lse).sum(axis=0))
+    np.testing.assert_allclose(dlattn.merge_states(o, lse)[1], want, rtol=1e-14, atol=1e-14)
+    both = dlattn.merge_states(o[0], lse[0], o[1].astype(np.float64), lse[1])[1]
+    np.testing.assert_allclose(both, np.logaddexp(lse[0], lse[1]), rtol=1e-14, atol=1e-14)
+
+
 def test_log_sum_exps_far_apart() -> None:
     """Neither large nor small log-sum-exps overflow or vanish."""
     o = np.ones((1, 1, 1, 4), np.float32)
@@ -115,3 +129,12 @@ def test_no_rows() -> None:
     """Without rows there is nothing to do."""
     union, sums = dlattn.merge_states(O[:, :0], LSE[..., :0], O[:, :0], LSE[..., :0])
     assert union.shape == (2, 0, 3, 8) and sums.shape == (2, 3, 0)
+
+
+def test_no_entries() -> None:
+    """Of several dimensions that lead, any may be of size 0, whatever strides say then."""
+    torch = pytest.importorskip("torch")
+    for lead in ((2, 0), (0, 2), (3, 0, 2)):
+        o, lse = torch.zeros(*lead, 5, 3, 8), torch.zeros(*lead, 3, 5)
+        union, sums = dlattn.merge_states(o, lse, o, lse)
+        assert union.shape == o.shape and sums.shape == lse.shape

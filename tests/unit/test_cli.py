@@ -182,7 +182,19 @@ def test_show_explains_what_is_not_supported(capsys: pytest.CaptureFixture[str])
     assert "multiple of 8" in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["show", "--arch", "sm_10"]])
+def test_show_refuses_heads_without_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads of keys that no whole number of query heads shares are no problem to show."""
+    assert main(["show", "--heads", "3", "--heads-kv", "2", "--arch", "sm_90a"]) == 1
+    assert capsys.readouterr().err.startswith("dlattn: --heads-kv: expected a divisor of --heads")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["fly"], ["show", "--arch", "sm_10"], ["show", "--head-dim", "0"],
+        ["show", "--seq", "-1"], ["demo", "--heads", "-3"], ["demo", "--batch", "many"],
+    ],
+)  # fmt: skip
 def test_meaningless_arguments_exit_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, ClassVar
 
 import pytest
 
-from dlattn.errors import DlattnError
+import dlattn
+from dlattn.errors import DlattnError, InvalidArgumentError
 from dlattn.runtime.target import cuda_device_count, cuda_target
 
 
@@ -17,6 +19,27 @@ def test_missing_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DlattnError, match=r'reached through CuPy.*pip install "\.\[cu12\]"'):
         cuda_target(0)
+
+
+def test_tensors_of_others_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of an unknown framework on a device, of which CuPy tells the ordinal, is refused with
+    the same sentence; and an interface without memory with one of its own."""
+    cuda_target.cache_clear()
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    class Numba:
+        __cuda_array_interface__ = {
+            "data": (4096, False), "typestr": "<f2", "shape": (1, 2, 3, 8), "version": 3,
+        }  # fmt: skip
+
+    class Empty:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+    with pytest.raises(DlattnError, match="CUDA device 0 is reached through CuPy"):
+        dlattn.attention(Numba(), Numba(), Numba())
+    with pytest.raises(InvalidArgumentError, match="q: Its array interface has no address"):
+        dlattn.attention(Empty(), Empty(), Empty())
 
 
 def test_device_that_cupy_cannot_use_says_why() -> None:
