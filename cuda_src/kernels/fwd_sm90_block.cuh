@@ -91,8 +91,7 @@ struct FwdSm90Block {
     return round_up(length_q, tile_q) - round_up(length_q, 64);
   }
 
-  // Whether an item may visit its key tiles from the first to the last.
-  static constexpr bool may_ascend = Tiling::alternates && !Problem::ragged && !Tiles::skips;
+  static_assert(!Tiling::alternates || !(Problem::ragged || Tiles::skips));
 
   // What a query tile means, for some of its rows or all.
   struct alignas(16) Work {
@@ -125,7 +124,7 @@ struct FwdSm90Block {
     DLATTN_DEVICE int first_row() const { return item.tile * tile_q - rows_missing(length.q); }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     // The way through its key tiles, from one end to the other.
-    DLATTN_DEVICE bool ascends() const { return may_ascend && item.ascends; }
+    DLATTN_DEVICE bool ascends() const { return Tiling::alternates && item.ascends; }
     DLATTN_DEVICE int step() const { return ascends() ? 1 : -1; }
     DLATTN_DEVICE int start() const { return ascends() ? first_tile : last_tile; }
     DLATTN_DEVICE int stop() const { return ascends() ? last_tile : first_tile; }

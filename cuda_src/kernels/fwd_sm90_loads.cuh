@@ -102,7 +102,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     for (int next = uniform(row.w);; row = rows[2 * next], keys = rows[2 * next + 1], ++next) {
       WorkItem item{uniform(row.x), uniform(row.y), uniform(row.z)};
       if constexpr (shares_keys) item.parts = uniform(keys.z);
-      if constexpr (Base::may_ascend) item.ascends = uniform(keys.w);
+      if constexpr (Tiling::alternates) item.ascends = uniform(keys.w);
       offer(place, item, {uniform(keys.x), uniform(keys.y)});
       if (next == end) return;
     }

@@ -107,13 +107,13 @@ class FwdSm90(MappedPlan):
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
-        shape = self.problem, self.geometry, self.tiling
-        keys = visited(*shape)
+        keys = visited(self.problem, self.geometry, self.tiling)
+        costs, heads = tile_costs(*keys), self._heads_per_tile
         return table(
-            tile_costs(*keys),
-            tile_heads(self.geometry, self._heads_per_tile),
+            costs,
+            tile_heads(self.geometry, heads),
             self.geometry.batch,
-            pairs_at_work(*shape, self._heads_per_tile, self._blocks),
+            pairs_at_work(self.problem, self.geometry, costs, heads, self._blocks),
             self._blocks,
             keys if self._sharing.blocks else None,
             self._sharing.beside,

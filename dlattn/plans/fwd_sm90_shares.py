@@ -76,13 +76,16 @@ def tiles_of_heads(geometry: Geometry, tile_q: int, heads: int) -> int:
 
 
 def pairs_at_work(
-    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, blocks: int
+    problem: Problem, geometry: Geometry, costs: Array, heads: int, blocks: int
 ) -> int:
     """(batch, head) pairs of a wave, of so many heads a tile: as many as L2 keeps; or of short
     sequences whose tiles differ, as many as have a tile for each block, if that is as even. Then
-    all rounds have long and short tiles, and read as many keys."""
+    all rounds have long and short tiles, and read as many keys.
+
+    Args:
+        costs: of the tiles of one pair.
+    """
     most = max(1, pairs_per_wave(problem, geometry, WAVE_BYTES) // heads)
-    costs = tile_costs(*visited(problem, geometry, tiling))
     one_round = max(1, blocks // len(costs))
     if geometry.seq_q > SHORT_ROWS or np.ptp(costs) == 0 or one_round >= most:
         return most

@@ -15,7 +15,7 @@ from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.fwd_sm90_shares import Sharing, pairs_at_work
 from dlattn.plans.kernels import pairs_per_wave
-from dlattn.plans.schedule import ALL_KEYS
+from dlattn.plans.schedule import ALL_KEYS, tile_costs
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
 from dlattn.runtime.target import KNOWN
 from tests.unit.test_schedule import rows_of_blocks
@@ -251,11 +251,11 @@ def test_few_tiles_of_different_lengths_are_smaller() -> None:
 
 def visits(it: FwdSm90) -> list[list[int]]:
     """The key tiles that each block visits, one after the other, of whichever head."""
+    begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
     blocks = []
     for rows in rows_of_blocks(it.schedule(), it._blocks):
         visited: list[int] = []
         for row in rows:
-            begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
             own = range(begin[row[0]], end[row[0]])
             visited.extend(own if row[7] else reversed(own))
         blocks.append(visited)
@@ -290,4 +290,5 @@ def test_a_round_of_short_sequences_has_all_lengths() -> None:
     # Of six tiles a head, 22 heads would be two waves of a round and one of less.
     uneven = plan(5, 10, 10, 700, 700, 256, right=0)
     shape = uneven.problem, uneven.geometry
-    assert pairs_at_work(*shape, uneven.tiling, 1, 132) == pairs_per_wave(*shape, 32 * 2**20) > 22
+    costs = tile_costs(*fwd_sm90_shares.visited(*shape, uneven.tiling))
+    assert pairs_at_work(*shape, costs, 1, 132) == pairs_per_wave(*shape, 32 * 2**20) > 22
