@@ -259,12 +259,9 @@ def masks(
 
 def as_measured(node: AttentionNode) -> AttentionNode:
     """The node of :func:`masks`: operations measure a corner from lengths as they are."""
-    diagonal = node.diagonal
-    measured = {"seq_len_q", "seq_len_kv"} & node.inputs.keys()
-    is_banded = diagonal.left is not None or diagonal.right is not None
-    if not (diagonal.bottom_right and is_banded and measured):
+    if not node.diagonal.bottom_right or node.inputs.keys().isdisjoint(("seq_len_q", "seq_len_kv")):
         return node
-    return replace(node, diagonal=replace(diagonal, corner_as_given=True))
+    return replace(node, diagonal=replace(node.diagonal, corner_as_given=True))
 
 
 def _dropout(node: PrimitiveNode, weights: Weights, numbers: list[HostNumber]) -> dict[str, Any]:

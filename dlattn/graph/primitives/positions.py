@@ -86,19 +86,20 @@ def comparison(operation: str, x: Affine, y: Affine) -> Predicate | None:
 
 @dataclass(frozen=True)
 class Band:
-    """The masks of attention that conditions mean together, as arguments of ``sdpa``.
-
-    Attributes:
-        corner_as_given: the bottom right corner is measured from lengths of tensors: as they are,
-            where arguments count no more than the rows that there are.
-    """
+    """The masks of attention that conditions mean together, as arguments of ``sdpa``."""
 
     seq_len_q: tensor | None = None
     seq_len_kv: tensor | None = None
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
-    corner_as_given: bool = False
+
+    @property
+    def corner_as_given(self) -> bool:
+        """Whether the bottom right corner is measured from lengths of tensors: as they are, where
+        arguments count no more than the rows that there are."""
+        has_lengths = self.seq_len_q is not None or self.seq_len_kv is not None
+        return self.bottom_right and has_lengths
 
 
 def band(conditions: tuple[Affine, ...], seq_q: int, seq_kv: int) -> Band | None:
@@ -137,6 +138,5 @@ def band(conditions: tuple[Affine, ...], seq_q: int, seq_kv: int) -> Band | None
                 None if below is None else below.const,
                 None if above is None else above.const,
                 bottom_right,
-                bottom_right and bool(lengths),
             )
     return None
