@@ -83,29 +83,26 @@ def attention(
         found = attend_plainly(q, k, v, said, deterministic, return_lse)
         if found is not None:
             return found
-    options = options_of(
-        layout, causal, window, alignment, scale, softcap,
-        None if max_seqlens is None else longest(max_seqlens), dropout_p,
-        *shared(lengths, cu_seqlens),
-    )  # fmt: skip
-    return attend(
-        q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
-        options, deterministic, return_lse,
+    return attend_in(
+        "dlattn", q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
+        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_p,
+        deterministic, return_lse,
     )  # fmt: skip
 
 
-def in_torchs_words(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: Any, window: Any, alignment: str,
-    scale: Any, softcap: Any, alibi_slopes: Tensor | None, sinks: Tensor | None, lengths: Any,
-    block_table: Tensor | None, dropout_p: Any, deterministic: bool | None, return_lse: bool,
-    bias: Tensor | None = None, cu_seqlens: Any = None, max_seqlens: Any = None,
+def attend_in(
+    words: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None, lengths: Any, cu_seqlens: Any, block_table: Tensor | None,
+    layout: str, causal: Any, window: Any, alignment: str, scale: Any, softcap: Any,
+    max_seqlens: Any, dropout_p: Any, deterministic: bool | None, return_lse: bool,
 ) -> Any:  # fmt: skip
-    """:func:`attention`, whose errors name arguments as ``torch.nn.functional`` does; flags, the
-    window and the probability are as :func:`attention` makes them of what it is given."""
+    """:func:`attention` whose errors name arguments in these words
+    (:data:`dlattn.calls.arguments.SAID`); flags, the window and the probability are as it makes
+    them of what it is given."""
     options = options_of(
         layout, causal, window, alignment, scale, softcap,
         None if max_seqlens is None else longest(max_seqlens), dropout_p,
-        *shared(lengths, cu_seqlens), "torch",
+        *shared(lengths, cu_seqlens), words,
     )  # fmt: skip
     return attend(
         q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
 from dlattn.torch.arguments import check_heads
-from dlattn.torch.differentiable import in_torchs_words
+from dlattn.torch.differentiable import attend_in
 
 
 def nested_attention(
@@ -20,7 +20,7 @@ def nested_attention(
     Args:
         query, key, value: (B, H, jagged, E), as ``transpose(1, 2)`` gives it.
         enable_gqa: as of :func:`dlattn.torch.scaled_dot_product_attention`.
-        options: of :func:`dlattn.torch.differentiable.in_torchs_words`.
+        options: of :func:`dlattn.torch.differentiable.attend_in`.
 
     Raises:
         InvalidArgumentError: they are no such tensors, keys and values differ in lengths, or heads
@@ -43,8 +43,12 @@ def nested_attention(
             "torch.nested.nested_tensor_from_jagged(values, key.offsets())."
         )
     check_heads(q.shape[2], k.shape[2], v.shape[2], enable_gqa)
-    found = in_torchs_words(
-        *(x.values() for x in packed),
+    found = attend_in(
+        "torch",
+        q.values(),
+        k.values(),
+        v.values(),
+        bias=None,
         layout="thd",
         lengths=(q.lengths(), k.lengths()),
         cu_seqlens=tuple(x.offsets().to(torch.int32) for x in (q, k)),

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from dlattn.errors import InvalidArgumentError
-from dlattn.one_call.arguments import shared
 from dlattn.torch.arguments import (
     bounds,
     check_heads,
     expect_tensors,
-    options_of,
     probability,
     truth,
 )
-from dlattn.torch.differentiable import attend, in_torchs_words
+from dlattn.torch.differentiable import attend_in
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
 from dlattn.torch.rows import in_rows
@@ -106,13 +104,10 @@ def scaled_dot_product_attention(
         alike = block_table is not None or of_q[0] == of_k[0] == of_v[0]
         if len(of_q) == len(of_k) == len(of_v) == 4 and alike:
             check_heads(of_q[1], of_k[1], of_v[1], enable_gqa)
-            options = options_of(
-                "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
-                *shared(lengths, None), "torch",
-            )  # fmt: skip
-            return attend(
-                query, key, value, attn_mask, sinks, alibi_slopes, lengths, None, block_table,
-                options, deterministic, return_lse,
+            return attend_in(
+                "torch", query, key, value, attn_mask, sinks, alibi_slopes, lengths, None,
+                block_table, "bhsd", is_causal, window, alignment, scale, softcap, None, dropout_p,
+                deterministic, return_lse,
             )  # fmt: skip
     words: dict[str, Any] = {
         "causal": is_causal,
@@ -184,10 +179,13 @@ def _reshaped(
         ) from error
     of_q, of_k, of_v = (x.shape[-3] for x in four)
     check_heads(of_q, of_k, of_v, enable_gqa)
-    four = [x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four]
+    q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four)
     if mask is not None and mask.dim() > 3:
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
-    found = in_torchs_words(*four, layout="bhsd", bias=mask, lengths=lengths, **options)
+    found = attend_in(
+        "torch", q, k, v, mask, layout="bhsd", lengths=lengths, cu_seqlens=None, max_seqlens=None,
+        **options,
+    )  # fmt: skip
     out, lse = found if options["return_lse"] else (found, None)
     rows = lead if rank < 4 else (*lead, of_q)
     rows = (*rows, query.shape[-2]) if rank > 2 else query.shape[:1]
