@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -182,6 +183,38 @@ def plan_for(
     geometry = Geometry(tensors, 0.125, band_left=left, band_right=right, max_seq_kv=longest)
     assert family.supports(problem, geometry, KNOWN[arch]) is None
     return family(problem, geometry, KNOWN[arch])
+
+
+def sources_of(
+    family: type[CudaPlan], problems: Iterable[Problem], arch: str
+) -> dict[str, tuple[Problem, jit.KernelSource]]:
+    """By their text, the kernels of a family's plans, each with a problem that has it."""
+    return {
+        source.text: (problem, source)
+        for problem in problems
+        for source in every_source(plan_for(family, problem, arch))
+    }
+
+
+def complaints(
+    sources: Mapping[str, tuple[Problem, jit.KernelSource]],
+    arch: str,
+    most_spilled: Callable[[Problem, str], int] | None = None,
+) -> list[str]:
+    """Of kernels that spill registers or draw a ptxas performance warning.
+
+    Args:
+        sources: see :func:`sources_of`.
+        most_spilled: bytes that a problem's kernels may; none of any, unless given.
+    """
+    compiled = jit.compile_kernels([source for _, source in sources.values()], arch)
+    return [
+        f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
+        for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
+        if kernel.warnings
+        or kernel.spill_stores > (most := most_spilled(problem, arch) if most_spilled else 0)
+        or (kernel.spill_loads and not most)
+    ]
 
 
 def every_source(plan: CudaPlan) -> list[jit.KernelSource]:

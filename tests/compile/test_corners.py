@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,14 @@ import pytest
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.decode import Decode
 from dlattn.problem import Band, Padding, Problem
-from dlattn.runtime import jit
-from tests.compile.problems import FAMILIES, every_source, is_too_wide, plan_for, problems
+from tests.compile.problems import (
+    FAMILIES,
+    complaints,
+    is_too_wide,
+    plan_for,
+    problems,
+    sources_of,
+)
 
 
 def as_given(problem: Problem) -> Problem:
@@ -36,19 +41,8 @@ def test_no_spills_and_no_warnings(
     # The rest of a problem is what test_kernels.py compiles.
     step *= 8
     first = FAMILIES[family].index(arch) * step // len(FAMILIES[family])
-    sources = {
-        source.text: (problem, source)
-        for problem in banded[first::step]
-        for source in every_source(plan_for(family, problem, arch))
-    }
-    with ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
-        complaints = [
-            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
-            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
-            if kernel.spill_stores or kernel.spill_loads or kernel.warnings
-        ]
-    assert not complaints, "\n".join(complaints)
+    found = complaints(sources_of(family, banded[first::step], arch), arch)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,24 +6,14 @@ from __future__ import annotations
 import pytest
 
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.runtime import jit
-from tests.compile.problems import every_source, plan_for, problems
+from tests.compile.problems import complaints, problems, sources_of
 
 
 def test_kernels_that_share_more(request: pytest.FixtureRequest) -> None:
     """None spills a register or draws a ptxas performance warning."""
     step = request.config.getoption("--kernels")
-    sources = {
-        source.text: (problem, source)
-        for problem in problems(FwdSm90)[::step]
-        for source in every_source(plan_for(FwdSm90, problem, "sm_90a"))
-        if "SharesMore" in source.text
-    }
+    every = sources_of(FwdSm90, problems(FwdSm90)[::step], "sm_90a")
+    sources = {text: it for text, it in every.items() if "SharesMore" in text}
     assert sources
-    compiled = jit.compile_kernels([source for _, source in sources.values()], "sm_90a")
-    complaints = [
-        f"{kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
-        for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
-        if kernel.spill_stores or kernel.spill_loads or kernel.warnings
-    ]
-    assert not complaints, "\n".join(complaints)
+    found = complaints(sources, "sm_90a")
+    assert not found, "\n".join(found)

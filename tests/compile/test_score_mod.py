@@ -44,10 +44,12 @@ from tests.compile.problems import (
     EDITS,
     FAMILIES,
     MASKS,
+    complaints,
     direction_of,
     every_source,
     is_decoded,
     plan_for,
+    sources_of,
 )
 from tests.compile.programs import MODS, program, with_gradients
 from tests.unit.test_score_blocks import EXACT
@@ -91,19 +93,9 @@ def test_no_spills_and_no_warnings(
     Blackwell, wide heads may spill a few bytes."""
     step = max(1, request.config.getoption("--kernels") // 4)
     first = FAMILIES[family].index(arch) * step // len(FAMILIES[family])
-    sources = {
-        source.text: (problem, source)
-        for problem in programmed(family)[first::step]
-        for source in every_source(plan_for(family, problem, arch))
-    }
-    with ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda item: jit.compile_kernel(item[1], arch), sources.values())
-        complaints = [
-            f"{kernel.name} {kernel.spill_stores} bytes spilled, {kernel.warnings}: {problem}"
-            for (problem, _), kernel in zip(sources.values(), compiled, strict=True)
-            if kernel.spill_stores > _most_spilled(problem, arch) or kernel.warnings
-        ]
-    assert not complaints, "\n".join(complaints)
+    sources = sources_of(family, programmed(family)[first::step], arch)
+    found = complaints(sources, arch, _most_spilled)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("name", ["documents", "marked", "bent"])
