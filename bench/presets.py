@@ -197,6 +197,12 @@ def _padding() -> list[Case]:
     return cases
 
 
+def _lengths() -> list[Case]:
+    """Between the powers of two, where tiles are not whole or blocks have not as many each."""
+    seqs = (300, 400, 576, 640, 700, 768, 900, 1280, 1536, 1800, 2500, 3000)
+    return _grid((64, 128, 256), seqs)
+
+
 def _fp16() -> list[Case]:
     """fp16 beside bf16."""
     return [
@@ -329,6 +335,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "foundation": _grid((64, 128), (1024, 4096, 16384)),
         "window": _window(),
         "padding": _padding(),
+        "lengths": _lengths(),
         "fp16": _fp16(),
         "mla": [case(1, (128, 128), 8192, (192, 128), "causal")],
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],

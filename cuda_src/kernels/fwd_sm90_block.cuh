@@ -55,8 +55,8 @@ struct FwdSm90Block {
   static constexpr int tile_q = Tiling::tile_q, tile_k = Tiling::tile_k;
   static constexpr int dim_qk = round_up(Problem::head_dim_qk, 16);
   static constexpr int dim_v = Problem::value_columns;  // head_dim_v, up to a width of wgmma
-  static constexpr int producer_registers = consumers == 2 ? 40 : 32;
-  static constexpr int consumer_registers = consumers == 2 ? 232 : consumers == 3 ? 160 : 112;
+  static constexpr int producer_registers = consumers == 2 ? 40 : consumers == 3 ? 56 : 32;
+  static constexpr int consumer_registers = consumers == 2 ? 232 : consumers == 3 ? 152 : 112;
 
   using QTile = SlabTile<T, 64, dim_qk>;  // of a consumer
   using OSlab = SlabTile<T, 64, 64>;

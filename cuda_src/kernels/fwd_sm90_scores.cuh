@@ -109,8 +109,8 @@ struct FwdSm90Scores : FwdSm90Loads<Problem, Tiling> {
     }
   }
 
-  // Columns of a tile that some row of this warp attends to. Three consumers have no registers for
-  // the branches that skip the others.
+  // Columns of a tile that some row of this warp attends to. Branches that skip the others gain nothing
+  // in tiles of the 64 keys that three consumers have, for which four have no registers.
   using Columns = Either<consumers == 2, SeenColumns, AllColumns>;
   DLATTN_DEVICE Columns seen_columns(const Work& work, int tile) {
     if constexpr (consumers == 2) {

@@ -31,8 +31,11 @@ WAVE_BYTES = 32 * 2**20
 #: have no more (1.027 in 300 random problems), because to count takes as long as the table.
 SHORT_ROWS, MOST_UNEVEN, EVEN_ROUNDS = 1024, 1.02, 16
 
-#: What a tile of the same size costs with another tiling than the first, as measured.
-SLOWER = 1.25
+#: What a query tile takes beside its products, as measured, in keys: with all tilings alike, but
+#: more of three consumers, each with keys that others have not.
+KEYS_BESIDE, KEYS_BESIDE_WINDOWS = 250, 350
+#: Rounds of query tiles up to which it is counted how evenly blocks share them.
+COUNTED_ROUNDS = 8
 
 #: Parts of a tile that one of its blocks adds at the most, if a kernel of its own may.
 MOST_PARTS_OF_ONE = 3
@@ -194,29 +197,34 @@ def choose_tiling(
     tilings: Sequence[Sm90FwdTiling],
     multiprocessors: int,
 ) -> Sm90FwdTiling:
-    """The tiling that takes the least time, if tiles are shared out evenly.
+    """The tiling that takes the least time.
 
     Args:
         tilings: the fastest for many tiles, then others.
     """
     if len(tilings) == 1:
         return tilings[0]
+    is_wide = problem.head_dim_v > 64
 
     def cost(tiling: Sm90FwdTiling) -> float:
         """In products of a query and a key."""
-        costs = tile_costs(*visited(problem, geometry, tiling))
+        begin, end = visited(problem, geometry, tiling)
+        windows = geometry.band_left is not None and tiling.consumers == 3 and is_wide
+        beside = KEYS_BESIDE_WINDOWS if windows else KEYS_BESIDE
+        of_key = tiling.tile_q * tiling.slower
+        costs = (beside + (end - begin) * tiling.tile_k) * of_key
         heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
-        at_a_time = min(tiles_of_heads(geometry, tiling.tile_q, heads), multiprocessors)
-        slower = 1.0 if tiling is tilings[0] else SLOWER
-        of_entry = float(costs.sum()) * len(tile_heads(geometry, heads))
-        of_entry *= tiling.tile_q * tiling.tile_k * slower
-        total = of_entry * geometry.batch
-        if has_same_keys(problem):
-            return total / at_a_time
+        pairs = geometry.batch * len(tile_heads(geometry, heads))
+        tiles, total = pairs * len(costs), pairs * float(costs.sum())
         if shared.blocks:
-            return total / shared.blocks + PARTS_COST * tiling.tile_q * slower
-        longest = float(costs.max()) * tiling.tile_q * tiling.tile_k * slower
-        return max(total / at_a_time, longest)
+            of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
+            return total / shared.blocks + PARTS_COST * of_key * max(1, of_one)
+        if np.ptp(costs) == 0:
+            return float(costs[0]) * -(-tiles // multiprocessors)
+        blocks = min(tiles, multiprocessors)
+        if tiles > COUNTED_ROUNDS * blocks:
+            return total / blocks
+        return longest_load(costs, pairs, pairs, blocks)
 
     return min(tilings, key=cost)
 

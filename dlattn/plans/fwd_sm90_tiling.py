@@ -33,6 +33,8 @@ class Sm90FwdTiling:
         shares_more: blocks share the keys of query tiles under a band, too, which gives each its
             own; where the parts of a tile are many, they leave them to a kernel of its own; and
             two heads may share a consumer.
+        slower: what a product of a query and a key takes, as measured, of what it takes with the
+            fastest tiling of these head dimensions.
     """
 
     consumers: int
@@ -44,6 +46,7 @@ class Sm90FwdTiling:
     alternates: bool = False
     stages_bias: bool = False
     shares_more: bool = False
+    slower: float = 1.0
 
     @property
     def tile_q(self) -> int:
@@ -139,8 +142,8 @@ def alternates(problem: Problem) -> bool:
 
 
 def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
-    """The fastest tilings (``bench/NOTES.md``): for many query tiles, then for fewer than there are
-    multiprocessors."""
+    """The fastest tilings (``bench/NOTES.md``): for many query tiles of many key tiles, then for
+    fewer, and for sequences that fill them better."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if problem.has_aligned_bias and largest <= 128:
@@ -158,25 +161,35 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 64, stages=3, q_stages=2, ping_pong=True),)
     if crowded and largest <= 192:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
-    # Four consumers have no registers for edits or dropout, and do not divide blocks.
-    if largest <= 64 and (problem.is_edited or problem.dropout or problem.has_blocks):
-        return (Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True),)
+    # Two, three and four consumers: blocks of keys and queries are divided by tiles of two alone.
     if largest <= 64:
-        short = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True)
-        # Their scheduler has no registers to divide by other numbers, nor beside other results; nor
-        # consumers for a scale of either sign beside pages or fewer columns of v.
-        more = problem.sink or problem.score_max or problem.score_sum_exp
+        two = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True, slower=1.33)
+        if problem.has_blocks:
+            return (two,)
+        three = Sm90FwdTiling(3, 96, stages=4, q_stages=2, slower=1.08)
+        # Four have no registers for edits or dropout, nor has their scheduler to divide by other
+        # numbers, or beside other results; nor have they for a scale of either sign beside pages or
+        # fewer columns of v.
+        more = problem.is_edited or problem.dropout is not None
+        more |= problem.sink or problem.score_max or problem.score_sum_exp
         if not is_positive(problem):
             more |= problem.paged_k or problem.paged_v or dim_v < 64
         if dim_v & (dim_v - 1) or largest <= 32 or more:
-            return (short,)
-        return Sm90FwdTiling(4, 64, stages=6, q_stages=2), short
+            return three, Sm90FwdTiling(3, 64, stages=6, q_stages=2, slower=1.12), two
+        return Sm90FwdTiling(4, 64, stages=6, q_stages=2), three, two
     if largest <= 128:
-        # A soft cap takes longer than the other's products: consumers would wait for their turns.
+        # Beside a soft cap, consumers would wait for their turns.
         caps = problem.keeps_scores and not problem.has_program
-        return (Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps),)
+        two = Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps, slower=1.09)
+        if problem.has_blocks:
+            return (two,)
+        return Sm90FwdTiling(3, 64, stages=3, q_stages=2), two
     if dim_qk <= 192 and dim_v <= 128:
-        return (Sm90FwdTiling(2, 128, ping_pong=True, alternates=alternates(problem)),)
+        up = alternates(problem)
+        two = Sm90FwdTiling(2, 128, ping_pong=True, alternates=up)
+        if problem.has_blocks:
+            return (two,)
+        return two, Sm90FwdTiling(3, 64, stages=3, alternates=up)
     if largest <= 192 and problem.has_blocks:
         return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
     if largest <= 192 and problem.adds_to_scores and problem.ragged:

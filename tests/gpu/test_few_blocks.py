@@ -1,19 +1,15 @@
-"""Kernels with so few blocks that each has many items, though problems are small.
-
-Otherwise a small call gives each block one item, if any, and what blocks do from item to item, and
-in which order, is met in large calls alone.
-"""
+"""Some kernels with so few blocks that each has many items; test_random.py has others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from dlattn.graph import placement
-from dlattn.runtime.target import Target, cuda_target
 from tests.cases import Case
-from tests.drivers import check, gpu_library, run_graph
+from tests.drivers import check, gpu_library
+from tests.few_blocks import run_on_few
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +42,41 @@ CASES = {
     "128, causal, groups, lengths": replace(
         MIDDLE, heads_q=6, len_q=(450, 70), len_kv=(400, 129), tails="nan"
     ),
+    "128, full": replace(MIDDLE, right=None, seq_q=550, seq_kv=333),
+    "128, full, lengths": replace(
+        MIDDLE, right=None, seq_q=550, len_q=(550, 130), len_kv=(333, 450), tails="nan"
+    ),
+    "128, a window": replace(MIDDLE, seq_q=550, seq_kv=550, left=100),
+    "128, a wide window": replace(MIDDLE, seq_q=900, seq_kv=900, left=500),
+    "128, causal, soft cap, sink": replace(MIDDLE, seq_q=550, seq_kv=550, softcap=5.0, sink=0.5),
+    "128, causal, pages": replace(
+        MIDDLE,
+        seq_q=550,
+        seq_kv=550,
+        len_q=(550, 300),
+        len_kv=(550, 300),
+        page_k=16,
+        page_v=16,
+    ),
+    "128, causal, packed": replace(
+        MIDDLE,
+        seq_q=550,
+        seq_kv=550,
+        len_q=(550, 300),
+        len_kv=(550, 300),
+        ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV"),
+    ),
+    "96, causal, dropout": replace(
+        MIDDLE,
+        head_dim_qk=96,
+        head_dim_v=96,
+        seq_q=550,
+        seq_kv=550,
+        dropout=0.1,
+        dropout_as="value",
+    ),
     "64, causal": replace(NARROW, seq_q=700, seq_kv=700),
+    "64, full, of three parts": replace(NARROW, right=None, seq_q=550, seq_kv=550),
     "64, full": replace(NARROW, right=None, seq_q=700, seq_kv=333),
     "64, a window": replace(NARROW, seq_q=700, seq_kv=700, left=100),
 }
@@ -54,13 +84,6 @@ CASES = {
 
 @pytest.mark.parametrize("multiprocessors", [3, 7])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_blocks_with_many_items(
-    case: Case, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_with_many_items(case: Case, multiprocessors: int) -> None:
     """Results are those of attention however many items a block has, and none waits for ever."""
-
-    def few(index: int) -> Target:
-        return replace(cuda_target(index), multiprocessors=multiprocessors)
-
-    monkeypatch.setattr(placement, "cuda_target", few)
-    check(case, gpu_library(), run_graph)
+    check(case, gpu_library(), partial(run_on_few, multiprocessors))

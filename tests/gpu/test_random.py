@@ -16,15 +16,18 @@ from hypothesis import given, settings
 from tests import tally
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
+from tests.few_blocks import run_on_few
 from tests.serial import run_by_engine
 from tests.strategies import families, for_hopper
 
 pytestmark = pytest.mark.gpu
 
 
-#: The best kernels for a case, or those of one family where it has some, and what they are given.
+#: The best kernels for a case, here or with few blocks, or those of one family where it has some,
+#: and what they are given.
 RUNS: dict[str, tuple[Callable[..., None], Callable[[Case], Case]]] = {
     "best": (run_graph, lambda case: case),
+    "few blocks": (partial(run_on_few, 5), for_hopper),
     "sm90": (partial(run_by_engine, "sm90"), for_hopper),
     "sm80": (partial(run_by_engine, "sm80"), lambda case: case),
 }

@@ -152,8 +152,8 @@ def of_device_with(multiprocessors: int) -> Any:
 
 def test_compiled_without_the_device() -> None:
     """What was compiled for a description runs on the device, with its own multiprocessors."""
-    # Of 128 there is one tiling, however many multiprocessors there are.
-    dim = (2, 4, 300, 128)
+    # Of 256 there is one tiling, however many multiprocessors there are.
+    dim = (2, 4, 300, 256)
     elsewhere = declared(dim, device_property=of_device_with(3))
     elsewhere.build()
     with pytest.raises(RuntimeError, match="cannot be executed here"):

@@ -247,12 +247,13 @@ def test_by_replay(driver):
     pack = {uid: uid << 20 for uid in (1, 2, 3, 4)}
     size = graph.get_autotune_workspace_size()
     names = [graph.get_plan_name_at_index(i) for i in range(graph.get_execution_plan_count())]
-    assert names == ["fwd_sm90", "fwd_sm80", "fwd_sm90#1"]
+    assert names == ["fwd_sm90", "fwd_sm80", "fwd_sm90#1", "fwd_sm90#2"]
     # Functions count from 16, in the order in which plans are built.
-    driver.microseconds = {16: 300.0, 32: 50.0, 48: 2.0}
+    driver.microseconds = {16: 300.0, 32: 50.0, 48: 2.0, 64: 9.0}
     times = graph.autotune(pack, 1 << 30 if size else None, handle)
     assert [(name, round(us)) for name, us in times] == [
         ("fwd_sm90#1", 2),
+        ("fwd_sm90#2", 9),
         ("fwd_sm80", 50),
         ("fwd_sm90", 300),
     ]
@@ -271,14 +272,14 @@ def test_knobs(driver):
     """``KERNEL_CFG`` counts the tilings of an engine, of which 0 is its own choice."""
     graph = on_gpu()
     (knob,) = graph.get_knobs_for_engine(0)
-    assert (knob.type, knob.min_value, knob.max_value) == (cudnn.knob_type.KERNEL_CFG, 0, 1)
+    assert (knob.type, knob.min_value, knob.max_value) == (cudnn.knob_type.KERNEL_CFG, 0, 2)
     assert isinstance(knob, cudnn.knob) and knob.stride == 1
     assert graph.get_knobs_for_engine(1) == []
     for setting in range(knob.min_value, knob.max_value + 1, knob.stride):
         graph.create_execution_plan(0, {knob.type: setting})
     count = graph.get_execution_plan_count()
     names = [graph.get_plan_name_at_index(i) for i in range(count)]
-    assert names == ["fwd_sm90", "fwd_sm80", "fwd_sm90", "fwd_sm90#1"]
+    assert names == ["fwd_sm90", "fwd_sm80", "fwd_sm90", "fwd_sm90#1", "fwd_sm90#2"]
     pack = {uid: uid << 20 for uid in (1, 2, 3, 4)}
     handle = cudnn.create_handle()
     cudnn.set_stream(handle, 99)
@@ -288,7 +289,7 @@ def test_knobs(driver):
     first, second = driver.done
     assert first[1] != second[1]
     for engine, knobs in (
-        (0, {knob.type: 2}),
+        (0, {knob.type: 3}),
         (0, {cudnn.knob_type.TILE_M: 0}),
         (1, {knob.type: 0}),
     ):
