@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,14 @@ class Shape:
         return (4 if direction is Direction.FORWARD else 10) * area * self.head_dim
 
 
-def shapes(head_dims: tuple[int, ...] = (64, 128)) -> list[Shape]:
-    """16k tokens of width 2048, in sequences of 1k, 4k and 16k."""
+def shapes(
+    head_dims: tuple[int, ...] = (64, 128), seqs: Sequence[int] = (1024, 4096, 16384)
+) -> list[Shape]:
+    """16k tokens of width 2048, in sequences of 1k, 4k and 16k unless told otherwise."""
     return [
         Shape(TOKENS // seq, HIDDEN // head_dim, seq, head_dim, causal)
         for head_dim in head_dims
-        for seq in (1024, 4096, 16384)
+        for seq in seqs
         for causal in (True, False)
     ]
 

@@ -1,5 +1,5 @@
 """Sweeps the tilings of the Hopper kernels: ``python -m bench.tune_sm90 forward 64 128 256``, or
-``backward``.
+``backward``; ``--seqs 300,576,900`` at other lengths than 1k, 4k and 16k.
 
 Prints, per shape and tiling, TFLOP/s and the ratio of FlashAttention-3's time to ours, and per head
 dimension and mask the geometric mean of each tiling. Every tiling is checked first.
@@ -7,7 +7,7 @@ dimension and mask the geometric mean of each tiling. Every tiling is checked fi
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,13 +27,14 @@ from dlattn.problem import Direction
 BASES = {
     64: [
         (4, 64, 6, 2),
-        (4, 64, 4, 2),
-        (3, 128, 2, 2),
-        (3, 64, 4, 2),
+        (3, 96, 4, 2),
+        (3, 64, 6, 2),
         (2, 128, 3, 2),
         (2, 192, 2, 2),
     ],
     128: [
+        (3, 64, 3, 2),
+        (3, 64, 4, 1),
         (2, 128, 2, 2),
         (2, 96, 2, 2),
         (2, 64, 4, 2),
@@ -121,11 +122,11 @@ def flash3(
     return lambda: torch.ops.flash_attn_3.bwd(dO, q, k, v, o, stats, **options)
 
 
-def sweep(direction: Direction, head_dim: int) -> None:
+def sweep(direction: Direction, head_dim: int, seqs: Sequence[int]) -> None:
     """Time every tiling of one pass and head dimension on every shape."""
     plan, table = PLANS[direction]
     ratios: dict[tuple[bool, str], list[float]] = {}
-    for shape in shapes((head_dim,)):
+    for shape in shapes((head_dim,), seqs):
         tensors = make_tensors(shape)
         peers = flash2(shape, tensors)
         o, lse = peers["forward"]()[:2]  # what the backward reads
@@ -150,6 +151,20 @@ def sweep(direction: Direction, head_dim: int) -> None:
         print(f"d{head_dim} {mask:6} {name:52} mean x{geometric_mean(values):.3f} ({each})")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.tune_sm90", description=__doc__)
+    parser.add_argument("direction", type=Direction, help="forward or backward")
+    parser.add_argument("head_dims", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument(
+        "--seqs",
+        type=lambda text: [int(seq) for seq in text.split(",")],
+        default=[1024, 4096, 16384],
+        help="lengths of sequences, of 16384 tokens in all (1024,4096,16384)",
+    )
+    given = parser.parse_args()
+    for head_dim in given.head_dims:
+        sweep(given.direction, head_dim, given.seqs)
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[2:] or ["64", "128", "256"]:
-        sweep(Direction(sys.argv[1]), int(argument))
+    main()
