@@ -31,8 +31,8 @@ WAVE_BYTES = 32 * 2**20
 #: have no more (1.027 in 300 random problems), because to count takes as long as the table.
 SHORT_ROWS, MOST_UNEVEN, EVEN_ROUNDS = 1024, 1.02, 16
 
-#: What a query tile takes beside its products, as measured, in keys: with all tilings alike, but
-#: more of three consumers, each with keys that others have not.
+#: What a query tile takes beside its products, as measured, in keys: with all tilings alike, but in
+#: windows, where each consumer has keys that others have not, more with three above 64 columns.
 KEYS_BESIDE, KEYS_BESIDE_WINDOWS = 250, 350
 #: Rounds of query tiles up to which it is counted how evenly blocks share them.
 COUNTED_ROUNDS = 8
@@ -204,13 +204,12 @@ def choose_tiling(
     """
     if len(tilings) == 1:
         return tilings[0]
-    is_wide = problem.head_dim_v > 64
+    windows = geometry.band_left is not None and problem.head_dim_v > 64
 
     def cost(tiling: Sm90FwdTiling) -> float:
         """In products of a query and a key."""
         begin, end = visited(problem, geometry, tiling)
-        windows = geometry.band_left is not None and tiling.consumers == 3 and is_wide
-        beside = KEYS_BESIDE_WINDOWS if windows else KEYS_BESIDE
+        beside = KEYS_BESIDE_WINDOWS if windows and tiling.consumers == 3 else KEYS_BESIDE
         of_key = tiling.tile_q * tiling.slower
         costs = (beside + (end - begin) * tiling.tile_k) * of_key
         heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
