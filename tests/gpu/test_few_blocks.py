@@ -43,6 +43,7 @@ CASES = {
         MIDDLE, heads_q=6, len_q=(450, 70), len_kv=(400, 129), tails="nan"
     ),
     "128, full": replace(MIDDLE, right=None, seq_q=550, seq_kv=333),
+    "128, full, parts of keys": replace(MIDDLE, right=None, seq_q=550, seq_kv=3000),
     "128, full, lengths": replace(
         MIDDLE, right=None, seq_q=550, len_q=(550, 130), len_kv=(333, 450), tails="nan"
     ),
