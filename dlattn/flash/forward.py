@@ -104,8 +104,8 @@ def mha_fwd(
             ``32 * batch_size * num_heads``; a seed; (seed, offset); a state as it is returned,
             which CUDA graphs read again at each replay; or ``None``, for torch's own generator of
             the device, and of other frameworks a random seed.
-        seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
-            of the output are 0, of softmax_lse +inf.
+        seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count, at most
+            those that there are. Other rows of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
         num_splits, pack_gqa: hints, which change no result; dlattn decides itself.
         attention_chunk: 0; others are refused.
