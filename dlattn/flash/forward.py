@@ -214,7 +214,7 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 
 
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    forward, addresses = calls.find(tensors, (options,))
+    forward, addresses = calls.find(tensors, options)
     if forward.call is None:
         if forward.apart is not None:
             forward.apart(addresses)

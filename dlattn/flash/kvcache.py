@@ -131,9 +131,12 @@ def flash_attn_with_kvcache(
         *(None if is_number else cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
         *(alibi_slopes, sinks, out),
     )
-    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise InvalidArgumentError(
+            f"window_size: expected (left, right), got {window_size!r:.100}."
+        )
     options = (
-        *(is_number, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits),
+        *(is_number, softmax_scale, causal, *window_size, softcap, rotary_interleaved, num_splits),
         return_softmax_lse,
     )
     call, addresses = _calls.find(tensors, options)
@@ -149,8 +152,8 @@ def _length(value: Any) -> int:
 
 
 def _prepare(*given: Any) -> Call:
-    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
-    is_number, softmax_scale, causal, window, softcap, interleaved, splits, wants_lse = options
+    values, options = given[:-1], given[-1]
+    is_number, softmax_scale, causal, *window, softcap, interleaved, splits, wants_lse = options
     there = admit(_NAMES[:3], dict(zip(_NAMES, values, strict=True)))
     dtype = element_type(there, "q", "k_cache", "v_cache", "k", "v", "out")
     q, columns = there["q"], there["v_cache"].shape[-1]
@@ -160,8 +163,6 @@ def _prepare(*given: Any) -> Call:
         q.shape[0], q.shape[2], there["k_cache"].shape[2], q.shape[1], cache.cache.capacity
     )
     _check(there, sizes, is_number)
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise InvalidArgumentError(f"window_size: expected (left, right), got {window!r:.100}.")
     left, right = (integer("window_size", side) for side in window)
     causal = flag("causal", causal)
     if integer("num_splits", splits) < 0:

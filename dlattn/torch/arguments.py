@@ -109,8 +109,9 @@ def options_of(
     """From the words of :func:`dlattn.attention`.
 
     Args:
-        causal, window, max_seqlens: as :func:`truth` and :func:`bounds` give them: what is
-            remembered of a number is of all that equal it, such as of 4 and 4.0.
+        causal, window, scale, softcap, max_seqlens: as :func:`truth`, :func:`bounds` and
+            :func:`real` give them: what is remembered of a number is of all that equal it, such as
+            of 4 and 4.0.
 
     Raises:
         InvalidArgumentError: the layout or the alignment means nothing.
@@ -201,6 +202,16 @@ def truth(name: str, value: Any) -> Any:
         InvalidArgumentError: it is neither true nor false.
     """
     return value if isinstance(value, torch.SymBool) else flag(name, value)
+
+
+def real(name: str, value: Any) -> Any:
+    """A number, which may be a symbol while PyTorch traces; ``None`` stays it.
+
+    Raises:
+        InvalidArgumentError: it is no number.
+    """
+    is_symbol = value is None or isinstance(value, (torch.SymFloat, torch.SymInt))
+    return value if is_symbol else number(name, value)
 
 
 def expect_tensors(**given: Any) -> None:
