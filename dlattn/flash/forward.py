@@ -107,6 +107,7 @@ def mha_fwd(
         seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count, at most
             those that there are. Other rows of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
+            Finite, or -inf, which is none.
         num_splits, pack_gqa: hints, which change no result; dlattn decides itself.
         attention_chunk: 0; others are refused.
 

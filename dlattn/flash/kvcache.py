@@ -105,7 +105,8 @@ def flash_attn_with_kvcache(
         alibi_slopes: (num_heads,) or (batch_size, num_heads), fp32.
         num_splits: a hint, which changes no result; dlattn decides itself.
         return_softmax_lse: return the log-sum-exp, too.
-        sinks: (num_heads,), fp32, dlattn's own: one more score of each row, without a value.
+        sinks: (num_heads,), fp32, dlattn's own: one more score of each row, without a value;
+            finite, or -inf, which is none.
         out: dlattn's own: memory for the output, of which no input is a part.
 
     Returns:
