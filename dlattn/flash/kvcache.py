@@ -90,10 +90,13 @@ def flash_attn_with_kvcache(
         cache_seqlens: (batch_size,), int32 or int64, or a number for all: tokens in the cache
             before the call, those of ``cache_leftpad`` included. Without it, the cache is full.
         cache_batch_idx: (batch_size,), int32: which entry of the cache a sequence has. No two
-            sequences that append may have the same. Not with a ``block_table``.
+            sequences that append may have the same: in host memory, those that would write the same
+            row are refused; on a device, either's tokens are there, or some of each. Not with a
+            ``block_table``.
         cache_leftpad: (batch_size,), int32: rows before the first token, which are not attended
             to. Not with a ``block_table``.
-        block_table: (batch_size, max_num_blocks_per_seq), int32: the pages of each sequence.
+        block_table: (batch_size, max_num_blocks_per_seq), int32: the pages of each sequence. Two
+            may share pages, but not those that they append to.
         softmax_scale: ``1 / sqrt(head_size)`` unless given.
         causal: the last query is at the last token of the cache, new ones included.
         window_size: how many keys to the left and right of its position a query attends to; -1 is
@@ -120,8 +123,8 @@ def flash_attn_with_kvcache(
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another; in host memory, a
             length is negative.
-        InvalidVariantPackError: in host memory, new tokens do not fit, or a page, or an entry of
-            the cache, does not exist; nothing was written.
+        InvalidVariantPackError: in host memory, new tokens do not fit, or fall on those of another
+            sequence, or a page, or an entry of the cache, does not exist; nothing was written.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
     # A number that changes with every step makes no new plan.
