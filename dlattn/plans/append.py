@@ -294,8 +294,9 @@ class Append(DirectPlan):
         for at in np.flatnonzero(np.diff(places[order]) == 0)[:1]:
             one, other = order[at : at + 2] // self._new_tokens
             raise InvalidVariantPackError(
-                f"{self.tensors['pages'].name}: expected a row of the cache for each new token, got "
-                f"one row for tokens of sequence {one} and of sequence {other}; give each its own."
+                f"{self.tensors['pages'].name}: expected a row of the cache for each new token, "
+                f"got one row for tokens of sequence {one} and of sequence {other}; give each its "
+                "own."
             )
         return pages, rows
 
