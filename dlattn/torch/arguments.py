@@ -48,7 +48,7 @@ class Options(NamedTuple):
     """What else it takes, as PyTorch's schemas can say it.
 
     Attributes:
-        words: see :data:`dlattn.calls.arguments.SAID`; operators have their own.
+        words: see :data:`dlattn.calls.arguments.SAID`.
     """
 
     layout: str
@@ -64,11 +64,6 @@ class Options(NamedTuple):
     shared_lengths: bool
     shared_cu_seqlens: bool
     words: str = "dlattn"
-
-    @property
-    def of_operators(self) -> tuple[Any, ...]:
-        """What operators take."""
-        return self[:-1]
 
 
 #: Two integers, of which either may be missing.
@@ -251,9 +246,7 @@ def probability(value: Any) -> Any:
     return value if isinstance(value, torch.SymFloat) else number("dropout_p", value)
 
 
-def split(
-    given: tuple[Any, ...], options: int = len(Options._fields)
-) -> tuple[Tensors, Options, tuple[Any, ...]]:
-    """Arguments one after the other, and those that follow so many options."""
-    end = COUNT + options
+def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:
+    """Arguments one after the other, and those that follow the options."""
+    end = COUNT + len(Options._fields)
     return Tensors(*given[:COUNT]), Options(*given[COUNT:end]), given[end:]

@@ -159,7 +159,7 @@ def attend(
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
         every = tensors_of(q, k, v, bias, sinks, others)
-        out, lse = torch.ops.dlattn.attention(*every, *options.of_operators, deterministic)
+        out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
         every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = Transformed.apply(*every, *options, deterministic)

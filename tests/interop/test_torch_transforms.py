@@ -218,7 +218,8 @@ def test_operators_are_well_made() -> None:
     """What ``torch.library.opcheck`` asks of operators."""
     q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
     bias = torch.zeros(4, 5, 5, requires_grad=True)
-    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, *(False,) * 3)
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False, False)
+    options += ("dlattn", False)
     for more in ((None,) * 9, (bias, None, torch.ones(4), *(None,) * 6)):
         torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
     given = [x.detach() for x in (q, k, v)]
