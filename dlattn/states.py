@@ -65,7 +65,8 @@ def merge_states(
     return o, lse
 
 
-def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, layout: Any) -> Call:
+def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, said: tuple[Any]) -> Call:
+    (layout,) = said
     values = (o1, lse1, o2, lse2, o, lse)
     names = ("o1", "lse1", "o2", "lse2", "out[0]", "out[1]")
     given = admit(("o1", "lse1"), dict(zip(names, values, strict=True)))

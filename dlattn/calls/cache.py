@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -37,15 +38,19 @@ class CallCache(Generic[Prepared]):
     """The most recently used kinds of one function's calls.
 
     Args:
-        prepare: of the tensors, and then the options, of a call that looks like none before.
+        prepare: of the tensors, and then a tuple of the options, of a call that looks like none
+            before.
         most: how many are kept.
     """
 
     def __init__(self, prepare: Callable[..., Prepared], most: int = 512) -> None:
         self._prepare = prepare
         self._most = most
+        #: What tells options apart: 1, 1.0 and True are equal, but not all of them are right. More
+        #: are kept than calls are, so that those of no call that is kept are forgotten first.
+        self._key = lru_cache(maxsize=2 * most, typed=True)(_key)
         self._calls: OrderedDict[Any, _Kept[Prepared]] = OrderedDict()
-        #: By options, what was found last, if there is a quick test for it.
+        #: By what stands for options, what was found last, if there is a quick test for it.
         self._latest: dict[Any, tuple[Look, Prepared]] = {}
         self._lock = Lock()
         _caches.add(self)
@@ -55,7 +60,10 @@ class CallCache(Generic[Prepared]):
     ) -> tuple[Prepared, list[int]] | None:
         """As :meth:`find`, if the last call with such options had tensors like these, and there is
         a quick test for it."""
-        latest = self._latest.get(options)
+        return self._quickly(tensors, self._key(*options))
+
+    def _quickly(self, tensors: Sequence[Any], said: object) -> tuple[Prepared, list[int]] | None:
+        latest = self._latest.get(said)
         if latest is None:
             return None
         look, prepared = latest
@@ -67,33 +75,35 @@ class CallCache(Generic[Prepared]):
 
         Args:
             tensors: in the order of ``prepare``'s arguments; ``None`` for what is left out.
-            options: numbers and booleans. Of a tensor in the place of a number, which is told apart
-                by what it is and not by what it holds, nothing is kept.
+            options: numbers, booleans and words, and tuples of them, in which equal ones must be
+                of one type. Of a tensor in the place of a number, which is told apart by what it is
+                and not by what it holds, nothing is kept.
 
         Raises:
             Whatever ``prepare`` does.
         """
         try:
-            quickly = self.latest(tensors, options)
+            said = self._key(*options)
+            quickly = self._quickly(tensors, said)
             if quickly is not None:
                 return quickly
             key, addresses = signatures(tensors)
-            kept = self._calls.get((options, key))
+            kept = self._calls.get((said, key))
+        except _MayChange:
+            return self._prepare(*tensors, options), signatures(tensors)[1]
         except (TypeError, ValueError):  # no tensor, or an option that is none
-            self._prepare(*tensors, *options)
+            self._prepare(*tensors, options)
             raise
         if kept is None:
-            if _may_change(options):
-                return self._prepare(*tensors, *options), addresses
-            kept = _Kept(self._prepare(*tensors, *options), lookalikes(tensors))
-            self._keep((options, key), kept)
+            kept = _Kept(self._prepare(*tensors, options), lookalikes(tensors))
+            self._keep((said, key), kept)
         elif kept.look is not None and kept.look(*tensors) is None:
             # It sees what does not matter here, such as grad mode.
             kept.look = lookalikes(tensors)
         if kept.look is not None:
-            self._latest[options] = kept.look, kept.prepared
+            self._latest[said] = kept.look, kept.prepared
         if len(self._calls) > self._most // 2:
-            self._touch((options, key))
+            self._touch((said, key))
         return kept.prepared, addresses
 
     def _touch(self, key: Any) -> None:
@@ -116,6 +126,18 @@ class CallCache(Generic[Prepared]):
         with self._lock:
             self._calls.clear()
             self._latest.clear()
+            self._key.cache_clear()
+
+
+class _MayChange(TypeError):
+    """A tensor is among the options."""
+
+
+def _key(*options: Any) -> object:
+    """What stands for options, and equals nothing else."""
+    if _may_change(options):
+        raise _MayChange
+    return object()
 
 
 def _may_change(option: Any) -> bool:

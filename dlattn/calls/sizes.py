@@ -160,10 +160,15 @@ def _paged(layout: str) -> str:
 
 def check_shared(shared: tuple[bool, bool], sizes: Sizes, there: Mapping[str, Argument]) -> None:
     """Refuse one tensor for queries and keys of which there are not as many."""
+    longest = sizes.seq_q, sizes.seq_kv
+    # Of keys in pages, cumulative lengths are lengths.
+    tokens = sizes.tokens_q, sizes.tokens_q if sizes.paged else sizes.tokens_kv
+    # Packed in as many rows, sequences may be alike, whatever bounds of their lengths are given.
+    packed = sizes.tokens_q is not None and not sizes.paged
+    bounds_differ = longest[0] != longest[1]
     alike = (
-        ("lengths", sizes.seq_q, sizes.seq_kv),
-        # Of keys in pages, cumulative lengths are lengths.
-        ("cu_seqlens", sizes.tokens_q, sizes.tokens_q if sizes.paged else sizes.tokens_kv),
+        ("lengths", *(tokens if packed and bounds_differ else longest)),
+        ("cu_seqlens", *tokens),
     )
     q, k, v = (there[role].name for role in "qkv")
     for is_shared, (name, of_q, of_kv) in zip(shared, alike, strict=True):

@@ -171,7 +171,7 @@ class Backward:
 
 
 def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    backward, addresses = calls.find(tensors, (options,))
+    backward, addresses = calls.find(tensors, options)
     if backward.call is None:
         if backward.apart is not None:
             backward.apart(addresses)

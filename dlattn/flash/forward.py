@@ -104,9 +104,10 @@ def mha_fwd(
             ``32 * batch_size * num_heads``; a seed; (seed, offset); a state as it is returned,
             which CUDA graphs read again at each replay; or ``None``, for torch's own generator of
             the device, and of other frameworks a random seed.
-        seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count. Other rows
-            of the output are 0, of softmax_lse +inf.
+        seqused_q, seqused_k: int32, (batch_size,): how many rows of each sequence count, at most
+            those that there are. Other rows of the output are 0, of softmax_lse +inf.
         sinks: fp32, (num_heads,): one more score of each row, without a value; softmax_lse has it.
+            Finite, or -inf, which is none.
         num_splits, pack_gqa: hints, which change no result; dlattn decides itself.
         attention_chunk: 0; others are refused.
 
@@ -214,7 +215,7 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 
 
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    forward, addresses = calls.find(tensors, (options,))
+    forward, addresses = calls.find(tensors, options)
     if forward.call is None:
         if forward.apart is not None:
             forward.apart(addresses)

@@ -90,10 +90,13 @@ def flash_attn_with_kvcache(
         cache_seqlens: (batch_size,), int32 or int64, or a number for all: tokens in the cache
             before the call, those of ``cache_leftpad`` included. Without it, the cache is full.
         cache_batch_idx: (batch_size,), int32: which entry of the cache a sequence has. No two
-            sequences that append may have the same. Not with a ``block_table``.
+            sequences that append may have the same: in host memory, those that would write the same
+            row are refused; on a device, either's tokens are there, or some of each. Not with a
+            ``block_table``.
         cache_leftpad: (batch_size,), int32: rows before the first token, which are not attended
             to. Not with a ``block_table``.
-        block_table: (batch_size, max_num_blocks_per_seq), int32: the pages of each sequence.
+        block_table: (batch_size, max_num_blocks_per_seq), int32: the pages of each sequence. Two
+            may share pages, but not those that they append to.
         softmax_scale: ``1 / sqrt(head_size)`` unless given.
         causal: the last query is at the last token of the cache, new ones included.
         window_size: how many keys to the left and right of its position a query attends to; -1 is
@@ -105,7 +108,8 @@ def flash_attn_with_kvcache(
         alibi_slopes: (num_heads,) or (batch_size, num_heads), fp32.
         num_splits: a hint, which changes no result; dlattn decides itself.
         return_softmax_lse: return the log-sum-exp, too.
-        sinks: (num_heads,), fp32, dlattn's own: one more score of each row, without a value.
+        sinks: (num_heads,), fp32, dlattn's own: one more score of each row, without a value;
+            finite, or -inf, which is none.
         out: dlattn's own: memory for the output, of which no input is a part.
 
     Returns:
@@ -119,8 +123,8 @@ def flash_attn_with_kvcache(
     Raises:
         InvalidArgumentError: an argument is wrong, or contradicts another; in host memory, a
             length is negative.
-        InvalidVariantPackError: in host memory, new tokens do not fit, or a page, or an entry of
-            the cache, does not exist; nothing was written.
+        InvalidVariantPackError: in host memory, new tokens do not fit, or fall on those of another
+            sequence, or a page, or an entry of the cache, does not exist; nothing was written.
         cudnnGraphNotSupportedError: no plan can do it; the message has each one's reason.
     """
     # A number that changes with every step makes no new plan.
@@ -131,9 +135,12 @@ def flash_attn_with_kvcache(
         *(None if is_number else cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
         *(alibi_slopes, sinks, out),
     )
-    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise InvalidArgumentError(
+            f"window_size: expected (left, right), got {window_size!r:.100}."
+        )
     options = (
-        *(is_number, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits),
+        *(is_number, softmax_scale, causal, *window_size, softcap, rotary_interleaved, num_splits),
         return_softmax_lse,
     )
     call, addresses = _calls.find(tensors, options)
@@ -149,8 +156,8 @@ def _length(value: Any) -> int:
 
 
 def _prepare(*given: Any) -> Call:
-    values, options = given[: len(_NAMES)], given[len(_NAMES) :]
-    is_number, softmax_scale, causal, window, softcap, interleaved, splits, wants_lse = options
+    values, options = given[:-1], given[-1]
+    is_number, softmax_scale, causal, *window, softcap, interleaved, splits, wants_lse = options
     there = admit(_NAMES[:3], dict(zip(_NAMES, values, strict=True)))
     dtype = element_type(there, "q", "k_cache", "v_cache", "k", "v", "out")
     q, columns = there["q"], there["v_cache"].shape[-1]
@@ -160,8 +167,6 @@ def _prepare(*given: Any) -> Call:
         q.shape[0], q.shape[2], there["k_cache"].shape[2], q.shape[1], cache.cache.capacity
     )
     _check(there, sizes, is_number)
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise InvalidArgumentError(f"window_size: expected (left, right), got {window!r:.100}.")
     left, right = (integer("window_size", side) for side in window)
     causal = flag("causal", causal)
     if integer("num_splits", splits) < 0:

@@ -124,7 +124,8 @@ class Operations(Primitives):
                 natural, and the sum of its exponentials relative to that. Either, or both.
             sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
                 there is no value. All statistics include it; a row that attends to nothing else
-                has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o.
+                has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o. Finite, or
+                -inf, which is none.
             implementation: AUTO, COMPOSITE or UNIFIED, all of which mean dlattn's one
                 implementation.
             unfuse_fma: accepted; it changes nothing outside cuDNN's sm_100 kernels.

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from dlattn.dtypes import data_type
+from dlattn.errors import InvalidArgumentError
 from dlattn.graph.description import describe, key_of
 from dlattn.graph.devices import described_target
 from dlattn.graph.lifecycle import Lifecycle
@@ -58,6 +59,19 @@ class Portable(Lifecycle):
             types = {name: dtype.name for name, dtype in self._types.items()}
             known = {"name": self._name, **types}
         return json.dumps({**known, "nodes": nodes})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What pickling and copying ask for.
+
+        Raises:
+            InvalidArgumentError: the graph has plans, whose kernels and memory are this process's.
+        """
+        if self._planning is None:
+            return super().__reduce_ex__(protocol)
+        raise InvalidArgumentError(
+            f"Graph {self._name!r} has plans, and is neither pickled nor copied with them; keep "
+            "the bytes of serialize(), of which deserialize() makes a new graph."
+        )
 
     def serialize(self) -> list[int]:
         """The built graph as bytes, for :meth:`deserialize` in this or another process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,7 +15,7 @@ from jax.dtypes import float0
 from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
-from dlattn.one_call.arguments import Options, pair, shared
+from dlattn.one_call.arguments import Options, pair, shared, whole
 
 
 class _Static(NamedTuple):
@@ -105,8 +106,24 @@ def attention(
     )
     static = _Static(options, return_lse, flag("deterministic", deterministic))
     _check(static, arrays)
+    static = static._replace(
+        options=_told_apart(options), return_lse=flag("return_lse", return_lse)
+    )
     there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
     return _attention(static, there)
+
+
+def _told_apart(options: Options) -> Options:
+    """Each of the one type that it has, as JAX and its caches take what is equal for the same."""
+    scale, softcap = options.scale, options.softcap
+    return replace(
+        options,
+        causal=flag("causal", options.causal),
+        window=whole("window", options.window),
+        scale=None if scale is None else number("scale", scale),
+        softcap=None if softcap is None else number("softcap", softcap),
+        most=whole("max_seqlens", options.most),
+    )
 
 
 def as_array(name: str, value: Any) -> Any:

@@ -48,7 +48,8 @@ def dot_product_attention(
         scale: ``1 / sqrt(H)`` unless given; an array of no dimensions, which may be traced and has
             a gradient, is multiplied with the query.
         is_causal: query t attends to keys 0 to t.
-        query_seq_lengths, key_value_seq_lengths: (B,), int32: how much of each sequence is used.
+        query_seq_lengths, key_value_seq_lengths: (B,), int32: how much of each sequence is used,
+            cut to the rows that there are.
         local_window_size: how many keys before and behind its position a query attends to, or one
             number of both; with ``is_causal`` only the first counts.
         implementation: ignored; dlattn is the implementation.

@@ -92,10 +92,10 @@ def sorted_out(
     state = (None if isinstance(x, int) else x for x in (seed, offset))
     layout, causal, window, *numbers = options
     if window is not None:
-        window = _whole("window", window)
+        window = whole("window", window)
     most = pair(max_seqlens)
     if max_seqlens is not None:
-        most = _whole("max_seqlens", most)
+        most = whole("max_seqlens", most)
     return (
         (*tensors, *pair(lengths), *pair(cu_seqlens), block_table, *state),
         (layout, causal, window, *numbers, most, p, shared(lengths, cu_seqlens), "dlattn"),
@@ -253,7 +253,7 @@ def run(
     Args:
         hosts: arrays of one number in host memory, which follow the tensors.
     """
-    call, addresses = calls.find(tensors, (options,))
+    call, addresses = calls.find(tensors, options)
     if hosts:
         tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
     return call(tensors, addresses)
@@ -368,9 +368,13 @@ def shared(lengths: Any, cu_seqlens: Any) -> tuple[bool, bool]:
     )
 
 
-def _whole(name: str, given: Any) -> Any:
+def whole(name: str, given: Any) -> Any:
     """A pair of numbers as integers, as equal ones are one key, and tensors one for each; what is
-    no pair is refused later."""
+    no pair is refused later.
+
+    Raises:
+        InvalidArgumentError: one is no integer.
+    """
     if not isinstance(given, tuple):
         return given
     return tuple([x if type(x) is int or x is None else integer(name, x) for x in given])

@@ -73,9 +73,12 @@ def attention(
             where a query attends.
         alibi_slopes: (H) or (B, H), fp32; of slope m, ``m * distance`` is subtracted, as if
             positions met at the bottom right, whatever the alignment.
-        sinks: (H), fp32: one more score of each row, without a value.
+        sinks: (H), fp32: one more score of each row, without a value; finite, or -inf, which is
+            none.
         lengths: how much of each sequence is used: (B), int32 or int64, of q, k and v alike, or a
-            pair of such tensors, of q and of k and v, where ``None`` is all.
+            pair of such tensors, of q and of k and v, where ``None`` is all. Greater lengths than
+            there are rows count as that many, and negative ones as 0; of ``"thd"`` in host memory,
+            greater ones are refused.
         cu_seqlens: of ``"thd"``, where sequences begin and end: (B + 1), int32, of q, k and v
             alike, or a pair of such tensors.
         max_seqlens: of ``"thd"``, a bound of the lengths, or a pair of them, of queries and of

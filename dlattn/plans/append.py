@@ -248,7 +248,8 @@ class Append(DirectPlan):
         filled = np.maximum(0, cached + new - padding)
         # Before anything is written; and of what is neither written nor read, nothing is asked.
         self._check_pages(arrays, np.where(filled + new > 0, cached + new, 0), numbers)
-        self._write_tokens(arrays, cached, numbers)
+        places = self._new_places(cached, numbers)
+        self._write_tokens(arrays, cached, places)
         if "q_rotated" in arrays:
             assert self.rotation is not None
             steps = np.arange(self._dim("q", 2)) * self.rotation.queries_move
@@ -283,12 +284,29 @@ class Append(DirectPlan):
                 f"{self.cache.pages - 1}, of what the cache has."
             )
 
-    def _write_tokens(self, arrays: Mapping[str, Array], cached: Array, numbers: Array) -> None:
-        if "k_new" not in arrays:
-            return
+    def _new_places(self, cached: Array, numbers: Array) -> tuple[Array, Array]:
+        """The page of each new token, and the row there, (B, tokens), no two of which agree."""
         positions = cached[:, None] + np.arange(self._new_tokens)
         pages = np.take_along_axis(numbers, positions // self.cache.page_rows, axis=1)
         rows = positions % self.cache.page_rows
+        places = (pages * self.cache.page_rows + rows).reshape(-1)
+        order = places.argsort(kind="stable")
+        for at in np.flatnonzero(np.diff(places[order]) == 0)[:1]:
+            one, other = order[at : at + 2] // self._new_tokens
+            raise InvalidVariantPackError(
+                f"{self.tensors['pages'].name}: expected a row of the cache for each new token, "
+                f"got one row for tokens of sequence {one} and of sequence {other}; give each its "
+                "own."
+            )
+        return pages, rows
+
+    def _write_tokens(
+        self, arrays: Mapping[str, Array], cached: Array, places: tuple[Array, Array]
+    ) -> None:
+        if "k_new" not in arrays:
+            return
+        positions = cached[:, None] + np.arange(self._new_tokens)
+        pages, rows = places
         k_new = arrays["k_new"]
         if self.rotation is not None:
             k_new = self._rotated(k_new, positions, arrays)

@@ -43,10 +43,12 @@ def select(
         engine: keep only plans of this name (``fwd_sm80``) or family (``sm80``); ``DLATTN_ENGINE``.
 
     Raises:
-        cudnnGraphNotSupportedError: none can; the message lists every plan's reason.
+        cudnnGraphNotSupportedError: none can; the message lists every plan's reason. Or the engine
+            has no plan's or family's name; it lists these.
     """
+    _check_name(engine)
     what = (problem, geometry, target)
-    asked = [name for name in PLANS if engine in (None, name, name.partition("_")[2])]
+    asked = [name for name in PLANS if engine in (None, name, _family(name))]
     supported = [plan for plan in map(plan_named, asked) if plan.supports(*what) is None]
     if supported:
         return supported
@@ -59,13 +61,27 @@ def interpreter(engine: str | None = None) -> type[Interpreter]:
     """What runs programs.
 
     Raises:
-        cudnnGraphNotSupportedError: ``engine``, of ``DLATTN_ENGINE``, is another one.
+        cudnnGraphNotSupportedError: ``engine``, of ``DLATTN_ENGINE``, is another one, or unknown.
     """
     from dlattn.plans.interpreter import Interpreter
 
+    _check_name(engine)
     if engine not in (None, Interpreter.name):
         raise cudnnGraphNotSupportedError(
             f"Primitive operations that are no attention run on {Interpreter.name} alone, and "
             f"DLATTN_ENGINE asks for {engine!r}; unset it."
         )
     return Interpreter
+
+
+def _family(name: str) -> str:
+    return name.partition("_")[2]
+
+
+def _check_name(engine: str | None) -> None:
+    families = sorted({_family(name) for name in PLANS} - {""})
+    if engine not in (None, *PLANS, *families):
+        raise cudnnGraphNotSupportedError(
+            f"DLATTN_ENGINE is {engine!r}, but expected a plan, {', '.join(PLANS)}, or a family of "
+            f"them, {', '.join(families)}; unset it to let dlattn choose."
+        )

@@ -83,11 +83,15 @@ class _Torch(Framework):
         # Comparing torch's own objects takes half the time of a view.
         kind, shape, stride = type(like), like.shape, like.stride()
         dtype, device = like.dtype, like.device
+        # A third of torch.jit.is_tracing's time. What looks alike while torch traces is refused by
+        # a view, too: an output that is given makes nobody ask again.
+        is_tracing = self._torch._C._is_tracing
 
         def match(obj: Any) -> int:
             try:
                 if (
                     type(obj) is kind
+                    and not is_tracing()
                     and obj.dtype is dtype
                     and obj.shape == shape
                     and obj.stride() == stride
@@ -139,7 +143,7 @@ class _Torch(Framework):
         return lambda: quickly() if current() == index else own()
 
     def empty(self, like: Any, shape: Dims, stride: Dims, dtype: data_type) -> Any:
-        self._expect_no_trace()  # as a graph's call, whose inputs are matched alone
+        self._expect_no_trace()
         # Of a tensor that is made once, an allocator's own one would be work for nothing.
         element = getattr(self._torch, dtypes.to_torch_name(dtype))
         return self._torch.empty_strided(shape, stride, dtype=element, device=like.device)

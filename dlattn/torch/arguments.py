@@ -48,7 +48,7 @@ class Options(NamedTuple):
     """What else it takes, as PyTorch's schemas can say it.
 
     Attributes:
-        words: see :data:`dlattn.calls.arguments.SAID`; operators have their own.
+        words: see :data:`dlattn.calls.arguments.SAID`.
     """
 
     layout: str
@@ -64,11 +64,6 @@ class Options(NamedTuple):
     shared_lengths: bool
     shared_cu_seqlens: bool
     words: str = "dlattn"
-
-    @property
-    def of_operators(self) -> tuple[Any, ...]:
-        """What operators take."""
-        return self[:-1]
 
 
 #: Two integers, of which either may be missing.
@@ -109,8 +104,9 @@ def options_of(
     """From the words of :func:`dlattn.attention`.
 
     Args:
-        causal, window, max_seqlens: as :func:`truth` and :func:`bounds` give them: what is
-            remembered of a number is of all that equal it, such as of 4 and 4.0.
+        causal, window, scale, softcap, max_seqlens: as :func:`truth`, :func:`bounds` and
+            :func:`real` give them: what is remembered of a number is of all that equal it, such as
+            of 4 and 4.0.
 
     Raises:
         InvalidArgumentError: the layout or the alignment means nothing.
@@ -203,6 +199,16 @@ def truth(name: str, value: Any) -> Any:
     return value if isinstance(value, torch.SymBool) else flag(name, value)
 
 
+def real(name: str, value: Any) -> Any:
+    """A number, which may be a symbol while PyTorch traces; ``None`` stays it.
+
+    Raises:
+        InvalidArgumentError: it is no number.
+    """
+    is_symbol = value is None or isinstance(value, (torch.SymFloat, torch.SymInt))
+    return value if is_symbol else number(name, value)
+
+
 def expect_tensors(**given: Any) -> None:
     """Refuse what is not torch's, and not ``None``.
 
@@ -240,9 +246,7 @@ def probability(value: Any) -> Any:
     return value if isinstance(value, torch.SymFloat) else number("dropout_p", value)
 
 
-def split(
-    given: tuple[Any, ...], options: int = len(Options._fields)
-) -> tuple[Tensors, Options, tuple[Any, ...]]:
-    """Arguments one after the other, and those that follow so many options."""
-    end = COUNT + options
+def split(given: tuple[Any, ...]) -> tuple[Tensors, Options, tuple[Any, ...]]:
+    """Arguments one after the other, and those that follow the options."""
+    end = COUNT + len(Options._fields)
     return Tensors(*given[:COUNT]), Options(*given[COUNT:end]), given[end:]

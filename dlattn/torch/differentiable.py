@@ -19,6 +19,7 @@ from dlattn.torch.arguments import (
     longest,
     options_of,
     probability,
+    real,
     truth,
 )
 from dlattn.torch.derivative import is_forward_mode, refuse_tangents
@@ -76,6 +77,10 @@ def attention(
         causal = truth("causal", causal)
     if window is not None:
         window = bounds(window)
+    if scale is not None and type(scale) is not float:
+        scale = real("scale", scale)
+    if softcap is not None and type(softcap) is not float:
+        softcap = real("softcap", softcap)
     if not dropout_p and (
         bias is alibi_slopes is sinks is lengths is cu_seqlens is max_seqlens is block_table is None
     ):
@@ -97,8 +102,8 @@ def attend_in(
     max_seqlens: Any, dropout_p: Any, deterministic: bool | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     """:func:`attention` whose errors name arguments in these words
-    (:data:`dlattn.calls.arguments.SAID`); flags, the window and the probability are as it makes
-    them of what it is given."""
+    (:data:`dlattn.calls.arguments.SAID`); flags and numbers are as it makes them of what
+    it is given."""
     options = options_of(
         layout, causal, window, alignment, scale, softcap,
         None if max_seqlens is None else longest(max_seqlens), dropout_p,
@@ -154,7 +159,7 @@ def attend(
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
         every = tensors_of(q, k, v, bias, sinks, others)
-        out, lse = torch.ops.dlattn.attention(*every, *options.of_operators, deterministic)
+        out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif torch._C._are_functorch_transforms_active():
         every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = Transformed.apply(*every, *options, deterministic)

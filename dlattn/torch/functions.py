@@ -134,7 +134,7 @@ def differentiated(
     come as one tensor."""
     dout = torch.zeros_like(out) if dout is None else dout
     if is_of_many(dout) or is_of_many(dlse):
-        given = (*tensors, *options.of_operators, deterministic, *wanted)
+        given = (*tensors, *options, deterministic, *wanted)
         *found, dbias, dsinks = torch.ops.dlattn.attention_backward(dout, out, lse, dlse, *given)
         return *found, dbias if wanted[0] else None, dsinks if wanted[1] else None
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

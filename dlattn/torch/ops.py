@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.calls.arguments import SAID
 from dlattn.errors import InvalidArgumentError
 from dlattn.torch.arguments import Options, backward, forward, split
 from dlattn.torch.batching import batching
@@ -28,7 +29,7 @@ _TENSORS = (
 _OPTIONS = (
     "str layout, bool causal, int? left, int? right, str alignment, float? scale, float? softcap, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_kv, float dropout_p, "
-    "bool shared_lengths, bool shared_cu_seqlens"
+    "bool shared_lengths, bool shared_cu_seqlens, str words"
 )
 _SCHEMAS = {
     "attention": f"({_TENSORS}, {_OPTIONS}, bool deterministic) -> (Tensor out, Tensor lse)",
@@ -45,21 +46,17 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"dlattn::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-#: Arguments as the schemas have them.
-_split = partial(split, options=len(Options._fields) - 1)
-
-
 # What runs ----------------------------------------------------------------------------------------
 
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = _split(given)
+    tensors, options, _ = split(given)
     out, lse = forward(tensors, options)
     return out, lse
 
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = _split(given)
+    tensors, options, _ = split(given)
     if is_forward_mode():  # of what writes to memory, PyTorch has no kernel for gradients
         refuse_tangents(*(x for x in tensors if x is not None), out)
     return forward(tensors, options, out)[1]
@@ -68,7 +65,7 @@ def _attention_out(*given: Any, out: Tensor) -> Tensor:
 def _attention_backward(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
 ) -> tuple[Tensor, ...]:
-    tensors, options, (deterministic, *wanted) = _split(given)
+    tensors, options, (deterministic, *wanted) = split(given)
     bias, sinks = wanted
     found = backward(dout, out, lse, dlse, tensors, options, (bias, sinks), deterministic)
     # A schema has no results that may be missing.
@@ -79,28 +76,29 @@ def _attention_backward(
 
 
 def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = _split(given)
+    tensors, options, _ = split(given)
     q, v = tensors.q, tensors.v
-    return empty_as(q, v.shape[-1]), _fake_lse(q, options.layout)
+    return empty_as(q, v.shape[-1]), _fake_lse(q, options)
 
 
 def _fake_attention_out(*given: Any, out: Tensor) -> Tensor:
-    tensors, options, _ = _split(given)
-    return _fake_lse(tensors.q, options.layout)
+    tensors, options, _ = split(given)
+    return _fake_lse(tensors.q, options)
 
 
-def _fake_lse(q: Tensor, layout: str) -> Tensor:
+def _fake_lse(q: Tensor, options: Options) -> Tensor:
+    layout, name = options.layout, SAID[options.words].get("q", "q")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     letters = "ht" if layout == "thd" else "bhs"
     if q.dim() != len(layout):
         raise InvalidArgumentError(
-            f"q: expected the dimensions of layout {layout!r}, got shape {tuple(q.shape)}."
+            f"{name}: expected the dimensions of layout {layout!r}, got shape {tuple(q.shape)}."
         )
     return q.new_empty([q.shape[layout.index(letter)] for letter in letters], dtype=dtype)
 
 
 def _fake_backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    tensors, _, (_, *wanted) = _split(given[3:])
+    tensors, _, (_, *wanted) = split(given[3:])
     more = (
         like.new_empty(like.shape) if asked and like is not None else dout.new_empty(0)
         for asked, like in zip(wanted, (tensors.bias, tensors.sinks), strict=True)

@@ -28,10 +28,12 @@ from dlattn.torch.rows import is_in_rows, is_movable
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-#: What else a call says, as it was said: the layout, whether it is causal, the window, the
+#: What else a call says, each of one type: the layout, whether it is causal, the window, the
 #: alignment, the scale, the soft cap, in whose words, and whether heads of q may share those of k
 #: and v.
 Words = tuple[str, Any, Any, Any, Any, Any, str, Any]
+#: That, and whether the log-sum-exp is wanted.
+Asked = tuple[Words, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +83,7 @@ def attend_plainly(
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
-def _find(
-    q: Tensor, k: Tensor, v: Tensor, asked: tuple[Words, bool]
-) -> tuple[Known, list[int]] | None:
+def _find(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Known, list[int]] | None:
     """What is known, and the addresses; ``None`` if attention of such tensors is, at present, that
     of others."""
     found = _CAST.latest((q, k, v), asked)
@@ -99,7 +99,8 @@ def _find(
     return _CAST.find((q, k, v), asked) if torch.get_autocast_dtype(device) is q.dtype else None
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, said: Words, with_lse: bool) -> Known:
+def _prepare(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Known:
+    said, with_lse = asked
     *numbers, said_by, _ = said
     options = options_of(*numbers, None, 0.0, False, False, said_by)
     device, call = q.device.type, None
@@ -172,8 +173,9 @@ _Function._backward_cls.apply = _Function.backward
 
 def _prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    forward: Known, deterministic: bool,
+    asked: tuple[Known, bool],
 ) -> Known:  # fmt: skip
+    forward, deterministic = asked
     call = None
     if is_movable(dout):
         said = words(forward.options, False, False, deterministic)

@@ -13,6 +13,7 @@ from dlattn.torch.arguments import (
     check_heads,
     expect_tensors,
     probability,
+    real,
     truth,
 )
 from dlattn.torch.differentiable import attend_in
@@ -81,6 +82,10 @@ def scaled_dot_product_attention(
         enable_gqa = truth("enable_gqa", enable_gqa)
     if window is not None:
         window = bounds(window)
+    if scale is not None and type(scale) is not float:
+        scale = real("scale", scale)
+    if softcap is not None and type(softcap) is not float:
+        softcap = real("softcap", softcap)
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
         said = "bhsd", is_causal, window, alignment, scale, softcap, "torch", enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)

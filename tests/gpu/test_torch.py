@@ -238,7 +238,8 @@ def test_nested(gaps: bool) -> None:
 def test_operators_are_well_made() -> None:
     """What ``torch.library.opcheck`` asks of operators, on the device."""
     q, k, v = (random(2, 64, 4, 64) for _ in range(3))
-    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, *(False,) * 2)
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False, False)
+    options += ("dlattn",)
     for deterministic in (False, True):
         torch.library.opcheck(
             torch.ops.dlattn.attention.default,

@@ -164,7 +164,7 @@ def test_operators_lose_no_tangent(operator: str) -> None:
     """Of a graph that was exported, the operators themselves refuse what has a tangent."""
     q = random(1, 4, 4, 8, grad=False)
     given = [q, q, q, *[None] * 9, "bshd", False, None, None, "bottom_right", None, None]
-    given += [None, None, 0.0, False, False, False]
+    given += [None, None, 0.0, False, False, "dlattn", False]
     out, lse = torch.ops.dlattn.attention(*given)
     named = {"out": torch.empty_like(q)} if operator == "attention.out" else {}
     if operator == "attention_backward":

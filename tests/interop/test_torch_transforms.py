@@ -65,6 +65,28 @@ def test_a_trace_is_refused() -> None:
     assert_same([traced(other)], [theirs])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_a_graph_with_given_outputs_is_refused() -> None:
+    """So it is where nothing is allocated, whether tensors are checked, matched one by one, or
+    known at first sight."""
+    q, k, v = (random(2, 3, 4, 8, seed=seed, grad=False) for seed in range(3))
+    graph = dlattn.pygraph(io_data_type=q.dtype)
+    inputs = [graph.tensor_like(x) for x in (q, k, v)]
+    o = graph.sdpa(*inputs, is_inference=True)[0]
+    o.set_output(True).set_dim(q.shape).set_stride(q.stride())
+    graph.build()
+
+    def run(x: Any) -> Any:
+        out = torch.empty_like(x)
+        graph.execute({**dict(zip(inputs, (x, k, v), strict=True)), o: out})
+        return out
+
+    for _ in range(4):
+        with pytest.raises(DlattnError, match=r"torch\.jit\.trace records"):
+            torch.jit.trace(run, q, check_trace=False)
+        run(q)
+
+
 TYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -196,7 +218,8 @@ def test_operators_are_well_made() -> None:
     """What ``torch.library.opcheck`` asks of operators."""
     q, k, v = (random(2, 5, 4, 8, seed=i).float().detach().requires_grad_() for i in range(3))
     bias = torch.zeros(4, 5, 5, requires_grad=True)
-    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, *(False,) * 3)
+    options = ("bshd", True, None, None, "bottom_right", None, None, None, None, 0.0, False, False)
+    options += ("dlattn", False)
     for more in ((None,) * 9, (bias, None, torch.ones(4), *(None,) * 6)):
         torch.library.opcheck(torch.ops.dlattn.attention.default, (q, k, v, *more, *options))
     given = [x.detach() for x in (q, k, v)]

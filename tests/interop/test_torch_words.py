@@ -91,6 +91,18 @@ def test_nested_tensors_have_their_names() -> None:
         scaled_dot_product_attention(two.half(), two, two)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own imports
+@pytest.mark.parametrize("name", ["types", "columns", "heads", "mask's shape", "lengths of all"])
+def test_compiled_calls_have_their_names(name: str) -> None:
+    """So do operators, which a compiled call is."""
+    make, said = WRONG[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager")
+    given = {"query": Q, "key": Q, "value": Q, **make()}
+    with pytest.raises(InvalidArgumentError, match=f"^{said}"):
+        compiled(**given)
+
+
 def test_attention_has_its_own() -> None:
     """The same call by other words is refused in those, before and after."""
     for _ in range(2):

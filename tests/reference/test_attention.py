@@ -200,6 +200,26 @@ def test_sinks_alone() -> None:
     assert (o == 0).all() and (lse == sinks[:, None]).all()
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """It changes nothing, forward or backward, with keys or without, and has no gradient."""
+    q, k, v = random(1, 3, 4, 8), random(1, 5, 4, 8), random(1, 5, 4, 8)
+    lengths, none = (None, np.array([0])), np.full(4, -np.inf, np.float32)
+    for options in ({}, {"lengths": lengths}):
+        found, wanted = (
+            dlattn.attention(q, k, v, sinks=it, return_lse=True, **options) for it in (none, None)
+        )
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+        out, lse = found
+        given: Any = (q, q, k, v, out, lse)
+        *gradients, _, dsinks = dlattn.attention_backward(
+            *given, sinks=none, sinks_gradient=True, **options
+        )
+        for x, y in zip(gradients, dlattn.attention_backward(*given, **options), strict=False):
+            np.testing.assert_array_equal(x, y)
+        assert (dsinks == 0).all()
+
+
 def test_jax() -> None:
     """JAX arrays give JAX arrays."""
     jax = pytest.importorskip("jax")

@@ -199,6 +199,24 @@ def test_what_tensors_say_is_checked_first(name: str, appends: bool, rows: int) 
     assert all((cache == 1).all() for cache in caches.values())
 
 
+@pytest.mark.parametrize("rows", [4, 6])
+@pytest.mark.parametrize("lengths", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad", "block_table"])
+def test_no_two_sequences_append_to_one_row(name: str, lengths: tuple[int, int], rows: int) -> None:
+    """In host memory, it is refused before anything is written; who only reads may share."""
+    tables = {"cache_batch_idx": ints(1, 1), "cache_leftpad": ints(0, 1)}
+    options = {it: tables[it] for it in ("cache_batch_idx", name) if it in tables}
+    if name == "block_table":
+        options = {name: ints(0, 1, 0, 1).reshape(2, 2)}
+    q, new = np.ones((2, 1, 4, 8)), np.ones((2, 2, 2, 8))
+    k, v = np.zeros((2, 3, rows, 2, 8))
+    given = {"cache_seqlens": ints(*lengths), **options}
+    flash_attn_with_kvcache(q, k, v, **given)
+    with pytest.raises(InvalidVariantPackError, match="one row .* sequence 0 and of sequence 1;"):
+        flash_attn_with_kvcache(q, k, v, new, new, **given)
+    assert (k == 0).all() and (v == 0).all()
+
+
 def test_entries_of_no_row_mean_nothing() -> None:
     """A sequence that has no row, and gets none, needs no entry or page."""
     q, cache = np.ones((2, 1, 4, 8)), np.ones((3, 4, 2, 8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -78,7 +80,8 @@ def test_the_least_recently_used_goes_first() -> None:
     """A cache never grows beyond its bound, and what is used stays."""
     prepared: list[int] = []
 
-    def prepare(tensor: Any, option: int) -> int:
+    def prepare(tensor: Any, options: tuple[int]) -> int:
+        (option,) = options
         prepared.append(option)
         return option
 
@@ -238,6 +241,53 @@ def test_tensors_in_the_place_of_numbers() -> None:
     assert (dlattn.attention(q, k, v, window=(left.fill_(1), right)) != want).any()
     with pytest.raises(InvalidArgumentError, match="window: expected an integer, got 4.0"):
         dlattn.attention(q, k, v, window=(4.0, 0))  # which is equal to one that was right
+
+
+#: By the name of an argument: what is right, and what equals it and is wrong.
+EQUAL = {
+    "causal": (True, 1.0), "is_causal": (1, np.float32(1)), "return_lse": (False, 0.0),
+    "return_softmax_lse": (True, 1.0), "deterministic": (True, 1.0), "return_residual": (1, 1.0),
+    "window": ((4, 0), (4.0, 0)), "window_size": ([4, 0], (4, 0.0)), "local_window_size": (4, 4.0),
+    "window_size_left": (4, 4.0), "attention_chunk": (0, 0.0), "num_splits": (0, 0.0),
+    "scale": (0.5, 0.5 + 0j), "softmax_scale": (0.5, 0.5 + 0j), "softcap": (2.0, 2 + 0j),
+}  # fmt: skip
+
+#: A hint, and what says nothing without gradients.
+UNREAD = {
+    "flash.mha_fwd": {"num_splits"},
+    "torch.attention": {"deterministic"},
+    "torch.scaled_dot_product_attention": {"deterministic"},
+}
+
+
+@pytest.mark.parametrize("wrong_first", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "attention_backward", "flash.mha_fwd", "flash.mha_bwd"]
+    + ["flash.flash_attn_with_kvcache", "torch.attention", "torch.scaled_dot_product_attention"]
+    + ["jax.attention", "jax.dot_product_attention"],
+)
+def test_what_equals_a_right_option_is_no_better_for_it(name: str, wrong_first: bool) -> None:
+    """An option is taken or refused whatever was called before."""
+    package, _, own = name.rpartition(".")
+    library = pytest.importorskip(package) if package in ("torch", "jax") else np
+    function = getattr(import_module(f"dlattn.{package}".rstrip(".")), own)
+    make = library.from_numpy if package == "torch" else np.asarray
+    x = np.random.default_rng(0).normal(size=(1, 6, 2, 8)).astype(np.float32)
+    given: list[Any] = [make(x)] * 3
+    if "bwd" in name or "backward" in name:
+        given = [x] * 5 + [np.zeros((1, 2, 6), np.float32)]
+    taken = inspect.signature(function).parameters
+    for option, (right, wrong) in EQUAL.items():
+        if option not in taken or option in UNREAD.get(name, ()):
+            continue
+        forget_calls()
+        for value in (wrong, right, wrong) if wrong_first else (right, wrong, right):
+            if value is right:
+                function(*given, **{option: value})
+                continue
+            with pytest.raises(InvalidArgumentError, match="expected (an integer|True|a finite)"):
+                function(*given, **{option: value})
 
 
 def test_philox_states() -> None:

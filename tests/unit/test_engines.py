@@ -3,9 +3,12 @@ refuses what it could do would leave them green, and untested."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
+import dlattn
+from dlattn.calls.cache import forget_calls
 from tests import pairs
 from tests.cases import Case
 from tests.serial import taken
@@ -41,3 +44,28 @@ def test_random_cases_by_their_family(engine: str) -> None:
 
     look()
     assert sum(found) >= 0.65 * len(found)
+
+
+@pytest.mark.parametrize("primitive", [False, True])
+def test_an_engine_that_there_is_not(monkeypatch: pytest.MonkeyPatch, primitive: bool) -> None:
+    """The error says that the name is unknown, and which are known, of graphs and of functions;
+    known ones are told why they do not run it."""
+    x = np.ones((1, 4, 2, 8))
+
+    def run() -> None:
+        if not primitive:
+            dlattn.attention(x, x, x)
+            return
+        graph = dlattn.pygraph(io_data_type=x.dtype, compute_data_type=x.dtype)
+        a = graph.tensor_like(x)
+        graph.add(a, a).set_output(True).set_data_type(x.dtype)
+        graph.validate()
+
+    for engine, said in (
+        ("fwd_sm70", "'fwd_sm70', .* a plan, decode, .*, or a family of them, sm80, sm90"),
+        ("sm80", "on reference alone" if primitive else "No plan runs this graph on cpu"),
+    ):
+        monkeypatch.setenv("DLATTN_ENGINE", engine)
+        forget_calls()
+        with pytest.raises(dlattn.cudnnGraphNotSupportedError, match=said):
+            run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -53,6 +55,23 @@ def test_with_a_handle(data):
 def test_serialised_again(data):
     """What was deserialised is serialised to the same bytes."""
     assert restored(data).serialize() == data
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_plans_are_not_pickled(duplicate):
+    """A built graph, and what holds one, says what to do instead; of one that has no plans yet, a
+    pickle and a deep copy compute the same."""
+    qkv = [np.ones(DIM, np.float16) for _ in range(3)]
+    with cudnn.Graph(inputs=qkv, outputs=["sdpa::O"]) as wrapper:
+        wrapper.sdpa(*qkv, is_inference=True, name="sdpa")[0].set_output(True)
+    holders = [on_cpu()] if duplicate is copy.copy else [on_cpu(), wrapper, [on_cpu()]]
+    for holder in holders:
+        with pytest.raises(DlattnError, match=r"neither pickled nor copied .* of serialize\(\)"):
+            duplicate(holder)
+    made = duplicate(declared(handle=cudnn.create_handle(device="cpu")))
+    graph = pickle.loads(made) if duplicate is pickle.dumps else made
+    graph.build()
+    assert same(results(graph), results(on_cpu()))
 
 
 def test_text_of_a_graph():

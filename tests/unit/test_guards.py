@@ -104,7 +104,9 @@ def test_a_nested_tensor_looks_like_no_other() -> None:
 def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
     """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
     and options like these, with the addresses of these."""
-    cache: CallCache[Any] = CallCache(lambda x, y, option: (signatures((x, y))[0], option), most=4)
+    cache: CallCache[Any] = CallCache(
+        lambda x, y, options: (signatures((x, y))[0], *options), most=4
+    )
     for given_tensors, option, learns in calls:
         with torch.set_grad_enabled(learns):
             prepared, addresses = cache.find(given_tensors, (option,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,29 @@ def test_maxima_may_be_larger(longest: Any) -> None:
             want = weights / total @ v[begin : begin + count, 0]
             np.testing.assert_allclose(memory[own, 0], want, atol=1e-12)
         assert (memory[-1] == 7).all()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("longest", [(4, 5), (6, 4)])
+def test_one_tensor_of_lengths_beside_two_maxima(framework: str, longest: Any) -> None:
+    """Maxima are bounds, and say nothing of lengths: one tensor is both of a pair, unless queries
+    and keys are packed in other numbers of rows."""
+    library = pytest.importorskip(framework)
+    maker = {"torch": "from_numpy", "jax": "numpy.asarray", "numpy": "asarray"}[framework]
+    made = attrgetter(maker)(library)
+    home = import_module("dlattn" if framework == "numpy" else f"dlattn.{framework}")
+    rows = np.random.default_rng(0).normal(size=(3, ROWS, 1, 8)).astype(np.float32)
+    q, k, v = (made(x) for x in rows)
+    used, more = made(ints(1, 3, 1)), made(np.append(CU, ROWS)[[0, 1, 2, 4]].astype(np.int32))
+
+    def attend(lengths: Any, k: Any = k, v: Any = v, ends: Any = more) -> Any:
+        packed = {"layout": "thd", "cu_seqlens": (made(CU), ends), "max_seqlens": longest}
+        return np.asarray(home.attention(q, k, v, lengths=lengths, **packed))
+
+    some = np.concatenate([np.arange(b, b + n) for b, n in zip(CU, (1, 3, 1), strict=False)])
+    np.testing.assert_array_equal(attend(used)[some], attend((used, used))[some])
+    with pytest.raises(InvalidArgumentError, match="lengths: .* q has 8 rows and k 7; give a pair"):
+        attend(used, k[:7], v[:7], made(CU))
 
 
 def test_lengths_of_keys_in_pages() -> None:
