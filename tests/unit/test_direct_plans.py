@@ -93,7 +93,7 @@ def test_stacked_states_may_begin_anywhere(states: int, gap: int, wide: bool) ->
     rows = memory[first : first + states * (size + gap)].reshape(states, size + gap)[:, :size]
     o, lse = rows.reshape(states, 1, 5, 2, 8), np.zeros((states, 1, 2, 5), np.float32)
     assert np.shares_memory(o, memory)
-    plan = _prepare(o, lse, None, None, None, None, "bshd").plan
+    plan = _prepare(o, lse, None, None, None, None, ("bshd",)).plan
     assert isinstance(plan, MergeStates)
     source = plan.kernel().source.text
     assert re.findall(r"<(.*)>\(p\)", source)[0].split(", ")[3] == str(wide).lower()
