@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
-from dlattn.problem import Band, GivenMask, Problem, Scale
+from dlattn.problem import BLOCK, Band, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import KNOWN
 
@@ -144,6 +144,14 @@ def alternates(problem: Problem) -> bool:
 def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     """The fastest tilings (``bench/NOTES.md``): for many query tiles of many key tiles, then for
     fewer, and for sequences that fill them better."""
+    known = _known(problem)
+    if problem.has_blocks:  # which tiles divide
+        known = tuple(it for it in known if BLOCK % it.tile_q == 0)
+    return known
+
+
+def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
+    """Of a problem with a block mask, also those whose tiles do not divide its blocks."""
     dim_qk, dim_v = problem.head_dim_qk, problem.head_dim_v
     largest = max(dim_qk, dim_v)
     if problem.has_aligned_bias and largest <= 128:
@@ -161,11 +169,8 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         return (Sm90FwdTiling(2, 64, stages=3, q_stages=2, ping_pong=True),)
     if crowded and largest <= 192:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
-    # Two, three and four consumers: blocks of keys and queries are divided by tiles of two alone.
     if largest <= 64:
         two = Sm90FwdTiling(2, 128, stages=3, q_stages=2, ping_pong=True, slower=1.33)
-        if problem.has_blocks:
-            return (two,)
         three = Sm90FwdTiling(3, 96, stages=4, q_stages=2, slower=1.08)
         # Four have no registers for edits or dropout, nor has their scheduler to divide by other
         # numbers, or beside other results; nor have they for a scale of either sign beside pages or
@@ -181,14 +186,10 @@ def tilings(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         # Beside a soft cap, consumers would wait for their turns.
         caps = problem.keeps_scores and not problem.has_program
         two = Sm90FwdTiling(2, 128, q_stages=2, ping_pong=not caps, slower=1.09)
-        if problem.has_blocks:
-            return (two,)
         return Sm90FwdTiling(3, 64, stages=3, q_stages=2), two
     if dim_qk <= 192 and dim_v <= 128:
         up = alternates(problem)
         two = Sm90FwdTiling(2, 128, ping_pong=True, alternates=up)
-        if problem.has_blocks:
-            return (two,)
         return two, Sm90FwdTiling(3, 64, stages=3, alternates=up)
     if largest <= 192 and problem.has_blocks:
         return (Sm90FwdTiling(2, 64, stages=3, ping_pong=True),)
