@@ -248,8 +248,8 @@ class Append(DirectPlan):
         filled = np.maximum(0, cached + new - padding)
         # Before anything is written; and of what is neither written nor read, nothing is asked.
         self._check_pages(arrays, np.where(filled + new > 0, cached + new, 0), numbers)
-        places = self._new_places(cached, numbers)
-        self._write_tokens(arrays, cached, places)
+        positions = cached[:, None] + np.arange(new)
+        self._write_tokens(arrays, positions, self._places(positions, numbers))
         if "q_rotated" in arrays:
             assert self.rotation is not None
             steps = np.arange(self._dim("q", 2)) * self.rotation.queries_move
@@ -284,9 +284,8 @@ class Append(DirectPlan):
                 f"{self.cache.pages - 1}, of what the cache has."
             )
 
-    def _new_places(self, cached: Array, numbers: Array) -> tuple[Array, Array]:
+    def _places(self, positions: Array, numbers: Array) -> tuple[Array, Array]:
         """The page of each new token, and the row there, (B, tokens), no two of which agree."""
-        positions = cached[:, None] + np.arange(self._new_tokens)
         pages = np.take_along_axis(numbers, positions // self.cache.page_rows, axis=1)
         rows = positions % self.cache.page_rows
         places = (pages * self.cache.page_rows + rows).reshape(-1)
@@ -301,11 +300,10 @@ class Append(DirectPlan):
         return pages, rows
 
     def _write_tokens(
-        self, arrays: Mapping[str, Array], cached: Array, places: tuple[Array, Array]
+        self, arrays: Mapping[str, Array], positions: Array, places: tuple[Array, Array]
     ) -> None:
         if "k_new" not in arrays:
             return
-        positions = cached[:, None] + np.arange(self._new_tokens)
         pages, rows = places
         k_new = arrays["k_new"]
         if self.rotation is not None:
