@@ -14,6 +14,8 @@ from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, T
 from dlattn.runtime.target import cuda_target
 
 TOKENS, HIDDEN = 16384, 2048
+#: Lengths of sequences, unless told otherwise.
+SEQS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,8 @@ class Shape:
         return (4 if direction is Direction.FORWARD else 10) * area * self.head_dim
 
 
-def shapes(
-    head_dims: tuple[int, ...] = (64, 128), seqs: Sequence[int] = (1024, 4096, 16384)
-) -> list[Shape]:
-    """16k tokens of width 2048, in sequences of 1k, 4k and 16k unless told otherwise."""
+def shapes(head_dims: tuple[int, ...] = (64, 128), seqs: Sequence[int] = SEQS) -> list[Shape]:
+    """16k tokens of width 2048, in sequences of these lengths."""
     return [
         Shape(TOKENS // seq, HIDDEN // head_dim, seq, head_dim, causal)
         for head_dim in head_dims

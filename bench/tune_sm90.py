@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench.peers.flash import load_flash3
-from bench.sm80_cases import Shape, make_tensors, shapes
+from bench.sm80_cases import SEQS, TOKENS, Shape, make_tensors, shapes
 from bench.timing import geometric_mean, interleaved
 from bench.tune_sm80 import flash2, right_calls
 from dlattn.plans.bwd_sm90 import BwdSm90
@@ -158,8 +158,8 @@ def main() -> None:
     parser.add_argument(
         "--seqs",
         type=lambda text: [int(seq) for seq in text.split(",")],
-        default=[1024, 4096, 16384],
-        help="lengths of sequences, of 16384 tokens in all (1024,4096,16384)",
+        default=SEQS,
+        help=f"lengths of sequences, of {TOKENS} tokens in all (%(default)s)",
     )
     given = parser.parse_args()
     for head_dim in given.head_dims:

@@ -19,6 +19,9 @@ CAUSAL = Case(
 )  # fmt: skip
 NARROW = replace(CAUSAL, head_dim_qk=64, head_dim_v=64, scale=0.125)
 MIDDLE = replace(CAUSAL, head_dim_qk=128, head_dim_v=128, scale=0.09)
+#: Of lengths that three consumers divide better.
+LONGER = replace(MIDDLE, seq_q=550, seq_kv=550)
+PADDED = replace(LONGER, len_q=(550, 300), len_kv=(550, 300))
 CASES = {
     "256, causal": CAUSAL,
     "256, causal, fewer queries than keys": replace(
@@ -47,34 +50,13 @@ CASES = {
     "128, full, lengths": replace(
         MIDDLE, right=None, seq_q=550, len_q=(550, 130), len_kv=(333, 450), tails="nan"
     ),
-    "128, a window": replace(MIDDLE, seq_q=550, seq_kv=550, left=100),
+    "128, a window": replace(LONGER, left=100),
     "128, a wide window": replace(MIDDLE, seq_q=900, seq_kv=900, left=500),
-    "128, causal, soft cap, sink": replace(MIDDLE, seq_q=550, seq_kv=550, softcap=5.0, sink=0.5),
-    "128, causal, pages": replace(
-        MIDDLE,
-        seq_q=550,
-        seq_kv=550,
-        len_q=(550, 300),
-        len_kv=(550, 300),
-        page_k=16,
-        page_v=16,
-    ),
-    "128, causal, packed": replace(
-        MIDDLE,
-        seq_q=550,
-        seq_kv=550,
-        len_q=(550, 300),
-        len_kv=(550, 300),
-        ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV"),
-    ),
+    "128, causal, soft cap, sink": replace(LONGER, softcap=5.0, sink=0.5),
+    "128, causal, pages": replace(PADDED, page_k=16, page_v=16),
+    "128, causal, packed": replace(PADDED, ragged=("q", "k", "v", "o", "dO", "dQ", "dK", "dV")),
     "96, causal, dropout": replace(
-        MIDDLE,
-        head_dim_qk=96,
-        head_dim_v=96,
-        seq_q=550,
-        seq_kv=550,
-        dropout=0.1,
-        dropout_as="value",
+        LONGER, head_dim_qk=96, head_dim_v=96, dropout=0.1, dropout_as="value"
     ),
     "64, causal": replace(NARROW, seq_q=700, seq_kv=700),
     "64, full, of three parts": replace(NARROW, right=None, seq_q=550, seq_kv=550),

@@ -6,6 +6,7 @@ all of them come does not depend on who is quick: one order tells for all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -47,21 +48,21 @@ class Block:
     stages: int
     q_stages: int
     careful: bool = True
-    loaded: dict[str, int] = field(default_factory=dict)
-    released: dict[tuple[str, int], int] = field(default_factory=dict)
+    loaded: Counter[str] = field(default_factory=Counter)
+    released: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def load(self, what: str, stages: int, readers: list[int]) -> Wait:
-        number = self.loaded.get(what, 0)
-        yield lambda: all(self.released.get((what, it), 0) > number - stages for it in readers)
+        number = self.loaded[what]
+        yield lambda: all(self.released[what, it] > number - stages for it in readers)
         self.loaded[what] = number + 1
 
     def await_next(self, what: str, reader: int) -> Wait:
         """Until the one is there that this reader has not given back yet."""
-        number = self.released.get((what, reader), 0)
-        yield lambda: self.loaded.get(what, 0) > number
+        number = self.released[what, reader]
+        yield lambda: self.loaded[what] > number
 
     def release(self, what: str, reader: int) -> None:
-        self.released[what, reader] = self.released.get((what, reader), 0) + 1
+        self.released[what, reader] += 1
 
     def schedule(self) -> Wait:
         readers = [*range(self.consumers), -1, -2, -3]
@@ -105,7 +106,7 @@ class Block:
             self.release(f"q{consumer}", consumer)
 
     def await_told(self, number: int) -> Wait:
-        yield lambda: self.loaded.get("item", 0) > number
+        yield lambda: self.loaded["item"] > number
 
     def attend(self, me: int) -> Wait:
         """What a consumer waits for and gives back, in the order of ``FwdSm90::attend``."""
