@@ -37,6 +37,11 @@ DLATTN_DEVICE float4 told_of(const float (&output)[4]) {
   return {output[0], output[1], output[2], output[3]};
 }
 
+// Blocks are numbered along y first, and begin along x: tiles with the same keys (x) have their blocks next
+// to each other.
+DLATTN_DEVICE int block_number() { return blockIdx.x * gridDim.y + blockIdx.y; }
+DLATTN_DEVICE int block_count() { return gridDim.x * gridDim.y; }
+
 // What a block has of the rows of so many warps. What a lane leaves is for the lane of the same number: no
 // row is gathered.
 template <int warps, int v_tiles>
@@ -57,7 +62,7 @@ struct KeyParts {
   // have -1.
   template <class Softmax>
   DLATTN_DEVICE bool gather(int number, Softmax& softmax, Output& output) const {
-    const int block = blockIdx.x;
+    const int block = block_number();
     if (number < 0) {
       leave(block, softmax, output);
       tell(block);
@@ -70,7 +75,7 @@ struct KeyParts {
   // For a later kernel. A block may have two parts: of a tile that ends with it, and of another.
   template <class Softmax>
   DLATTN_DEVICE void leave_behind(int number, const Softmax& softmax, const Output& output) const {
-    leave(blockIdx.x + (number > 0 ? gridDim.x : 0), softmax, output);
+    leave(block_number() + (number > 0 ? block_count() : 0), softmax, output);
   }
 
  private:

@@ -97,8 +97,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // dlattn/plans/schedule.py says where the rows of a block are.
   DLATTN_DEVICE void offer_scheduled(Place<item_stages>& place) {
     const int4* rows = reinterpret_cast<const int4*>(p.schedule);
-    int4 row = rows[2 * blockIdx.x], keys = rows[2 * blockIdx.x + 1];
-    const int end = uniform(rows[2 * blockIdx.x + 2].w);
+    const int block = block_number();
+    int4 row = rows[2 * block], keys = rows[2 * block + 1];
+    const int end = uniform(rows[2 * block + 2].w);
     for (int next = uniform(row.w);; row = rows[2 * next], keys = rows[2 * next + 1], ++next) {
       WorkItem item{uniform(row.x), uniform(row.y), uniform(row.z)};
       if constexpr (shares_keys) item.parts = uniform(keys.z);
@@ -112,7 +113,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // left to load. What a block has asked for is its own: at the end, blocks that ask early would have much
   // to do, and others nothing.
   DLATTN_DEVICE void offer_asked(Place<item_stages>& place, WorkItem item, int number) {
-    item.late = number >= shared.item_count - items_left * int(gridDim.x);
+    item.late = number >= shared.item_count - items_left * block_count();
     const bool offered = offer(place, item);
     if constexpr (!Problem::ragged) await_counter();
     if (!offered) return;
@@ -152,7 +153,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       taken = fetch_add(p.items_taken, 1);
       if (!Problem::ragged && taken == shared.item_count - 1) *p.parts.marks = 0;
     }
-    return uniform(taken) + gridDim.x;  // as many had no need to ask
+    return uniform(taken) + block_count();  // as many had no need to ask
   }
 
   DLATTN_DEVICE void tell_progress(const Place<item_stages>& place, const Work& work, int tile,
@@ -166,7 +167,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
     begin_asking(count);
-    for (int number = blockIdx.x; number < count; number = ask()) {
+    for (int number = block_number(); number < count; number = ask()) {
       const int4 row = p.ragged.items[1 + number];
       const int head = Base::first_head(p, uniform(row.y));
       offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
@@ -180,7 +181,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const int groups = Base::tiles_of_heads(p);
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
     begin_asking(BatchWalk::count(p.batch, items));
-    for (int number = blockIdx.x; walk.find<true>(number, p.batch, items); number = ask()) {
+    for (int number = block_number(); walk.find<true>(number, p.batch, items); number = ask()) {
       const int head = Base::first_head(p, walk.rest % groups);
       const int tile = handed_out(walk.batch, head, walk.rest / groups);
       offer_asked(place, {tile, head, walk.batch}, number);
@@ -205,7 +206,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if (p.items_taken == nullptr || !stores_padding<Problem>(p)) return;
     const uint32 of_head = ceil_div(p.seq_q, tile_q), end = of_head * p.heads_q * p.batch;
 #pragma unroll 1
-    for (; tiles > 0 && next < end; --tiles, next += gridDim.x) {
+    for (; tiles > 0 && next < end; --tiles, next += block_count()) {
       const uint32 pair = next / of_head, batch = pair / uint32(p.heads_q);
       const int tile = next % of_head, head = pair % uint32(p.heads_q);
       const int length = p.seq_len_q.at(batch, p.seq_q);
@@ -253,7 +254,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void load_queries() {
     Place<q_stages> place;
     Place<1> bias_place;
-    uint32 padding = blockIdx.x;
+    uint32 padding = block_number();
     for_each_work([&](const Work& work, const auto&) {
       const WorkItem at = work.item;
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::q, at.batch);

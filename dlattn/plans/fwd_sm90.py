@@ -204,7 +204,8 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        grid, is_later = (self._blocks, 1, 1), bool(self.first_scratch())
+        beside, is_later = self._sharing.beside, bool(self.first_scratch())
+        grid = (beside, self._blocks // beside, 1)
         main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=is_later)
         return [main, self._parts_kernel()] if self._sharing.apart else [main]
 

@@ -177,7 +177,7 @@ def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     """Half as many tiles, whose keys all multiprocessors share, are half the work."""
     packed = plan(1, 32, 8, 64, 16384, right=0)
     assert (packed._heads_per_tile, packed._tiles) == (2, 16)
-    assert packed._sharing.blocks == HOPPER.multiprocessors
+    assert packed._sharing.blocks == 8 * 16
     # Two heads a consumer, whose rows they fill; also where tiles are enough for all.
     few = plan(1, 32, 8, 32, 16384, right=0)
     assert (few._heads_per_tile, few._tiles) == (4, 8) and few.tiling.shares_more
@@ -201,13 +201,15 @@ def test_heads_share_tiles_whose_keys_blocks_share() -> None:
 
 def test_tiles_with_the_same_keys_go_side_by_side() -> None:
     """Where L2 has no room for all keys, each of the tiles that read a head's keys has as many
-    blocks, and these have the same keys at the same place; unless many would have nothing to do."""
+    blocks, those with the same keys begin one after the other, and have them at the same place;
+    unless many would have nothing to do."""
     for it, beside in (
         (plan(1, 16, 16, 256, 16384, 256), 2),
         (plan(1, 32, 8, 256, 65536, right=0), 8),
         (plan(1, 32, 8, 64, 65536, right=0), 2),
     ):
         assert it._sharing.beside == beside
+        assert it.kernels()[0].grid == (beside, it._sharing.blocks // beside, 1)
         group, each = it.geometry.heads_q // it.geometry.heads_k, it._sharing.blocks // beside
         key_tiles = it.geometry.seq_kv // it.tiling.tile_k
         # Which key tile each block reads first, of those of all heads.

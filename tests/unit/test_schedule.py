@@ -108,6 +108,14 @@ def test_parts_of_keys_meet(
     check_parts(rows_of_blocks(rows, blocks), pairs, *visited)
 
 
+def test_few_tiles_have_as_many_blocks_each() -> None:
+    """A block then has no more than one part, unless that leaves much of the GPU without one."""
+    assert sharing_blocks(32, 16384, 132) == 4 * 32
+    assert sharing_blocks(16, 4096, 132) == 8 * 16
+    # A part would be a whole tile; or a third of one, where all multiprocessors have less.
+    assert sharing_blocks(70, 16384, 132) == sharing_blocks(45, 2**20, 132) == 132
+
+
 @given(
     keys=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), min_size=2, max_size=40),
     pairs=st.integers(1, 9),
