@@ -13,7 +13,7 @@ from dlattn.plans.kernels import KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import MappedPlan, slab_bytes
 from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.source import kernel_source
-from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem
+from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem, TensorSpec
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
@@ -197,7 +197,6 @@ class Decode(MappedPlan):
 
     name = "decode"
     argument_type = MappedDecodeParams
-    l2_promotion = L2_PROMOTION_128B
 
     def __init__(
         self,
@@ -215,6 +214,9 @@ class Decode(MappedPlan):
             else items_side_by_side(geometry, target.multiprocessors)
         )
         self._params.parts.mark = drawn_mark()
+
+    def l2_promotion(self, spec: TensorSpec) -> int:
+        return L2_PROMOTION_128B  # each byte is read once
 
     def box_rows(self) -> Mapping[str, int]:
         return {"k": 16, "v": 16} if self.tiling.boxes else {}

@@ -23,7 +23,7 @@ from dlattn.runtime.target import Target
 LEAST_PAGE = 8
 
 
-#: Bytes of a row of a slab, and of the widest box.
+#: Bytes of a row of a slab, and of the widest box; a line of L2 has as many.
 _SLAB_ROW = 128
 
 
@@ -79,8 +79,6 @@ class MappedPlan(CudaPlan):
 
     #: The argument of the main kernel, with maps before ``p``.
     argument_type: ClassVar[type[MappedParams]]
-    #: What a copy brings into L2 at a time; of the decode, less.
-    l2_promotion: ClassVar[int] = tensormap.L2_PROMOTION_256B
 
     @cached_property
     def _maps(self) -> dict[str, int]:
@@ -93,6 +91,13 @@ class MappedPlan(CudaPlan):
     @abstractmethod
     def box_rows(self) -> Mapping[str, int]:
         """Rows that one copy moves, by role; it moves as many columns as a slab has."""
+
+    def l2_promotion(self, spec: TensorSpec) -> int:
+        """What a copy brings into L2 at a time: less where rows are not whole lines of L2, of which
+        more would be other rows', and come again with these."""
+        steps = [step for n, step in zip(spec.dim[:-1], spec.stride, strict=False) if n > 1]
+        whole = all(n * itemsize(spec.dtype) % _SLAB_ROW == 0 for n in (spec.dim[-1], *steps))
+        return tensormap.L2_PROMOTION_256B if whole else tensormap.L2_PROMOTION_128B
 
     def paged_rows(self, role: str, rows: int) -> int:
         """Rows of a box of k or v, where a tile has so many."""
@@ -117,7 +122,7 @@ class MappedPlan(CudaPlan):
             spec, place = self.geometry.tensors[role], self._maps[role]
             begin, dim, stride = map_of(spec)
             box = (1, 1, rows, _SLAB_ROW // itemsize(spec.dtype))
-            tensormap.encode(place, spec.dtype, dim, stride, box, self.l2_promotion)
+            tensormap.encode(place, spec.dtype, dim, stride, box, self.l2_promotion(spec))
             of_maps.append((role, tensormap.address_slot(place), begin))
         self._slots += of_maps
         super().build()

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from dlattn.dtypes import data_type
 from dlattn.errors import DlattnError
+from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.problem import Direction, Geometry, Problem, Scale, TensorSpec
 from dlattn.runtime import tensormap
+from dlattn.runtime.target import KNOWN
 
 #: Byte of a map at which a driver keeps the address, and whether it notes it elsewhere, too.
 PLACES = [(0, False), (8, False), (0, True)]
@@ -60,3 +64,24 @@ def test_an_address_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with pytest.raises(DlattnError, match="cuTensorMapReplaceAddress failed with CUresult 1"):
         tensormap.ReplacedAddress(64).value = 8
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_stride, promotion",
+    [
+        (64, 64, tensormap.L2_PROMOTION_256B),
+        (192, 192, tensormap.L2_PROMOTION_256B),
+        (96, 96, tensormap.L2_PROMOTION_128B),
+        (136, 136, tensormap.L2_PROMOTION_128B),
+        (128, 136, tensormap.L2_PROMOTION_128B),  # a part of wider heads
+    ],
+)
+def test_rows_that_are_no_whole_lines_bring_less(
+    head_dim: int, head_stride: int, promotion: int
+) -> None:
+    """What a copy brings beyond its own bytes is other heads', unless rows are whole lines."""
+    dim, stride = (2, 8, 100, head_dim), (800 * head_stride, head_stride, 8 * head_stride, 1)
+    specs = {role: TensorSpec(role, dim, stride, data_type.HALF) for role in "qkvo"}
+    problem = Problem(Direction.FORWARD, data_type.HALF, head_dim, head_dim, (Scale(True),))
+    plan = FwdSm90(problem, Geometry(specs, 0.1), KNOWN["sm_90a"])
+    assert plan.l2_promotion(specs["k"]) == promotion
