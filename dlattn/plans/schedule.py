@@ -93,6 +93,19 @@ def balance(costs: Array, pairs: int, pairs_per_wave: int, blocks: int) -> tuple
     return owner, order
 
 
+def neighbours(owner: Array, pair: Array) -> Array:
+    """The owners of tiles that are taken in this order, numbered so that blocks whose first tiles
+    are of one (batch, head) pair are neighbours: what one reads, others then find in L2.
+
+    Args:
+        owner, pair: of each tile.
+    """
+    blocks, first = np.unique(owner, return_index=True)
+    number = np.empty_like(blocks)
+    number[np.argsort(pair[first], kind="stable")] = blocks
+    return number[owner]
+
+
 def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     """How many blocks had best share the keys of the query tiles that are left after whole rounds,
     or 0 where it is best that each tile has one block. Of tiles with the same keys."""
@@ -247,7 +260,8 @@ def table(
         keys = np.concatenate([np.tile(ALL_KEYS, (whole, 1)), their_keys])
     else:
         owners, order = balance(costs, pairs, pairs_per_wave, blocks)
-        owner, keys = owners[order], np.tile(ALL_KEYS, (len(order), 1))
+        owner = neighbours(owners[order], order // len(costs))
+        keys = np.tile(ALL_KEYS, (len(order), 1))
     by_block = np.argsort(owner, kind="stable")
     pair, tile = order[by_block] // len(costs), order[by_block] % len(costs)
     zeros = np.zeros_like(tile)
