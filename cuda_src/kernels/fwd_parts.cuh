@@ -20,8 +20,9 @@ struct FwdParts {
   using T = typename Problem::Element;
   static constexpr int at_a_time = 4;  // parts that a warp loads
   static constexpr int warps_of_tile = 4 * Tiling::consumers;
-  static constexpr int columns = 32, n_tiles = columns / 8, slices = Block::dim_v / columns;
-  using Part = KeyPart<warps_of_tile, Block::dim_v / 8>;
+  static constexpr int columns = 32, n_tiles = columns / 8, v_tiles = Block::dim_v / 8;
+  static constexpr int slices = ceil_div(v_tiles, n_tiles);
+  using Part = KeyPart<warps_of_tile, v_tiles>;
   using Softmax = OnlineSoftmax<1, wants_maxima<Problem>>;
   using Output = Accumulator<1, n_tiles>;
 
@@ -54,7 +55,10 @@ struct FwdParts {
     loaded.softmax = load_relaxed(&part.softmax[thread]);
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n) {
-      loaded.output[n] = load_relaxed(&part.output[slice * n_tiles + n][thread]);
+      const int v = slice * n_tiles + n;
+      if (v_tiles % n_tiles == 0 || v < v_tiles) {
+        loaded.output[n] = load_relaxed(&part.output[v][thread]);
+      }
     }
     return loaded;
   }

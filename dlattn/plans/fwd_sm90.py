@@ -212,7 +212,7 @@ class FwdSm90(MappedPlan):
     def _parts_kernel(self) -> KernelLaunch:
         """The kernel that puts the parts of shared tiles together."""
         tiles, tiling = self._shared_tiles.reshape(-1, 8), PartsTiling(self.tiling)
-        slices = value_columns(self.problem) // tiling.columns
+        slices = -(-value_columns(self.problem) // tiling.columns)
         grid = len(tiles) * self.tiling.tile_q // 16 * slices
         warps = min(-(-int(tiles[:, 6].max()) // tiling.at_a_time), tiling.threads // 32)
         source, shared = self._parts_source(self.tiling), (warps - 1) * tiling.sum_bytes

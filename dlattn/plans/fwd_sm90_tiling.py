@@ -14,7 +14,7 @@ from dlattn.runtime.target import KNOWN
 OUTPUT_ROWS = 16
 
 #: Widths of the output product; the next one at or above head_dim_v is computed.
-VALUE_COLUMNS = (64, 96, 128, 192, 256)
+VALUE_COLUMNS = (32, 48, 64, 96, 112, 128, 160, 192, 256)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Sm90FwdTiling:
         bias = self.consumers
         if self.stages_bias:
             bias *= bias_tile_bytes(problem, 64, self.tile_k)
-        tiles = self.q_stages * q + zeros + self.stages * k_and_v + bias
-        return tiles + items + visits + barriers + asking
+        tiles = self.q_stages * q + zeros + self.stages * k_and_v + round_up(bias, 8)
+        return tiles + items + round_up(visits, 8) + barriers + asking
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
         more |= problem.sink or problem.score_max or problem.score_sum_exp
         if not is_positive(problem):
             more |= problem.paged_k or problem.paged_v or dim_v < 64
-        if dim_v & (dim_v - 1) or largest <= 32 or more:
+        if dim_v & (dim_v - 1) or more:
             return three, Sm90FwdTiling(3, 64, stages=6, q_stages=2, slower=1.12), two
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), three, two
     if largest <= 128:
@@ -196,8 +196,24 @@ def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     if largest <= 192 and problem.adds_to_scores and problem.ragged:
         return (Sm90FwdTiling(2, 64, ping_pong=True),)
     if largest <= 192:
-        return (Sm90FwdTiling(2, 96, ping_pong=True, alternates=alternates(problem)),)
+        return _above_128(problem)
     given_mask = isinstance(problem.dropout, GivenMask)
     if problem.adds_to_scores or problem.has_blocks or given_mask:
         return (Sm90FwdTiling(2, 32, stages=4),)
     return (Sm90FwdTiling(2, 64, alternates=alternates(problem)),)
+
+
+def _above_128(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
+    """Of 129 to 192 columns of v. Where rows of a head do not begin with a sector of L2, each copy
+    asks for more of them than it brings, and more rows of queries for each key are worth more."""
+    apart, up = bool((problem.head_dim_qk | problem.head_dim_v) % 16), alternates(problem)
+    two = Sm90FwdTiling(2, 96, ping_pong=True, alternates=up)
+    if value_columns(problem) <= 160:
+        three = Sm90FwdTiling(3, 48, stages=3, alternates=up)
+        return three, replace(two, slower=1.3 if apart else 1.12 if up else 1.02)
+    if apart:
+        three = Sm90FwdTiling(3, 32, stages=4, alternates=up)
+        return three, replace(two, slower=1.08)
+    if problem.has_bias and problem.dropout:
+        return (two,)
+    return two, Sm90FwdTiling(2, 64, stages=3, alternates=up, slower=1.02)

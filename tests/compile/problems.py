@@ -57,6 +57,8 @@ HEAD_DIMS = [
     (192, 192), (200, 200), (256, 256), (192, 128), (8, 256), (256, 8), (128, 64), (64, 128),
     (64, 32), (32, 64), (64, 96),
 ]  # fmt: skip
+#: Rows of the table of Hopper's forward alone.
+FORWARD_HEAD_DIMS = [(112, 112), (160, 160), (168, 168)]
 #: Of the portable kernels alone.
 WIDE_HEAD_DIMS = [(264, 264), (384, 384), (512, 64), (64, 512), (480, 512), (512, 512)]
 #: Of these, one for each row, and unequal ones: for every edit.
@@ -255,20 +257,20 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
         stats = [data_type.FLOAT]
     found = []
     wide = [] if hopper else WIDE_HEAD_DIMS
+    own = FORWARD_HEAD_DIMS if family is FwdSm90 else []
+    all_dims, edited_dims = (*HEAD_DIMS, *own), (*EDITED_HEAD_DIMS, *own, *wide[-1:])
     masks = tuple(MASKS.values())
     some_edits = ((), *EDITS.values())
     wanted: list[tuple[Any, ...]] = [
-        *((dims, (), mask, None) for dims, mask in product(HEAD_DIMS, masks)),
+        *((dims, (), mask, None) for dims, mask in product(all_dims, masks)),
         *((dims, (), masks[i % len(masks)], None) for i, dims in enumerate(wide)),
         *(
             (dims, edits, masks[i % len(masks)], None)
-            for i, (edits, dims) in enumerate(
-                product(EDITS.values(), (*EDITED_HEAD_DIMS, *wide[-1:]))
-            )
+            for i, (edits, dims) in enumerate(product(EDITS.values(), edited_dims))
         ),
         *(
             (dims, some_edits[i % len(some_edits)], masks[i % len(masks)], dropout)
-            for i, (dropout, dims) in enumerate(product(DROPOUTS, (*EDITED_HEAD_DIMS, *wide[-1:])))
+            for i, (dropout, dims) in enumerate(product(DROPOUTS, edited_dims))
         ),
     ]
     for i, (head_dims, edits, mask, dropout) in enumerate(wanted):
@@ -286,8 +288,8 @@ def problems(family: type[CudaPlan]) -> list[Problem]:
                 **ROWS[direction][i % len(ROWS[direction])],
             )  # fmt: skip
         )
-    each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(HEAD_DIMS))]
-    edited = found[len(masks) * len(HEAD_DIMS) :]
+    each_mask = [found[len(masks) * i + i % len(masks)] for i in range(len(all_dims))]
+    edited = found[len(masks) * len(all_dims) :]
     crowded = [
         p for p in found if len(p.edits) == 1 + len(EDITS["all"]) or p.dropout is DROPOUTS[-1]
     ]

@@ -40,6 +40,27 @@ CASES = {
     "192, causal, of another element type": replace(
         CAUSAL, dtype="float16", head_dim_qk=192, head_dim_v=192, scale=0.07
     ),
+    "192, full, few keys": replace(
+        CAUSAL, right=None, seq_kv=140, head_dim_qk=192, head_dim_v=192, scale=0.07
+    ),
+    "168, causal": replace(
+        CAUSAL, seq_q=550, seq_kv=550, head_dim_qk=168, head_dim_v=168, scale=0.08
+    ),
+    "160, causal, sink": replace(
+        CAUSAL, seq_q=550, seq_kv=550, head_dim_qk=160, head_dim_v=160, scale=0.08, sink=0.5
+    ),
+    "136, full, lengths": replace(
+        CAUSAL,
+        right=None,
+        seq_q=550,
+        seq_kv=333,
+        len_q=(550, 130),
+        len_kv=(333, 200),
+        tails="nan",
+        head_dim_qk=136,
+        head_dim_v=136,
+        scale=0.08,
+    ),
     "128, causal": MIDDLE,
     "128, causal, deterministic": replace(MIDDLE, deterministic=True),
     "128, causal, groups, lengths": replace(
@@ -58,10 +79,18 @@ CASES = {
     "96, causal, dropout": replace(
         LONGER, head_dim_qk=96, head_dim_v=96, dropout=0.1, dropout_as="value"
     ),
+    "112, full, parts of keys": replace(
+        MIDDLE, right=None, seq_q=550, seq_kv=3000, head_dim_qk=112, head_dim_v=112
+    ),
     "64, causal": replace(NARROW, seq_q=700, seq_kv=700),
     "64, full, of three parts": replace(NARROW, right=None, seq_q=550, seq_kv=550),
     "64, full": replace(NARROW, right=None, seq_q=700, seq_kv=333),
     "64, a window": replace(NARROW, seq_q=700, seq_kv=700, left=100),
+    "48, causal": replace(NARROW, seq_q=700, seq_kv=700, head_dim_qk=48, head_dim_v=48),
+    "32, causal": replace(NARROW, seq_q=700, seq_kv=700, head_dim_qk=32, head_dim_v=32),
+    "32, a window, fewer columns of v": replace(
+        NARROW, seq_q=700, seq_kv=700, left=100, head_dim_qk=32, head_dim_v=16
+    ),
 }
 
 

@@ -267,6 +267,16 @@ def test_many_parts_meet_in_a_kernel_of_their_own() -> None:
         # Of a narrow window, each consumer has keys of its own.
         ((1, 16, 16, 8192, 8192), {"right": 0, "left": 64}, 128, 128),
         ((1, 16, 16, 8192, 8192), {"right": 0, "left": 4096}, 192, 64),
+        # Few columns leave four consumers their registers, and more than 128 three theirs; rows of
+        # a head that begin within a sector of L2 ask for more rows of queries.
+        ((4, 16, 16, 4096, 4096, 32), {}, 256, 64),
+        ((4, 16, 16, 4096, 4096, 160), {}, 128, 96),
+        ((16, 16, 16, 1024, 1024, 160), {"right": 0}, 192, 48),
+        ((16, 16, 16, 1024, 1024, 136), {}, 192, 48),
+        ((4, 16, 16, 4096, 4096, 168), {}, 192, 32),
+        # Of few keys, 96 fit a diagonal worse than 64.
+        ((4, 16, 16, 4096, 4096, 192), {"right": 0}, 128, 96),
+        ((16, 16, 16, 1024, 1024, 192), {"right": 0}, 128, 64),
     ],
 )
 def test_tilings_fit_the_shape(
@@ -303,6 +313,18 @@ def test_blocks_come_to_a_key_together(seq: int, heads: int) -> None:
         return float(np.median(places.std(axis=0)))
 
     assert apart(alternates=True) < 1 and apart(alternates=False) > seq / 64 / 10
+
+
+@pytest.mark.parametrize("seq, heads", [(512, 256), (4096, 32)])
+def test_neighbours_begin_with_the_same_keys(seq: int, heads: int) -> None:
+    """Under a causal mask, too, where the longest tiles of all heads are dealt first, blocks that
+    begin with the same head stand side by side, and as few tiles as before are any one block's."""
+    it = plan(1, heads, heads, seq, seq, 256, right=0)
+    blocks = rows_of_blocks(it.schedule(), it._blocks)
+    first = [int(rows[0][1]) for rows in blocks]
+    assert first == sorted(first) and len({*first}) < len(first)
+    load = [sum(row[0] + 1 for row in rows) for rows in blocks]
+    assert max(load) <= 1.1 * sum(load) / len(load)
 
 
 def test_a_round_of_short_sequences_has_all_lengths() -> None:
