@@ -206,12 +206,13 @@ def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
 def _above_128(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
     """Of 129 to 192 columns of v. Where rows of a head do not begin with a sector of L2, each copy
     asks for more of them than it brings, and more rows of queries for each key are worth more."""
-    apart, up = bool((problem.head_dim_qk | problem.head_dim_v) % 16), alternates(problem)
+    within_sector = (problem.head_dim_qk | problem.head_dim_v) % 16 > 0
+    up = alternates(problem)
     two = Sm90FwdTiling(2, 96, ping_pong=True, alternates=up)
     if value_columns(problem) <= 160:
         three = Sm90FwdTiling(3, 48, stages=3, alternates=up)
-        return three, replace(two, slower=1.3 if apart else 1.12 if up else 1.02)
-    if apart:
+        return three, replace(two, slower=1.3 if within_sector else 1.12 if up else 1.02)
+    if within_sector:
         three = Sm90FwdTiling(3, 32, stages=4, alternates=up)
         return three, replace(two, slower=1.08)
     if problem.has_bias and problem.dropout:

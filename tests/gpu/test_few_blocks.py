@@ -20,6 +20,7 @@ CAUSAL = Case(
 NARROW = replace(CAUSAL, head_dim_qk=64, head_dim_v=64, scale=0.125)
 MIDDLE = replace(CAUSAL, head_dim_qk=128, head_dim_v=128, scale=0.09)
 #: Of lengths that three consumers divide better.
+WIDE = replace(CAUSAL, seq_q=550, seq_kv=550, head_dim_qk=160, head_dim_v=160, scale=0.08)
 LONGER = replace(MIDDLE, seq_q=550, seq_kv=550)
 PADDED = replace(LONGER, len_q=(550, 300), len_kv=(550, 300))
 CASES = {
@@ -40,27 +41,19 @@ CASES = {
     "192, causal, of another element type": replace(
         CAUSAL, dtype="float16", head_dim_qk=192, head_dim_v=192, scale=0.07
     ),
-    "192, full, few keys": replace(
-        CAUSAL, right=None, seq_kv=140, head_dim_qk=192, head_dim_v=192, scale=0.07
-    ),
-    "168, causal": replace(
-        CAUSAL, seq_q=550, seq_kv=550, head_dim_qk=168, head_dim_v=168, scale=0.08
-    ),
-    "160, causal, sink": replace(
-        CAUSAL, seq_q=550, seq_kv=550, head_dim_qk=160, head_dim_v=160, scale=0.08, sink=0.5
-    ),
+    "192, full, few keys": replace(WIDE, right=None, seq_kv=140, head_dim_qk=192, head_dim_v=192),
+    "168, causal": replace(WIDE, head_dim_qk=168, head_dim_v=168),
+    "160, causal, sink": replace(WIDE, sink=0.5),
     "136, full, lengths": replace(
-        CAUSAL,
+        WIDE,
+        head_dim_qk=136,
+        head_dim_v=136,
         right=None,
-        seq_q=550,
         seq_kv=333,
         len_q=(550, 130),
         len_kv=(333, 200),
         tails="nan",
-        head_dim_qk=136,
-        head_dim_v=136,
-        scale=0.08,
-    ),
+    ),  # fmt: skip
     "128, causal": MIDDLE,
     "128, causal, deterministic": replace(MIDDLE, deterministic=True),
     "128, causal, groups, lengths": replace(

@@ -318,7 +318,7 @@ def test_blocks_come_to_a_key_together(seq: int, heads: int) -> None:
 @pytest.mark.parametrize("seq, heads", [(512, 256), (4096, 32)])
 def test_neighbours_begin_with_the_same_keys(seq: int, heads: int) -> None:
     """Under a causal mask, too, where the longest tiles of all heads are dealt first, blocks that
-    begin with the same head stand side by side, and as few tiles as before are any one block's."""
+    begin with the same head stand side by side, and none has much more to do than others."""
     it = plan(1, heads, heads, seq, seq, 256, right=0)
     blocks = rows_of_blocks(it.schedule(), it._blocks)
     first = [int(rows[0][1]) for rows in blocks]
