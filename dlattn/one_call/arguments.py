@@ -375,7 +375,7 @@ def whole(name: str, given: Any) -> Any:
     Raises:
         InvalidArgumentError: one is no integer.
     """
-    if not isinstance(given, tuple):
+    if not isinstance(given, (tuple, list)):
         return given
     return tuple([x if type(x) is int or x is None else integer(name, x) for x in given])
 

@@ -61,6 +61,8 @@ def attend_plainly(
     tensors = q, k, v
     if return_lse is not False:
         return_lse = flag("return_lse", return_lse)
+    if deterministic is not None:
+        deterministic = flag("deterministic", deterministic)
     try:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         asked = said, learns or return_lse
@@ -78,8 +80,6 @@ def attend_plainly(
         return tuple(results) if return_lse else results[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    else:
-        deterministic = flag("deterministic", deterministic)
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
