@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -51,10 +51,26 @@ def call(
         for platform in ("cpu", "cuda")[: 1 + (jax.default_backend() == "gpu")]
     }
     values = [x for _, x in given]
-    if len(on) == 1:
-        return on["cpu"](*values)
-    found: list[Any] = jax.lax.platform_dependent(*values, **on)
-    return found
+    one, *others = on.values()
+    found = jax.lax.platform_dependent(*values, **on) if others else one(*values)
+    return varying(found, values)
+
+
+def varying(arrays: Iterable[Any], like: Iterable[Any]) -> list[Any]:
+    """Arrays that are different in each shard of ``shard_map`` along every axis of its mesh along
+    which one of ``like`` is: what a kernel makes of that is, too, of which JAX knows nothing. The
+    gradient of one that was the same everywhere is a sum over the shards."""
+    axes = frozenset().union(*map(_axes, like))
+    return [
+        x if axes <= _axes(x) else jax.lax.pcast(x, tuple(axes - _axes(x)), to="varying")
+        for x in arrays
+    ]
+
+
+def _axes(x: Any) -> frozenset[Any]:
+    """None outside of ``shard_map``, where that does not check them, and in JAX before 0.10."""
+    known = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if known is None else known.varying
 
 
 class _Traced:
