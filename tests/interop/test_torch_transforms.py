@@ -17,7 +17,6 @@ import dlattn  # noqa: E402
 from dlattn.errors import DlattnError, InvalidArgumentError  # noqa: E402
 from dlattn.flash import mha_fwd  # noqa: E402
 from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
-from tests.models import Block  # noqa: E402
 from tests.torch_checks import assert_same, by_definition, loss, random, sdpa  # noqa: E402
 
 
@@ -210,22 +209,6 @@ def test_what_entries_share_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) 
     assert_same([torch.vmap(torch.func.grad(value), in_dims=(0, None))(q, bias)], [of_q])
     with pytest.raises(AssertionError):
         both(q, bias)
-
-
-def test_replaced_under_compilation() -> None:
-    """A model that is compiled has dlattn's operator in its one graph."""
-    torch._dynamo.reset()
-    block, x = Block(16, 2, 1).double(), random(2, 5, 16)
-    seen = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    with replace_sdpa():
-        found = torch.compile(block, fullgraph=True, backend=backend)(x)
-    assert_same([found], [block(x)])
-    assert seen.count("dlattn.attention") == 1
 
 
 def test_jacobian() -> None:
