@@ -90,13 +90,12 @@ class _Traced:
         ]
         self._plans: dict[int, Plan] = {}
         self._check: Callable[[Mapping[str, int]], None] | None = None
-        if found.request is not None and (size := self._plan(0).workspace_size):
+        if not found.idle and (size := self._plan(0).workspace_size):
             self.results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
 
     def _plan(self, index: int) -> Plan:
         """Of one device; those of a process are alike."""
         if index not in self._plans:
-            assert self.found.request is not None
             target = CPU if self._cpu else cuda_target(index)
             self._plans[index] = built(self.found.request, target)
             if self._cpu:
@@ -164,7 +163,7 @@ def _traced(
         for name, shape, dtype in looks
     }
     found = wanted(there, (None,) * len(names), options, *asked)
-    if options.layout == "thd" and found.request is not None:
+    if options.layout == "thd" and not found.idle:
         # Where nothing is written, there may be anything, which a pure function does not return.
         first, *others = found.outputs
         found = found._replace(outputs=[replace(first, fill=0.0), *others])
@@ -186,7 +185,7 @@ def _imagined(name: str, shape: tuple[int, ...], dtype: Any, platform: str) -> T
 
 def _run(traced: _Traced, *values: Any) -> list[Any]:
     outputs = traced.found.outputs
-    if traced.found.request is None:
+    if traced.found.idle:
         return traced.filled(values)
     run = buffer_callback(traced, traced.results, command_buffer_compatible=True)
     return list(run(*values))[: len(outputs)]

@@ -154,10 +154,8 @@ def wanted(
     request = it.request(
         Direction.BACKWARD, specs, deterministic=flag("deterministic", deterministic)
     )
-    if sizes.is_empty:
-        return Wanted(values, {}, outputs, None)
     positions = {**it.positions, **{role: tensor.position for role, tensor in inputs.items()}}
-    return Wanted(it.values, positions, outputs, request)
+    return Wanted(it.values, positions, outputs, request, sizes.is_empty)
 
 
 def prepare(*given: Any) -> Call:

@@ -146,7 +146,7 @@ def wanted(
         Direction.FORWARD, {str(out.role): it.spec(str(out.role), out) for out in outputs}
     )
     if sizes.is_empty:
-        return Wanted(values, {}, _filled(outputs, it), None)
+        return Wanted(it.values, it.positions, _filled(outputs, it), request, idle=True)
     return Wanted(it.values, it.positions, outputs, request)
 
 
