@@ -83,8 +83,8 @@ class Call:
         device: where they are.
         inputs: role -> position among the tensors.
         outputs: in the order of the results.
-        request: what is wanted, or what does it; ``None`` if filling the outputs is all there is
-            to do.
+        request: what is wanted, or what does it.
+        idle: filling the outputs is all there is to do for it.
         byte_offsets: role -> bytes from the address of its tensor.
         apart: refuses memory of the caller's that is another tensor's.
 
@@ -99,9 +99,10 @@ class Call:
         device: tuple[str, int],
         inputs: Mapping[str, int],
         outputs: Iterable[Output],
-        request: Request | Executable | None,
+        request: Request | Executable,
         byte_offsets: Mapping[str, int] | None = None,
         apart: Check | None = None,
+        idle: bool = False,
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
@@ -129,18 +130,19 @@ class Call:
         self._workspace: Callable[[], Any] | None = None
         self._check: Callable[[Mapping[str, int]], None] | None = None
         if isinstance(request, Request):
-            plan = self.plan = built(request, CPU if on_cpu else cuda_target(index))
             if on_cpu:
-                self._check = cu_seqlens_check(plan.geometry)
-        elif request is not None:
+                self._check = cu_seqlens_check(request.geometry)
+            if not idle:
+                self.plan = built(request, CPU if on_cpu else cuda_target(index))
+        else:
             self.plan = request
             self.plan.build()
+        offsets = byte_offsets or {}
+        self._places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
+        # Addresses of results follow those of the tensors, of which some may be left out.
+        results = enumerate(outputs, -len(outputs))
+        self._places |= {out.role: (at, 0) for at, out in results if out.role}
         if self.plan is not None:
-            offsets = byte_offsets or {}
-            self._places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
-            # Addresses of results follow those of the tensors, of which some may be left out.
-            results = enumerate(outputs, -len(outputs))
-            self._places |= {out.role: (at, 0) for at, out in results if out.role}
             self._run = bound(self.plan, self._places)
             if size := self.plan.workspace_size:
                 self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
@@ -169,6 +171,9 @@ class Call:
                 result = make()
                 results.append(result)
                 addresses.append(read(result))
+        if self._check is not None:  # in host memory, which has no streams
+            order_before([values[at] for at in self._unordered], 0)
+            self._check({role: addresses[at] for role, (at, _) in self._places.items()})
         for number, filling in self._fills:
             if isinstance(filling, Argument):
                 numbers = array_beside(values[filling.position], results[number])
@@ -180,8 +185,6 @@ class Call:
             stream = 0 if self._current_stream is None else self._current_stream()
             if self._unordered:
                 order_before([values[at] for at in self._unordered], stream)
-            if self._check is not None:
-                self._check({role: addresses[at] for role, (at, _) in self._places.items()})
             if self._workspace is None:
                 self._run(addresses, 0, stream)
             else:

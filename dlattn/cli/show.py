@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from dlattn.cli.machine import cuda_devices
 from dlattn.cli.sizes import size
@@ -88,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _target(arch: str | None) -> Target:
-    if arch is not None:
-        return KNOWN[arch]
-    return next((device.target for device in cuda_devices()), KNOWN["sm_90a"])
+    here = [] if arch is not None else [device.target for device in cuda_devices()]
+    # Messages say of others that they are described.
+    return here[0] if here else replace(KNOWN[arch or "sm_90a"], index=-1)
 
 
 def _facts(kernel: KernelLaunch, compiled: CompiledKernel) -> str:

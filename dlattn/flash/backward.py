@@ -277,9 +277,10 @@ def _prepare(
         aligned=are_aligned(given.values()),
     )
     positions |= {role: it.position for role, it in inputs.items()}
-    asked = None if layout.is_empty else request
-    outputs = (d_q, d_k, d_v, delta)
-    return Backward(Call(tensors, q.seen.device, positions, outputs, asked, offsets, memory))
+    outputs, idle = (d_q, d_k, d_v, delta), layout.is_empty
+    return Backward(
+        Call(tensors, q.seen.device, positions, outputs, request, offsets, memory, idle)
+    )
 
 
 def _check_values(layout: Layout, v: Argument, dout: Argument, out: Argument) -> None:

@@ -301,8 +301,9 @@ def _prepare(
         aligned=are_aligned(given.values()),
     )
     positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
-    asked = None if layout.is_empty else request
-    call = Call(tensors, q.seen.device, positions, results, asked, offsets, memory)
+    call = Call(
+        tensors, q.seen.device, positions, results, request, offsets, memory, layout.is_empty
+    )
     like = tensors[0]
     state = no_state(like) if dropout is None else None
     return Forward(call, None, state, unused(like, dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Mapping
@@ -135,12 +134,11 @@ def _number(name: str, entry: Any) -> Any:
         )
     if whole:
         return signed(operator.index(entry))
-    number = float(entry) if is_float32(entry) else math.nan
-    if name != "p" and math.isnan(number):
-        raise InvalidArgumentError(
-            f"dropout: {name} must be a finite number of FLOAT; got {entry}."
-        )
-    return number
+    if is_float32(entry):
+        return float(entry)
+    if name == "p":  # refused as what it is, with those that are no probabilities
+        return entry
+    raise InvalidArgumentError(f"dropout: {name} must be a finite number of FLOAT; got {entry}.")
 
 
 def _is_whole(entry: Any) -> bool:

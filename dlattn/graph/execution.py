@@ -190,7 +190,10 @@ class Execution:
             if not workspace or workspace < 0 or workspace % WORKSPACE_ALIGNMENT:
                 self._refuse_workspace(f"address {workspace or 0:#x}")
             return int(workspace)
-        seen = view(workspace)
+        try:
+            seen = view(workspace)
+        except InvalidVariantPackError as error:
+            raise InvalidVariantPackError(f"workspace: {error}") from error
         if seen[1:] != self._seen_workspace or seen.ptr % WORKSPACE_ALIGNMENT:
             size = math.prod(seen.shape) * dtypes.itemsize(seen.dtype)
             if size < self._workspace_size:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.tensor import Tensor
 
@@ -94,7 +96,7 @@ class Names:
     def _lookup(self, entry: Any) -> Tensor | None:
         if isinstance(entry, Tensor):
             return entry if any(t is entry for t in self._tensors) else None
-        if isinstance(entry, int):
+        if isinstance(entry, (int, np.integer)):
             return next((t for t in self._tensors if t.attributes.uid == entry), None)
         if not isinstance(entry, str):
             return self.declared_from(entry)
@@ -111,7 +113,11 @@ class Names:
 
 def _said_entry(entry: Any, article: str = "a") -> str:
     """How messages call what a user calls a tensor."""
-    return repr(entry) if isinstance(entry, (str, int)) else f"{article} {type(entry).__qualname__}"
+    return (
+        repr(entry)
+        if isinstance(entry, (str, int, np.integer))
+        else f"{article} {type(entry).__qualname__}"
+    )
 
 
 def said_name(t: Tensor) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError
 from dlattn.graph.checks import flag
@@ -304,9 +306,9 @@ def _wants_stats(generate_stats: Any, is_inference: Any) -> bool:
         if is_inference is None
         else ("is_inference", is_inference)
     )
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False; got {value!r}.")
-    return value if is_inference is None else not value
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgumentError(f"{name} must be True or False; got {value!r:.100}.")
+    return bool(value) if is_inference is None else not value
 
 
 def _diagonal(given: Mapping[str, Any]) -> Diagonal:

@@ -145,9 +145,12 @@ def _with_tiling(plan: Runnable, tiling: Mapping[str, Any] | None) -> Runnable:
 def _bytes(data: Any) -> bytes:
     if isinstance(data, str):
         return data.encode()
-    if isinstance(data, (bytes, bytearray, memoryview)) or isinstance(data, Iterable):
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return bytes(data)
+    if isinstance(data, Iterable):
         try:
-            return bytes(data)
+            # One by one: of an array of wider integers, memory has more bytes than that.
+            return bytes([*data])
         except (TypeError, ValueError):
             pass
     raise TypeError(

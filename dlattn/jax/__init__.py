@@ -1,4 +1,4 @@
-"""dlattn at home in JAX: under ``jit``, ``grad``, ``vmap`` and ``scan``.
+"""dlattn at home in JAX: under ``jit``, ``grad``, ``vmap``, ``scan`` and ``shard_map``.
 
 :func:`attention` is :func:`dlattn.attention` as a JAX function; :func:`dot_product_attention` is
 that in the words of ``jax.nn``.

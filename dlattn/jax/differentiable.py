@@ -15,6 +15,7 @@ from jax.dtypes import float0
 from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.batching import batched
+from dlattn.jax.traced import varying
 from dlattn.one_call.arguments import Options, pair, shared, whole
 
 
@@ -110,7 +111,15 @@ def attention(
         options=_told_apart(options), return_lse=flag("return_lse", return_lse)
     )
     there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
-    return _attention(static, there)
+    there = dict(zip(there, varying(there.values(), there.values()), strict=True))
+    run = _compiled if _is_shard() else _attention
+    return run(static, there)
+
+
+def _is_shard() -> bool:
+    """Whether this is inside of ``shard_map``, as JAX since 0.7 says."""
+    mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
+    return bool(getattr(mesh, "manual_axes", ()))
 
 
 def _told_apart(options: Options) -> Options:
@@ -206,4 +215,6 @@ def _nothing(x: Any) -> Any:
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
+#: For ``shard_map``, which outside of ``jit`` takes no such rules.
+_compiled = jax.jit(_attention, static_argnums=0)
 _once.defjvp(_refuse)

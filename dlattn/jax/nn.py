@@ -121,9 +121,20 @@ def dot_product_attention(
 
 
 def _added(bias: Any, mask: Any) -> Any:
-    """What both add to the scores."""
+    """What both add to the scores.
+
+    Raises:
+        InvalidArgumentError: they do not broadcast with each other.
+    """
     if bias is None or mask is None:
         return mask if bias is None else bias
+    try:
+        jnp.broadcast_shapes(bias.shape, mask.shape)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            "bias, mask: expected shapes that broadcast with each other, got "
+            f"{bias.shape} and {mask.shape}."
+        ) from error
     if bias.dtype in (jnp.bool_, jnp.uint8):  # which is a mask, too
         return bias.astype(jnp.bool_) & mask
     if not jnp.issubdtype(bias.dtype, jnp.floating):

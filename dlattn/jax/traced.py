@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -51,10 +51,26 @@ def call(
         for platform in ("cpu", "cuda")[: 1 + (jax.default_backend() == "gpu")]
     }
     values = [x for _, x in given]
-    if len(on) == 1:
-        return on["cpu"](*values)
-    found: list[Any] = jax.lax.platform_dependent(*values, **on)
-    return found
+    one, *others = on.values()
+    found = jax.lax.platform_dependent(*values, **on) if others else one(*values)
+    return varying(found, values)
+
+
+def varying(arrays: Iterable[Any], like: Iterable[Any]) -> list[Any]:
+    """Arrays that are different in each shard of ``shard_map`` along every axis of its mesh along
+    which one of ``like`` is: what a kernel makes of that is, too, of which JAX knows nothing. The
+    gradient of one that was the same everywhere is a sum over the shards."""
+    axes = frozenset().union(*map(_axes, like))
+    return [
+        x if axes <= _axes(x) else jax.lax.pcast(x, tuple(axes - _axes(x)), to="varying")
+        for x in arrays
+    ]
+
+
+def _axes(x: Any) -> frozenset[Any]:
+    """None outside of ``shard_map``, where that does not check them, and in JAX before 0.10."""
+    known = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if known is None else known.varying
 
 
 class _Traced:
@@ -74,13 +90,12 @@ class _Traced:
         ]
         self._plans: dict[int, Plan] = {}
         self._check: Callable[[Mapping[str, int]], None] | None = None
-        if found.request is not None and (size := self._plan(0).workspace_size):
+        if not found.idle and (size := self._plan(0).workspace_size):
             self.results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
 
     def _plan(self, index: int) -> Plan:
         """Of one device; those of a process are alike."""
         if index not in self._plans:
-            assert self.found.request is not None
             target = CPU if self._cpu else cuda_target(index)
             self._plans[index] = built(self.found.request, target)
             if self._cpu:
@@ -148,7 +163,7 @@ def _traced(
         for name, shape, dtype in looks
     }
     found = wanted(there, (None,) * len(names), options, *asked)
-    if options.layout == "thd" and found.request is not None:
+    if options.layout == "thd" and not found.idle:
         # Where nothing is written, there may be anything, which a pure function does not return.
         first, *others = found.outputs
         found = found._replace(outputs=[replace(first, fill=0.0), *others])
@@ -170,7 +185,7 @@ def _imagined(name: str, shape: tuple[int, ...], dtype: Any, platform: str) -> T
 
 def _run(traced: _Traced, *values: Any) -> list[Any]:
     outputs = traced.found.outputs
-    if traced.found.request is None:
+    if traced.found.idle:
         return traced.filled(values)
     run = buffer_callback(traced, traced.results, command_buffer_compatible=True)
     return list(run(*values))[: len(outputs)]

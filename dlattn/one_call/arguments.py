@@ -165,13 +165,14 @@ class Wanted(NamedTuple):
         values: as of :class:`Described`.
         positions: of what the request reads, by role.
         outputs: the results, in order.
-        request: ``None`` if filling the outputs is all there is to do.
+        idle: filling the outputs is all there is to do.
     """
 
     values: tuple[Any, ...]
     positions: Mapping[str, int]
     outputs: list[Output]
-    request: Request | None
+    request: Request
+    idle: bool = False
 
 
 def describe(there: Mapping[str, Argument], values: tuple[Any, ...], options: Options) -> Described:
@@ -242,7 +243,10 @@ def call_of(
     found = wanted(there, values, said, *options[_OPTIONS:])
     device = there["q"].seen.device
     memory = apart(there, (it.name for it in found.outputs if it.given is not None))
-    return Call(found.values, device, found.positions, found.outputs, found.request, apart=memory)
+    return Call(
+        found.values, device, found.positions, found.outputs, found.request,
+        apart=memory, idle=found.idle,
+    )  # fmt: skip
 
 
 def run(
@@ -375,7 +379,7 @@ def whole(name: str, given: Any) -> Any:
     Raises:
         InvalidArgumentError: one is no integer.
     """
-    if not isinstance(given, tuple):
+    if not isinstance(given, (tuple, list)):
         return given
     return tuple([x if type(x) is int or x is None else integer(name, x) for x in given])
 

@@ -146,17 +146,16 @@ def wanted(
             there[name].expect_shape(sizes.lse(layout), "that of the forward's")
     outputs = _outputs(it, bias_gradient, sinks_gradient)
     check_outputs(outputs)
-    if sizes.is_empty:
-        return Wanted(values, {}, outputs, None)
     roles = {"dO": "dout", "o": "out", "stats": "lse", "dStats": "dlse"}
     inputs = {role: there[name] for role, name in roles.items() if name in there}
     specs = {role: it.spec(role, tensor) for role, tensor in inputs.items()}
     specs |= {str(out.role): _gradient_spec(it, out) for out in outputs}
+    # Which reads every option, also where there is nothing to do.
     request = it.request(
         Direction.BACKWARD, specs, deterministic=flag("deterministic", deterministic)
     )
     positions = {**it.positions, **{role: tensor.position for role, tensor in inputs.items()}}
-    return Wanted(it.values, positions, outputs, request)
+    return Wanted(it.values, positions, outputs, request, sizes.is_empty)
 
 
 def prepare(*given: Any) -> Call:

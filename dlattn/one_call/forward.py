@@ -141,11 +141,12 @@ def wanted(
     check_outputs(outputs)
     if flag("return_lse", return_lse):
         outputs.append(Output("stats", sizes.lse(layout), it.lse_type))
-    if sizes.is_empty:
-        return Wanted(values, {}, _filled(outputs, it), None)
+    # Which reads every option, also where there is nothing to do.
     request = it.request(
         Direction.FORWARD, {str(out.role): it.spec(str(out.role), out) for out in outputs}
     )
+    if sizes.is_empty:
+        return Wanted(it.values, it.positions, _filled(outputs, it), request, idle=True)
     return Wanted(it.values, it.positions, outputs, request)
 
 

@@ -155,8 +155,9 @@ class FlashDropout(RandomDropout):
         return (_ONE - 1 - _flash_threshold(p)) * 0x10001
 
     def numbers(self, p: float) -> dict[str, float]:
-        p = float(np.float32(p))
         _check(p)
+        p = float(np.float32(p))
+        _check(p)  # which may have become 1
         keep = float(_flash_keep(p))
         return {"dropout_p": p, "dropout_scale": 1 / keep, "dropout_scale_inv": keep}
 
@@ -256,6 +257,8 @@ def philox_dropout_mask(
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
     if not isinstance(p, numbers.Real):
         raise TypeError(f"p must be a number; got {p!r:.100}.")
+    if p != 1:
+        _check(p)
     form = ALGORITHMS[algorithm]
     p = form.numbers(float(p))["dropout_p"]
     seed, offset = _integer("seed", seed), _integer("offset", offset)

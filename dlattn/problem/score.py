@@ -26,7 +26,11 @@ _MOST_FLOAT = 3.4028234663852886e38
 
 def is_float32(number: Any) -> bool:
     """Whether a real number is one to float32, and neither infinite nor none."""
-    return bool(-_MOST_FLOAT <= number <= _MOST_FLOAT)
+    try:
+        # In float64, as the bound is infinite to NumPy's float16.
+        return abs(float(number)) <= _MOST_FLOAT
+    except OverflowError:  # an integer that no float64 holds
+        return False
 
 
 @dataclass(frozen=True)

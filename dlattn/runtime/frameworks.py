@@ -40,6 +40,8 @@ class _Torch(Framework):
     def __init__(self) -> None:
         self._torch: Any = sys.modules["torch"]
         self.reader = self._torch.Tensor.data_ptr
+        #: How many dispatch modes are on: whether one of them traces, a view finds out.
+        self._modes: Callable[[], int] = self._torch._C._len_torch_dispatch_stack
 
     def view(self, obj: Any) -> TensorView:
         self._expect_no_trace()
@@ -73,10 +75,13 @@ class _Torch(Framework):
         )
 
     def _expect_no_trace(self) -> None:
-        if self._torch.jit.is_tracing():
+        by_jit, torch = self._torch.jit.is_tracing(), self._torch
+        proxies = torch._C._TorchDispatchModeKey.PROXY
+        if by_jit or (self._modes() and torch._C._get_dispatch_mode(proxies) is not None):
             raise InvalidVariantPackError(
-                "torch.jit.trace records PyTorch's own operations alone, so that what it makes "
-                "would not run this call; take torch.export, with functions of dlattn.torch"
+                f"{'torch.jit.trace' if by_jit else 'make_fx'} records PyTorch's own operations "
+                "alone, so that what it makes would not run this call; take torch.export, or "
+                "make_fx, with functions of dlattn.torch"
             )
 
     def matcher(self, like: Any) -> Callable[[Any], int]:
@@ -85,13 +90,14 @@ class _Torch(Framework):
         dtype, device = like.dtype, like.device
         # A third of torch.jit.is_tracing's time. What looks alike while torch traces is refused by
         # a view, too: an output that is given makes nobody ask again.
-        is_tracing = self._torch._C._is_tracing
+        is_tracing, modes = self._torch._C._is_tracing, self._modes
 
         def match(obj: Any) -> int:
             try:
                 if (
                     type(obj) is kind
                     and not is_tracing()
+                    and not modes()
                     and obj.dtype is dtype
                     and obj.shape == shape
                     and obj.stride() == stride
@@ -120,7 +126,7 @@ class _Torch(Framework):
         # need not be asked for: those of sizes 1 mean nothing.
         try:
             strides = obj.is_contiguous() or obj.stride()
-            if not obj.is_neg():
+            if not obj.is_neg() and not self._modes():
                 return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device)
         except RuntimeError:
             pass

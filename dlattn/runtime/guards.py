@@ -26,7 +26,9 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         A function of as many objects: their addresses if types, shapes, strides, element types and
         devices are the same, and all lie at multiples of 16 bytes.
     """
-    guards = _trusted_guards()
+    # They see operators alone, and are not seen by the test.
+    modes = sys.modules["torch"]._C._len_torch_dispatch_stack
+    guards = None if modes() else _trusted_guards()
     if guards is None:
         return None
     try:
@@ -40,7 +42,7 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
 
     def look(*given: Any) -> list[int] | None:
         try:
-            if any(map(_is_nested, given)) or not check(*given):
+            if any(map(_is_nested, given)) or modes() or not check(*given):
                 return None
         except AttributeError:  # one is no tensor of torch's
             return None

@@ -72,10 +72,12 @@ apply_eagerly = super(torch.autograd.Function, Eager).apply
 
 
 class Transformed(torch.autograd.Function):  # type: ignore[misc]
-    """What ``torch.func`` sees."""
+    """What ``torch.func`` sees, and with operators inside what dispatch modes do."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        if is_dispatch_mode():
+            return tuple(torch.ops.dlattn.attention(*given))
         tensors, options, _ = split(given)
         return tuple(forward(tensors, options))
 
@@ -98,6 +100,8 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
     ) -> tuple[Any, ...]:
+        if is_dispatch_mode():
+            return _by_operator(dout, out, lse, dlse, *given)
         tensors, options, (deterministic, *wanted) = split(given)
         return backward(
             dout, out, lse, dlse, tensors, options, (wanted[0], wanted[1]), deterministic
@@ -114,9 +118,23 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
         return batching(_Backward.apply, 4)(*given)
 
 
+def is_dispatch_mode() -> bool:
+    """Whether a ``TorchDispatchMode`` is on, such as ``make_fx``'s, which sees operators alone."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def is_of_many(gradient: Tensor | None) -> bool:
     """Whether it is one of ``is_grads_batched``, which operators take, and functions do not."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def _by_operator(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
+) -> tuple[Any, ...]:
+    """As :class:`_Backward`."""
+    *found, dbias, dsinks = torch.ops.dlattn.attention_backward(dout, out, lse, dlse, *given)
+    bias, sinks = given[-2:]
+    return *found, dbias if bias else None, dsinks if sinks else None
 
 
 def differentiated(
@@ -130,14 +148,12 @@ def differentiated(
     deterministic: bool,
 ) -> Any:
     """What :func:`dlattn.torch.arguments.backward` gives, for a function's ``backward``: who takes
-    gradients of gradients must not get them for constants, and several gradients of one output may
-    come as one tensor."""
+    gradients of gradients must not get them for constants, several gradients of one output may come
+    as one tensor, and a mode may look on."""
     dout = torch.zeros_like(out) if dout is None else dout
+    given = (*tensors, *options, deterministic, *wanted)
     if is_of_many(dout) or is_of_many(dlse):
-        given = (*tensors, *options, deterministic, *wanted)
-        *found, dbias, dsinks = torch.ops.dlattn.attention_backward(dout, out, lse, dlse, *given)
-        return *found, dbias if wanted[0] else None, dsinks if wanted[1] else None
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        given = (*tensors, *options, deterministic, *wanted)
+        return _by_operator(dout, out, lse, dlse, *given)
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or is_dispatch_mode():
         return _Backward.apply(dout, out, lse, dlse, *given)
     return backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)

@@ -21,7 +21,7 @@ from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.torch.arguments import Options, Tensors, options_of, words
 from dlattn.torch.derivative import is_forward_mode, refuse
-from dlattn.torch.functions import differentiated, is_of_many
+from dlattn.torch.functions import differentiated, is_dispatch_mode, is_of_many
 from dlattn.torch.rows import is_in_rows, is_movable
 
 #: Of other tensors, such as fake ones, operators take care.
@@ -61,6 +61,8 @@ def attend_plainly(
     tensors = q, k, v
     if return_lse is not False:
         return_lse = flag("return_lse", return_lse)
+    if deterministic is not None:
+        deterministic = flag("deterministic", deterministic)
     try:
         learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         asked = said, learns or return_lse
@@ -78,8 +80,6 @@ def attend_plainly(
         return tuple(results) if return_lse else results[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    else:
-        deterministic = flag("deterministic", deterministic)
     return _apply(q, k, v, (known, addresses, deterministic, return_lse))
 
 
@@ -91,7 +91,7 @@ def _find(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Known, list[in
         return found
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or is_dispatch_mode():
         return None
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -187,7 +187,7 @@ def _find_backward(
     tensors: tuple[Tensor, ...], asked: tuple[Known, bool]
 ) -> tuple[Known, list[int]] | None:
     """As :func:`_find`, of a backward."""
-    if torch._C._are_functorch_transforms_active() or is_of_many(tensors[-1]):
+    if torch._C._are_functorch_transforms_active() or is_of_many(tensors[-1]) or is_dispatch_mode():
         return None
     return _BACKWARDS.find(tensors, asked)
 

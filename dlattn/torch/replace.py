@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from dlattn.calls.arguments import flag
 from dlattn.errors import DlattnError
 from dlattn.runtime.log import log
 from dlattn.torch.sdpa import scaled_dot_product_attention
+
+#: What the blocks that are open have put there, the latest last: those of threads end in any order.
+_open: list[Any] = []
+_lock = Lock()
 
 
 @contextmanager
@@ -24,16 +29,18 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
     whole process, and all its threads, until the block ends.
 
     Args:
-        fall_back: what dlattn cannot run (fp32 on a GPU, say) goes to PyTorch, with the reason in
-            dlattn's log; else it raises. Under ``torch.compile`` only the element type decides;
-            what else dlattn cannot run raises when the graph runs.
+        fall_back: what dlattn cannot run (fp32 on a GPU, say, or forward-mode derivatives) goes to
+            PyTorch, with the reason in dlattn's log; else it raises. Under ``torch.compile`` only
+            the element type decides; what else dlattn cannot run raises when the graph runs.
 
     Raises:
         InvalidArgumentError: ``fall_back`` is neither true nor false.
     """
     fall_back = flag("fall_back", fall_back)
     functional = torch.nn.functional
-    own = functional.scaled_dot_product_attention
+    with _lock:
+        own = functional.scaled_dot_product_attention
+        own = own.__wrapped__ if own in _open else own
 
     @functools.wraps(own)
     def replaced(*given: Any, **named: Any) -> Any:
@@ -41,17 +48,21 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
             return own(*given, **named)
         try:
             return scaled_dot_product_attention(*given, **named)
-        except DlattnError as error:
+        except (DlattnError, NotImplementedError) as error:  # the latter of forward mode
             if not fall_back:
                 raise
             log(1, f"PyTorch's scaled_dot_product_attention runs instead: {error}")
             return own(*given, **named)
 
-    functional.scaled_dot_product_attention = replaced
+    with _lock:
+        _open.append(replaced)
+        functional.scaled_dot_product_attention = replaced
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = own
+        with _lock:
+            _open.remove(replaced)
+            functional.scaled_dot_product_attention = _open[-1] if _open else own
 
 
 def _has_kernels(query: torch.Tensor, *_: Any, **__: Any) -> bool:

@@ -173,7 +173,7 @@ def _reshaped(
     expect_tensors(attn_mask=attn_mask)
     rank = max(map(len, shapes))
     four: list[Tensor] = [_with_heads(x, rank) for x in (query, key, value)]
-    mask = attn_mask
+    mask, of_mask = attn_mask, None if attn_mask is None else tuple(attn_mask.shape)
     if mask is not None and rank == 3 and mask.dim() == 3:
         mask = mask.unsqueeze(1)
     try:
@@ -186,6 +186,14 @@ def _reshaped(
     check_heads(of_q, of_k, of_v, enable_gqa)
     q, k, v = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in four)
     if mask is not None and mask.dim() > 3:
+        front = mask.shape[:-3]
+        if len(front) > len(lead) or any(
+            n not in (1, size) for n, size in zip(reversed(front), reversed(lead), strict=False)
+        ):
+            raise InvalidArgumentError(
+                f"attn_mask: expected dimensions that broadcast to {(*lead, of_q)} in front of (L, "
+                f"S), got shape {of_mask}."
+            )
         mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
     found = attend_in(
         "torch", q, k, v, mask, layout="bhsd", lengths=lengths, cu_seqlens=None, max_seqlens=None,

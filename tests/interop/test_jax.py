@@ -337,6 +337,9 @@ def test_refusals() -> None:
         jax.jit(attention)(q, k, k)
     with pytest.raises(InvalidArgumentError, match="mask: expected booleans"):
         dot_product_attention(q, q, q, mask=random(5, 5))
+    for bias in (random(4, 5, 5), random(4, 5, 5) > 0):
+        with pytest.raises(InvalidArgumentError, match="bias, mask: expected shapes that broad"):
+            dot_product_attention(q, q, q, bias, random(3, 5, 5) > 0)
     with pytest.raises(InvalidArgumentError, match="local_window_size: expected a number"):
         dot_product_attention(q, q, q, local_window_size=(1, 2, 3))
     for options in ({"causal": jnp.array(True)}, {"softcap": jnp.float32(3)}):

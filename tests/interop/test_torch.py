@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import dlattn  # noqa: E402
 from dlattn.errors import InvalidArgumentError  # noqa: E402
-from dlattn.torch import attention, replace_sdpa, scaled_dot_product_attention  # noqa: E402
+from dlattn.torch import attention, scaled_dot_product_attention  # noqa: E402
 from tests.torch_checks import (  # noqa: E402
     assert_same,
     by_definition,
@@ -374,20 +374,3 @@ def test_heads_are_shared_only_if_that_is_said() -> None:
     q, k = random(1, 4, 5, 8), random(1, 2, 5, 8)
     with pytest.raises(InvalidArgumentError, match="enable_gqa=True"):
         scaled_dot_product_attention(q, k, k)
-
-
-def test_in_the_place_of_pytorchs() -> None:
-    """A model that calls PyTorch's function runs on dlattn, and gives the same; what dlattn does
-    not run goes to PyTorch."""
-    layer = torch.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
-    x = random(2, 5, 16)
-    own = layer(x, x, x, need_weights=False)[0]
-    with replace_sdpa():
-        assert torch.nn.functional.scaled_dot_product_attention is not sdpa
-        found = layer(x, x, x, need_weights=False)[0]
-        whole = torch.ones(2, 3, 4, 8, dtype=torch.complex64)
-        torch.nn.functional.scaled_dot_product_attention(*(whole.real,) * 3)
-    assert torch.nn.functional.scaled_dot_product_attention is sdpa
-    assert_same([found], [own])
-    with replace_sdpa(fall_back=False), pytest.raises(InvalidArgumentError):
-        torch.nn.functional.scaled_dot_product_attention(x, x, x[..., :0])

@@ -40,6 +40,17 @@ def test_missing_dimensions_are_in_front(fronts: tuple[tuple[int, ...], ...], ma
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("front", "masks"),
+    [((3,), (2, 3)), ((3,), (1, 1, 3)), ((2, 2, 3), (3, 2, 3)), ((2, 2, 3), (1, 2, 2, 3))],
+)
+def test_masks_that_do_not_broadcast(front: tuple[int, ...], masks: tuple[int, ...]) -> None:
+    """Whatever dimensions are in front, a mask of others is refused by its name."""
+    x, mask = random(*front, 5, 8, grad=False), random(*masks, 5, 5, grad=False)
+    with pytest.raises(InvalidArgumentError, match="attn_mask: expected"):
+        scaled_dot_product_attention(x, x, x, mask)
+
+
 def test_heads_of_nested_tensors_are_shared_only_if_that_is_said() -> None:
     """As those of dense ones; then results are those of each sequence."""
     parts = [[random(n, heads, 8, grad=False) for n in (3, 6)] for heads in (4, 2)]

@@ -169,7 +169,8 @@ def test_longer_sequences_keep_the_mask(seq_q: int, seq_kv: int, batch: int, see
 
 def test_refuses_what_is_no_probability() -> None:
     """A probability is at least 0 and at most 1; FlashAttention's, of which 1 keeps some, below."""
-    for algorithm, ps in (("philox", (1.1, -0.1, np.nan)), ("flash", (1.0, -0.1, np.nan))):
+    wrong = -0.1, 1e300, 10**400, np.float16(np.inf), np.nan
+    for algorithm, ps in (("philox", (1.1, *wrong)), ("flash", (1.0, *wrong))):
         for p in ps:
             with pytest.raises(ValueError, match="at most 1"):
                 dlattn.philox_dropout_mask(p, 0, 0, (1, 1, 1, 1), algorithm)

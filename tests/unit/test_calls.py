@@ -252,35 +252,24 @@ EQUAL = {
     "scale": (0.5, 0.5 + 0j), "softmax_scale": (0.5, 0.5 + 0j), "softcap": (2.0, 2 + 0j),
 }  # fmt: skip
 
-#: A hint, and what says nothing without gradients.
-UNREAD = {
-    "flash.mha_fwd": {"num_splits"},
-    "torch.attention": {"deterministic"},
-    "torch.scaled_dot_product_attention": {"deterministic"},
-}
+#: A hint.
+UNREAD = {"flash.mha_fwd": {"num_splits"}}
+
+
+FUNCTIONS = [
+    *("attention", "attention_backward", "flash.mha_fwd", "flash.mha_bwd"),
+    *("flash.flash_attn_with_kvcache", "torch.attention", "torch.scaled_dot_product_attention"),
+    *("jax.attention", "jax.dot_product_attention"),
+]
 
 
 @pytest.mark.parametrize("wrong_first", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    ["attention", "attention_backward", "flash.mha_fwd", "flash.mha_bwd"]
-    + ["flash.flash_attn_with_kvcache", "torch.attention", "torch.scaled_dot_product_attention"]
-    + ["jax.attention", "jax.dot_product_attention"],
-)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_equals_a_right_option_is_no_better_for_it(name: str, wrong_first: bool) -> None:
     """An option is taken or refused whatever was called before."""
-    package, _, own = name.rpartition(".")
-    library = pytest.importorskip(package) if package in ("torch", "jax") else np
-    function = getattr(import_module(f"dlattn.{package}".rstrip(".")), own)
-    make = library.from_numpy if package == "torch" else np.asarray
-    x = np.random.default_rng(0).normal(size=(1, 6, 2, 8)).astype(np.float32)
-    given: list[Any] = [make(x)] * 3
-    if "bwd" in name or "backward" in name:
-        given = [x] * 5 + [np.zeros((1, 2, 6), np.float32)]
-    taken = inspect.signature(function).parameters
-    for option, (right, wrong) in EQUAL.items():
-        if option not in taken or option in UNREAD.get(name, ()):
-            continue
+    function, given = _call(name, 6)
+    for option in _read(name, function):
+        right, wrong = EQUAL[option]
         forget_calls()
         for value in (wrong, right, wrong) if wrong_first else (right, wrong, right):
             if value is right:
@@ -288,6 +277,44 @@ def test_what_equals_a_right_option_is_no_better_for_it(name: str, wrong_first: 
                 continue
             with pytest.raises(InvalidArgumentError, match="expected (an integer|True|a finite)"):
                 function(*given, **{option: value})
+
+
+def _call(name: str, rows: int) -> tuple[Any, list[Any]]:
+    """A function and its tensors, of so many rows in a sequence."""
+    package, _, own = name.rpartition(".")
+    library = pytest.importorskip(package) if package in ("torch", "jax") else np
+    function = getattr(import_module(f"dlattn.{package}".rstrip(".")), own)
+    make = library.from_numpy if package == "torch" else np.asarray
+    x = np.random.default_rng(0).normal(size=(1, rows, 2, 8)).astype(np.float32)
+    if "bwd" in name or "backward" in name:
+        return function, [x] * 5 + [np.zeros((1, 2, rows), np.float32)]
+    return function, [make(x)] * 3
+
+
+def _read(name: str, function: Any) -> list[str]:
+    """The options that a function reads."""
+    taken = inspect.signature(function).parameters
+    return [option for option in EQUAL if option in taken and option not in UNREAD.get(name, ())]
+
+
+# A cache takes one query or more.
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "kvcache" not in name])
+def test_options_are_read_where_there_is_nothing_to_do(name: str) -> None:
+    """Of sequences without rows, a wrong option is refused as it is of others, in words, also if it
+    cannot be hashed."""
+    function, given = _call(name, 0)
+    for option in _read(name, function):
+        for wrong in (EQUAL[option][1], "text", ["text", "text"]):
+            said = "window" if "window" in option else option
+            with pytest.raises(InvalidArgumentError, match=said):
+                function(*given, **{option: wrong})
+
+
+def test_a_window_may_be_a_list() -> None:
+    """As FlashAttention's may, and PyTorch's and JAX's functions of dlattn."""
+    x = np.random.default_rng(0).normal(size=(1, 6, 2, 8))
+    found = dlattn.attention(x, x, x, window=[2, 0])  # type: ignore[arg-type]
+    assert (found == dlattn.attention(x, x, x, window=(2, 0))).all()
 
 
 def test_philox_states() -> None:

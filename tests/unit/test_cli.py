@@ -175,10 +175,11 @@ def test_show_takes_pages(
 
 
 def test_show_explains_what_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
-    """A problem that no plan takes gives every plan's reason on stderr, and exit status 1."""
-    assert main(["show", "--head-dim", "12", "--arch", "sm_90a"]) == 1
+    """A problem that no plan takes gives every plan's reason on stderr, of the architecture that
+    was asked for, and exit status 1."""
+    assert main(["show", "--head-dim", "12", "--arch", "sm_80"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("dlattn: No plan runs this graph")
+    assert error.startswith("dlattn: No plan runs this graph on sm_80 (described)")
     assert "multiple of 8" in error
 
 

@@ -119,9 +119,11 @@ def test_aliases(graph):
     assert len(outputs) == 3
 
 
-@pytest.mark.parametrize(("is_inference", "has_stats"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_inference", "has_stats"), [(True, False), (False, True), (np.True_, False)]
+)
 def test_is_inference_is_the_opposite_of_generate_stats(graph, is_inference, has_stats):
-    """The legacy flag asks for stats when it is False."""
+    """The legacy flag asks for stats when it is False, or NumPy's False."""
     _, stats = graph.sdpa(**operands(graph), is_inference=is_inference)
     assert (stats is not None) == has_stats
 
@@ -220,15 +222,18 @@ def test_frameworks_tensors_are_refused_with_the_way_out(graph):
 
 @pytest.mark.parametrize(
     ("scale", "expected"),
-    [(None, 1.0), (0.5, 0.5), (2, 2.0), (np.float32(0.25), 0.25), (-1.5, -1.5)],
+    [
+        *((None, 1.0), (0.5, 0.5), (2, 2.0), (-1.5, -1.5)),
+        *((np.float32(0.25), 0.25), (np.float16(0.25), 0.25), (np.float64(0.25), 0.25)),
+    ],
 )
 def test_scales_are_numbers(graph, scale, expected):
-    """``None`` means 1, and every real number is taken, ints included."""
+    """``None`` means 1, and every real number is taken, ints and NumPy's of any size included."""
     sdpa(graph, attn_scale=scale)
     assert graph._nodes[-1].attn_scale == expected
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e39, 10**400])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), np.float16("inf"), 1e39, 10**400])
 def test_scales_are_float32s(graph, scale):
     """A scale that float32 does not hold would make every score infinite."""
     with pytest.raises(RuntimeError, match="attn_scale must be a finite number of FLOAT"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -109,12 +111,14 @@ def test_a_probability_of_zero_drops_nothing():
     assert lowered.problem.dropout == Philox() and "rng_dump" in lowered.outputs
 
 
-@pytest.mark.parametrize("p", [1.5, -0.1, float("nan"), 10**400])
-def test_probabilities(p):
-    """A probability is at least 0 and at most 1: else ValueError from validate."""
+@pytest.mark.parametrize("algorithm", [None, "flash"])
+@pytest.mark.parametrize("p", [1.5, -0.1, 1e300, float("inf"), float("nan"), 10**400])
+def test_probabilities(p, algorithm):
+    """A probability is at least 0 and at most 1: else ValueError from validate, which says what was
+    given."""
     made = Forward()
-    made.sdpa(dropout=(p, number(made), number(made)))
-    with pytest.raises(ValueError, match="at least 0 and at most 1"):
+    made.sdpa(dropout=(p, number(made), number(made)), dropout_algorithm=algorithm)
+    with pytest.raises(ValueError, match=f"at least 0 and at most 1.* got {re.escape(str(p))}"):
         made.validate()
 
 

@@ -265,11 +265,15 @@ def test_workspaces(call):
         (lambda: aligned_bytes(511), "got a tensor of 511 bytes"),
         (lambda: aligned_bytes(512, extra=8), "aligned to 16, got address"),
         (lambda: aligned_bytes(2048)[::2], "with gaps"),
+        (lambda: np.broadcast_to(aligned_bytes(512), (1, 512)), "got a read-only tensor"),
+        (lambda: "text", "Expected a tensor .* got 'text'"),
+        (lambda: np.int64(1 << 20), "Expected a tensor .* got np.int64"),
     ],
 )
 def test_wrong_workspaces(call, make, said):
-    """Too little, misaligned or strided workspace is refused with the size needed."""
-    with pytest.raises(ValueError, match=said):
+    """Too little, misaligned, strided or read-only workspace is refused with the size needed, and
+    what is neither memory nor an address by its name."""
+    with pytest.raises(ValueError, match=f"^workspace: .*{said}"):
         call(workspace=make())
 
 

@@ -54,6 +54,8 @@ FUNCTIONS = [flash, flash_backward, attention, attention_backward]
 WRONG = {
     "fewer queries": ((3, 4), None, None, "cu_seqlens.*q: expected sequences of at most 3 rows"),
     "fewer keys": ((4, 3), None, None, "cu_seqlens.*k.*: expected sequences of at most 3 rows"),
+    "no queries": ((0, 4), None, None, "cu_seqlens.*q: expected sequences of at most 0 rows"),
+    "no keys": ((4, 0), None, None, "cu_seqlens.*k.*: expected sequences of at most 0 rows"),
     "fewer used": ((4, 2), None, ints(2, 3, 1), "expected sequences of at most 2 rows"),
     "queries": ((4, 4), ints(3, 4, 1), None, r"q: expected at most the rows .* \[2, 4, 1\], got"),
     "keys": ((4, 4), None, ints(2, 4, 2), r"k.*: expected at most the rows .* \[2, 4, 1\], got"),

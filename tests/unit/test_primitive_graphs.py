@@ -235,6 +235,7 @@ def test_wrong_arguments() -> None:
         ),
         (TypeError, "reshape_mode", lambda: made.reshape(x, reshape_mode="LOGICAL")),
         (TypeError, "negative_slope must be a number", lambda: made.relu(x, "a")),
+        (TypeError, "swish_beta must be a number", lambda: made.swish(x, 10**400)),
         (TypeError, "padding must be a number", lambda: made.matmul(x, x, padding=None)),
         (TypeError, "generate_stats", lambda: made.softmax(x, generate_stats="yes")),
     ):

@@ -328,6 +328,7 @@ def test_other_operations() -> None:
         NotSupported, "score_mod of 'sdpa': matmul is no pointwise operation",
     )  # fmt: skip
     refused(lambda graph, score: graph.add(score, 1.0), TypeError, "add: b must be a tensor")
+    refused(lambda graph, score: graph.neg(score, name=5), TypeError, "name must be a str")
     refused(
         lambda graph, score: graph.exp(score).set_output(True),
         NotSupported, "of score_mod writes .* to memory",

@@ -132,7 +132,7 @@ def test_calls_by_key(qkv):
     expected = attention(q, k, v)
     mine = np.zeros(DIM, np.float32)
     for q_key in (q_tensor, "sdpa.0::q", "sdpa.0::0"):
-        for k_key in (k_tensor, "keys", 70, "sdpa.0::k"):
+        for k_key in (k_tensor, "keys", 70, np.int64(70), "sdpa.0::k"):
             given = {q_key: q, k_key: k, "sdpa.0::v": v, o: mine, 80: None, None: None}
             returned = graph(given)
             assert returned is given and given[o] is mine

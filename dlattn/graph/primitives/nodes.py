@@ -6,11 +6,12 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dlattn.dtypes import data_type, from_any
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.graph.checks import integers
+from dlattn.graph.checks import flag, integers
 from dlattn.graph.tensor import Attributes, tensor
 from dlattn.graph.vocabulary import reduction_mode, reshape_mode, rng_distribution
 from dlattn.problem import POINTWISE
@@ -98,7 +99,7 @@ def primitive_node(operation: str, name: str, given: Mapping[str, Any]) -> Primi
         if given.get(operand) is not None:
             inputs[operand] = given[operand]
     results = [_RESULTS.get(operation, "OUT_0")]
-    if operation == "softmax" and _flag("generate_stats", given["generate_stats"]):
+    if operation == "softmax" and flag("generate_stats", given["generate_stats"]):
         results.append("Stats")
     return PrimitiveNode(
         operation=operation,
@@ -192,12 +193,10 @@ _NUMBERS = {
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(float(value)):
-        raise TypeError(f"{name} must be a number; got {value!r}.")
-    return float(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise TypeError(f"{name} must be True or False; got {value!r}.")
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer that no float64 holds
+            number = float(value)
+    if math.isnan(number):
+        raise TypeError(f"{name} must be a number; got {value!r:.100}.")
+    return number

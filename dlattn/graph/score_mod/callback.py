@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
+from dlattn.graph.checks import text
 from dlattn.graph.primitives.methods import Primitives
 from dlattn.graph.primitives.nodes import OPERANDS, PrimitiveNode, primitive_node
 from dlattn.graph.tensor import Attributes, Tensor, tensor
@@ -126,14 +127,16 @@ class ScoreGraph(Primitives):
                     f"score_mod of {self._node!r}: {operation}: {operand} must be a tensor of the "
                     f"graph; got a {type(given[operand]).__qualname__}."
                 )
+        if given["name"] is not None:
+            text("name", given["name"])
         name = given["name"] or f"{self._node}::{operation}.{len(self.nodes)}"
         node = primitive_node(operation, name, given)
         self.nodes.append(node)
         return list(node.returned)
 
 
-def score_mod(graph: Declaring, operation: str, given: Mapping[str, Any]) -> ScoreMod | None:
-    """Calls what a node was given, once.
+def score_mod(graph: Declaring, operation: str, given: Mapping[str, Any]) -> ScoreMod:
+    """Calls what a node was given, of which there is one or both, once.
 
     ``score_mod(graph, score)`` returns the new score. ``score_mod_bprop(graph, gradient)``, called
     after it, returns the gradient of the score from that of the new one, as in cuDNN; it may use
@@ -145,12 +148,10 @@ def score_mod(graph: Declaring, operation: str, given: Mapping[str, Any]) -> Sco
     """
     function, bprop = given["score_mod"], given.get("score_mod_bprop")
     if function is None:
-        if bprop is not None:
-            raise InvalidArgumentError(
-                f"{operation} was given score_mod_bprop without score_mod, and computes scores "
-                "anew; give the forward's score_mod, too."
-            )
-        return None
+        raise InvalidArgumentError(
+            f"{operation} was given score_mod_bprop without score_mod, and computes scores anew; "
+            "give the forward's score_mod, too."
+        )
     name = given["name"] or operation
     sub = ScoreGraph(graph, name)
     score = _virtual(f"{name}::score")
@@ -190,11 +191,9 @@ def _call(argument: str, function: Callback, *given: Any) -> tensor:
 
 def _takes_three(function: Callback) -> bool:
     """Whether a third positional argument has a parameter that is there for it."""
-    if not callable(function):
-        return False
     try:
         parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # it is no function, or one of C's that tells nothing
         return False
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p for p in parameters if p.kind in positional and p.default is Parameter.empty]

@@ -47,8 +47,7 @@ def meant(node: AttentionNode, types: Mapping[str, data_type]) -> AttentionNode:
             result that is to be written.
     """
     mod = node.score_mod
-    if mod is None:
-        return node
+    assert mod is not None
     dim = (*node.inputs["q"].attributes.dim[:3], max_seq_kv(node))
     _complete(node, mod, dim, types)
     reads = {role: t for role, t in node.inputs.items() if role in SCORE_MOD_ROLES}
