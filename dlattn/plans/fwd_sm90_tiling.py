@@ -181,8 +181,11 @@ def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
             more |= problem.paged_k or problem.paged_v or dim_v < 64
         if dim_v & (dim_v - 1) or more:
             fewer_keys = Sm90FwdTiling(3, 64, stages=6, q_stages=2, slower=1.12)
-            # Nor have three with 96 keys, where a function reads an element for each score.
-            return (fewer_keys, two) if problem.reads_tables else (three, fewer_keys, two)
+            # Nor have three with 96 keys, where a function reads an element for each score, or a
+            # soft cap meets dropout.
+            needs_more = problem.keeps_scores and problem.dropout is not None
+            needs_more |= problem.reads_tables
+            return (fewer_keys, two) if needs_more else (three, fewer_keys, two)
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), three, two
     if largest <= 128:
         # Beside a soft cap, consumers would wait for their turns.
