@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/refs.cuh"
+#include "attn/schedule.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/memory.cuh"
 
@@ -36,11 +37,6 @@ DLATTN_DEVICE float4 told_of(const Softmax& softmax) {
 DLATTN_DEVICE float4 told_of(const float (&output)[4]) {
   return {output[0], output[1], output[2], output[3]};
 }
-
-// Blocks are numbered along y first, and begin along x: tiles with the same keys (x) have their blocks next
-// to each other.
-DLATTN_DEVICE int block_number() { return blockIdx.x * gridDim.y + blockIdx.y; }
-DLATTN_DEVICE int block_count() { return gridDim.x * gridDim.y; }
 
 // What a block has of the rows of so many warps. What a lane leaves is for the lane of the same number: no
 // row is gathered.

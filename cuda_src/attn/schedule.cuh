@@ -5,6 +5,11 @@
 
 namespace dlattn {
 
+// Of the Hopper forward: numbered along y first, blocks begin along x, so that those with the same keys (of
+// one y) stand next to each other.
+DLATTN_DEVICE int block_number() { return blockIdx.x * gridDim.y + blockIdx.y; }
+DLATTN_DEVICE int block_count() { return gridDim.x * gridDim.y; }
+
 struct WorkItem {
   int tile, head, batch;
   bool reversed : 1 = false;  // of warpgroups that share its rows, the first takes the last ones

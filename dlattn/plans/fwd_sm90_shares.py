@@ -11,6 +11,7 @@ import numpy as np
 from dlattn.plans.fwd_sm90_tiling import Sm90FwdTiling
 from dlattn.plans.kernels import pairs_per_wave, query_tiles, round_up
 from dlattn.plans.schedule import (
+    KEYS_BESIDE,
     PARTS_COST,
     Array,
     band_sharing_blocks,
@@ -31,9 +32,9 @@ WAVE_BYTES = 32 * 2**20
 #: have no more (1.027 in 300 random problems), because to count takes as long as the table.
 SHORT_ROWS, MOST_UNEVEN, EVEN_ROUNDS = 1024, 1.02, 16
 
-#: What a query tile takes beside its products, as measured, in keys: with all tilings alike, but in
-#: windows, where each consumer has keys that others have not, more with three above 64 columns.
-KEYS_BESIDE, KEYS_BESIDE_WINDOWS = 250, 350
+#: ``KEYS_BESIDE`` is the same with all tilings; but in windows, where each consumer has keys that
+#: others have not, more with three above 64 columns.
+KEYS_BESIDE_WINDOWS = 350
 #: Rounds of query tiles up to which it is counted how evenly blocks share them.
 COUNTED_ROUNDS = 8
 

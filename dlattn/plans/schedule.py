@@ -20,8 +20,8 @@ ALL_KEYS = (0, 2**31 - 1, 0)
 #: Keys of a part at the least, and what parts cost a block more than a whole query tile, in keys:
 #: another load of q, another first product, and the way of outputs through memory.
 LEAST_PART, PARTS_COST = 256, 480
-#: What it costs a block, in keys, to end one query tile and begin another.
-SECOND_PART = 250
+#: What a query tile takes a block beside its products, as measured, in keys.
+KEYS_BESIDE = 250
 #: Where tiles differ in keys: how many rounds of them blocks share at the most, and how much of the
 #: time that whole tiles take is left at the most.
 MOST_SHARED, LEAST_GAIN = 4, 0.95
@@ -113,7 +113,7 @@ def sharing_blocks(tiles: int, keys: int, multiprocessors: int) -> int:
     if tiles < multiprocessors:
         blocks = min(blocks, tiles * keys // LEAST_PART)
         whole = blocks - blocks % tiles  # each has a part of one tile
-        if whole > tiles and tiles * keys / whole < tiles * keys / blocks + SECOND_PART:
+        if whole > tiles and tiles * keys / whole < tiles * keys / blocks + KEYS_BESIDE:
             blocks = whole
     if blocks <= last or last * keys < LEAST_PART * blocks:
         return 0
