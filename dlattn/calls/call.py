@@ -171,8 +171,10 @@ class Call:
                 result = make()
                 results.append(result)
                 addresses.append(read(result))
-        if self._check is not None:  # in host memory, which has no streams
-            order_before([values[at] for at in self._unordered], 0)
+        stream = 0 if self._current_stream is None else self._current_stream()
+        if self._unordered:
+            order_before([values[at] for at in self._unordered], stream)
+        if self._check is not None:
             self._check({role: addresses[at] for role, (at, _) in self._places.items()})
         for number, filling in self._fills:
             if isinstance(filling, Argument):
@@ -182,9 +184,6 @@ class Call:
         for number, finish, row in self._finishes:
             finished(finish, results[number], row, values)
         if self._run is not None:
-            stream = 0 if self._current_stream is None else self._current_stream()
-            if self._unordered:
-                order_before([values[at] for at in self._unordered], stream)
             if self._workspace is None:
                 self._run(addresses, 0, stream)
             else:

@@ -23,7 +23,7 @@ from dlattn.torch.arguments import (
     truth,
 )
 from dlattn.torch.derivative import is_forward_mode, refuse_tangents
-from dlattn.torch.functions import Transformed, apply_eagerly, is_dispatch_mode, tensors_of
+from dlattn.torch.functions import Transformed, apply_eagerly, is_observed, tensors_of
 from dlattn.torch.plain import PLAIN, attend_plainly
 
 
@@ -160,7 +160,7 @@ def attend(
     if is_meta or not plain or torch.compiler.is_compiling():
         every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
-    elif torch._C._are_functorch_transforms_active() or is_dispatch_mode():
+    elif is_observed():
         every = tensors_of(q, k, v, bias, sinks, others)
         out, lse = Transformed.apply(*every, *options, deterministic)
     elif torch.is_grad_enabled() and (

@@ -123,6 +123,12 @@ def is_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def is_observed() -> bool:
+    """Whether what sees neither kernels nor functions of autograd looks on: a transform of
+    ``torch.func``, or a dispatch mode."""
+    return torch._C._are_functorch_transforms_active() or is_dispatch_mode()
+
+
 def is_of_many(gradient: Tensor | None) -> bool:
     """Whether it is one of ``is_grads_batched``, which operators take, and functions do not."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
@@ -154,6 +160,6 @@ def differentiated(
     given = (*tensors, *options, deterministic, *wanted)
     if is_of_many(dout) or is_of_many(dlse):
         return _by_operator(dout, out, lse, dlse, *given)
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or is_dispatch_mode():
+    if torch.is_grad_enabled() or is_observed():
         return _Backward.apply(dout, out, lse, dlse, *given)
     return backward(dout, out, lse, dlse, tensors, options, wanted, deterministic)

@@ -21,7 +21,7 @@ from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.torch.arguments import Options, Tensors, options_of, words
 from dlattn.torch.derivative import is_forward_mode, refuse
-from dlattn.torch.functions import differentiated, is_dispatch_mode, is_of_many
+from dlattn.torch.functions import differentiated, is_observed, is_of_many
 from dlattn.torch.rows import is_in_rows, is_movable
 
 #: Of other tensors, such as fake ones, operators take care.
@@ -91,7 +91,7 @@ def _find(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Known, list[in
         return found
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    if torch._C._are_functorch_transforms_active() or is_dispatch_mode():
+    if is_observed():
         return None
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -187,7 +187,7 @@ def _find_backward(
     tensors: tuple[Tensor, ...], asked: tuple[Known, bool]
 ) -> tuple[Known, list[int]] | None:
     """As :func:`_find`, of a backward."""
-    if torch._C._are_functorch_transforms_active() or is_of_many(tensors[-1]) or is_dispatch_mode():
+    if is_observed() or is_of_many(tensors[-1]):
         return None
     return _BACKWARDS.find(tensors, asked)
 
