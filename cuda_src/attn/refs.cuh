@@ -46,21 +46,28 @@ struct LengthRef {
   int is_int64;
   int unused;
 
+  static constexpr int longest_given = (1 << 30) - (1 << 10);  // that a sequence may be
+
   DLATTN_DEVICE int at(int b, int longest) const {
-    if (data == nullptr) return longest;
-    const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
-                                  : static_cast<const int*>(data)[b * stride];
-    return int(length < 0 ? 0 : length > longest ? longest : length);
+    return data == nullptr ? longest : at(address(b), is_int64, longest);
   }
-  // As it was given, whatever rows there are, up to the longest sequence that there may be.
+  // As it was given, whatever rows there are.
   DLATTN_DEVICE int given(int b, int longest) const {
-    return data == nullptr ? longest : at(b, (1 << 30) - (1 << 10));
+    return data == nullptr ? longest : at(b, longest_given);
+  }
+  // Null if nothing was given.
+  DLATTN_DEVICE const void* address(int b) const {
+    if (data == nullptr) return nullptr;
+    return static_cast<const char*>(data) + b * stride * (is_int64 ? 8 : 4);
+  }
+  static DLATTN_DEVICE int at(const void* address, int is_int64, int longest) {
+    const int64 length =
+        is_int64 ? *static_cast<const int64*>(address) : *static_cast<const int*>(address);
+    return int(length < 0 ? 0 : length > longest ? longest : length);
   }
   // Of an entry, if there is one.
   DLATTN_DEVICE void prefetch(int b, int batch) const {
-    if (data != nullptr && b < batch) {
-      prefetch_l2(static_cast<const char*>(data) + b * stride * (is_int64 ? 8 : 4));
-    }
+    if (data != nullptr && b < batch) prefetch_l2(address(b));
   }
 };
 
@@ -115,13 +122,12 @@ struct PageTableRef {
     return data + load_offset(offsets, has_int64_offsets, b);
   }
   DLATTN_DEVICE const int* unpacked_entries(int b) const { return data + b * batch; }
-  // The number of the page that a row of a sequence is in.
+  // The number of the page that a row of a sequence is in; and where it is.
   DLATTN_DEVICE int number(const int* entries, int row) const {
-    return __ldg(entries + (row >> log2_rows) * page);
+    return __ldg(number_at(entries, row));
   }
-  // The same, on its way.
-  DLATTN_DEVICE uint32 start_number(const int* entries, int row) const {
-    return start_load(reinterpret_cast<const uint32*>(entries + (row >> log2_rows) * page));
+  DLATTN_DEVICE const int* number_at(const int* entries, int row) const {
+    return entries + (row >> log2_rows) * page;
   }
   // Of the last of these rows, by a warp, which asks L2 for each sector once: all blocks may want the same
   // ones.

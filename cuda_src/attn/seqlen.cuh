@@ -3,6 +3,7 @@
 
 #include "attn/params.cuh"
 #include "base/math.cuh"
+#include "ptx/opaque.cuh"
 
 namespace dlattn {
 
@@ -23,11 +24,30 @@ struct Lengths {
                 uniform(read(p.seq_len_kv, batch, p.seq_kv))) {}
 
   // The same, where nothing else is on its way: lanes ask for both at once.
+  struct AtOnce {
+    const void* own;
+    int is_int64, longest;
+
+    DLATTN_DEVICE AtOnce(const Params& p, int batch) {
+      const bool of_kv = threadIdx.x % 2 != 0;
+      const LengthRef& length = of_kv ? p.seq_len_kv : p.seq_len_q;
+      own = length.address(batch);
+      is_int64 = length.is_int64;
+      longest = of_kv ? p.seq_kv : p.seq_q;
+      if (corner_as_given && own != nullptr) longest = LengthRef::longest_given;
+    }
+    // Where they are is found here, before they may be read.
+    DLATTN_DEVICE void find() {
+      own = opaque(own);
+      is_int64 = opaque(is_int64);
+    }
+    DLATTN_DEVICE Lengths read(const Params& p) const {
+      const int length = own == nullptr ? longest : LengthRef::at(own, is_int64, longest);
+      return {p, from_lane(length, 0), from_lane(length, 1)};
+    }
+  };
   static DLATTN_DEVICE Lengths at_once(const Params& p, int batch) {
-    const bool of_kv = threadIdx.x % 2 != 0;
-    const LengthRef& own = of_kv ? p.seq_len_kv : p.seq_len_q;
-    const int length = read(own, batch, of_kv ? p.seq_kv : p.seq_q);
-    return {p, from_lane(length, 0), from_lane(length, 1)};
+    return AtOnce(p, batch).read(p);
   }
 
   // Full ones.

@@ -46,7 +46,8 @@ struct Share {
   int teams, total;  // that have a share, and tiles of all columns
   int begin, left;   // the share's first tile, and how many are left: the last is the place
   int batch, column, tile;
-  Lengths length;  // of the batch entry
+  Lengths::AtOnce lengths;  // of the first batch entry
+  Lengths length;           // of the batch entry
   Keys keys;
 
   DLATTN_DEVICE explicit Share(const Params& params)
@@ -55,7 +56,9 @@ struct Share {
         lane(blockIdx.x % params.heads_per_wave),
         team(blockIdx.x / params.heads_per_wave),
         columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
+        lengths(params, 0),
         length(params) {
+    if (p.batch == 1) lengths.find();
     divide_alike();
   }
 
@@ -63,7 +66,7 @@ struct Share {
   DLATTN_DEVICE void read_lengths() {
     if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
     if (p.batch > 1) return divide();
-    length = Lengths::at_once(p, 0);
+    length = lengths.read(p);
     divide_alike();
   }
 
@@ -146,6 +149,7 @@ struct ClusterShare {
   const Params& p;
   const int rank, blocks, log2_blocks;  // in the cluster
   const int batch, head_group;
+  Lengths::AtOnce lengths;
   Lengths length;
   Keys keys;
   int tile, left;  // may be none
@@ -157,14 +161,16 @@ struct ClusterShare {
         log2_blocks(__popc(cluster_blocks() - 1)),
         batch((blockIdx.x >> log2_blocks) / params.heads_per_wave),
         head_group((blockIdx.x >> log2_blocks) % params.heads_per_wave),
+        lengths(params, batch),
         length(params) {
+    lengths.find();
     divide();
   }
 
   // Until then, all sequences are full.
   DLATTN_DEVICE void read_lengths() {
     if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
-    length = Lengths::at_once(p, batch);
+    length = lengths.read(p);
     divide();
   }
 

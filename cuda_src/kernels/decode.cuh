@@ -162,15 +162,15 @@ DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
   launch_dependents();
-  const typename Kernel::Tiles place(m.p);
+  const typename Kernel::Beginning beginning(m.p);
   const int warp = warp_index();
-  Kernel::open(m, shared, place, warp);
+  Kernel::open(m, shared, beginning, warp);
   // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
                      m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||
                      m.p.attn_scale_device != nullptr;
   if (reads) await_kernel_before();
-  Kernel kernel(m, shared, place, warp);
+  Kernel kernel(m, shared, beginning, warp);
   await_kernel_before();
   kernel.run();
 }

@@ -70,32 +70,38 @@ struct DecodeBlock {
     uint64 full;
   };
 
+  // Where the block begins if sequences are full, which is known before lengths may be read.
+  struct Beginning {
+    const Tiles tiles;
+    DLATTN_DEVICE explicit Beginning(const Params& p) : tiles(p) {}
+  };
+
   const MappedDecodeParams& m;
   const Params& p;
   const int team, row_group;  // of this warp
   Tiles loads;                // where copies are
   int head_k, head_v;         // of the item there
 
-  DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& place, int warp)
+  DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& first, int warp)
       : m(params),
         p(params.p),
         team(warp / row_groups),
         row_group(warp % row_groups),
-        loads(place) {}
+        loads(first) {}
 
-  // What is read first, queries, lengths and page numbers, as if sequences were full, is asked for while a
-  // kernel before may still write it: L2 has what is current. Where it is has then been found, too.
-  static DLATTN_DEVICE void prefetch_first(const Params& p, const Tiles& place, int warp) {
+  // What is read first, queries, lengths and page numbers, is asked for while a kernel before may still write
+  // it: L2 has what is current. Where it is has then been found, too.
+  static DLATTN_DEVICE void prefetch_first(const Params& p, const Tiles& first, int warp) {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
-    if (!ragged && place.left > 0 && warp == 0) prefetch_queries(p, place);
-    if (!may_guess(p) || place.left == 0 || warp != 0) return;
-    const Interval rows = place.keys.rows(place.last_of_item(), place.tile);
+    if (!ragged && first.left > 0 && warp == 0) prefetch_queries(p, first);
+    if (!may_guess(p) || first.left == 0 || warp != 0) return;
+    const Interval rows = first.keys.rows(first.last_of_item(), first.tile);
     if constexpr (Problem::paged_k) {
-      p.k_pages.prefetch_numbers(p.k_pages.unpacked_entries(place.batch), rows);
+      p.k_pages.prefetch_numbers(p.k_pages.unpacked_entries(first.batch), rows);
     }
     if constexpr (Problem::paged_v) {
-      p.v_pages.prefetch_numbers(p.v_pages.unpacked_entries(place.batch), rows);
+      p.v_pages.prefetch_numbers(p.v_pages.unpacked_entries(first.batch), rows);
     }
   }
   // Tables have entries for full sequences, unless they are packed.
@@ -105,18 +111,19 @@ struct DecodeBlock {
   }
 
   DLATTN_DEVICE void find_heads() {
-    head_k = shared_head(p.heads_per_k);
-    head_v = shared_head(p.heads_per_v);
+    head_k = shared_head(p, loads, p.heads_per_k);
+    head_v = shared_head(p, loads, p.heads_per_v);
   }
   DLATTN_DEVICE int at_head_k() const {
-    return has_registers ? head_k : shared_head(p.heads_per_k);
+    return has_registers ? head_k : shared_head(p, loads, p.heads_per_k);
   }
   DLATTN_DEVICE int at_head_v() const {
-    return has_registers ? head_v : shared_head(p.heads_per_v);
+    return has_registers ? head_v : shared_head(p, loads, p.heads_per_v);
   }
   // Mostly an item has all query heads that share one, and a division takes long.
-  DLATTN_DEVICE int shared_head(int sharing) const {
-    return sharing == p.heads_per_block ? loads.group() : first_head(loads) / sharing;
+  static DLATTN_DEVICE int shared_head(const Params& p, const Tiles& at, int sharing) {
+    const int group = at.group();
+    return sharing == p.heads_per_block ? group : group * p.heads_per_block / sharing;
   }
   // Of an item that copies have just come to: long before they are read, when products wait for them.
   DLATTN_DEVICE void prefetch_queries() const {

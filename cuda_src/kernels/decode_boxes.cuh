@@ -58,6 +58,49 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   };
   using SharedMemory = Either<Tiling::clusters, ClusterMemory, BlockMemory>;
 
+  // Where the page numbers of rows are that this warp loads of the next 32 tiles of an item, a lane's each.
+  struct PageNumbers {
+    const int *k = nullptr, *v = nullptr;
+
+    PageNumbers() = default;
+    DLATTN_DEVICE PageNumbers(const Params& p, const Tiles& at, int warp, const int* pages_of_k,
+                              const int* pages_of_v) {
+      const int lane = threadIdx.x % 32, row = at.first_key() + tile_k * (warp - lane * teams);
+      if (lane >= at.left || row < at.keys.first || row >= at.keys.last) return;
+      if constexpr (Problem::paged_k) k = p.k_pages.number_at(pages_of_k, row);
+      if constexpr (Problem::paged_v) v = p.v_pages.number_at(pages_of_v, row);
+    }
+    // Nothing is done with a number here: the warp would wait for it.
+    static DLATTN_DEVICE uint32 start(const int* at) {
+      return at == nullptr ? 0 : start_load(reinterpret_cast<const uint32*>(at));
+    }
+  };
+  // Heads and page numbers, too: what is left to do when lengths may be read is little.
+  struct Beginning : Base::Beginning {
+    using Base::Beginning::tiles;
+    const bool guesses;
+    int head_k, head_v;
+    const int *pages_of_k = nullptr, *pages_of_v = nullptr;
+    PageNumbers numbers;
+
+    DLATTN_DEVICE explicit Beginning(const Params& p)
+        : Base::Beginning(p), guesses(Base::may_guess(p) && tiles.left > 0) {
+      if (!guesses) return;
+      head_k = Base::shared_head(p, tiles, p.heads_per_k);
+      head_v = Base::shared_head(p, tiles, p.heads_per_v);
+      if constexpr (Problem::paged_k) pages_of_k = p.k_pages.unpacked_entries(tiles.batch);
+      if constexpr (Problem::paged_v) pages_of_v = p.v_pages.unpacked_entries(tiles.batch);
+      numbers = PageNumbers(p, tiles, threadIdx.x / 32, pages_of_k, pages_of_v);
+      numbers.k = opaque(numbers.k);
+      numbers.v = opaque(numbers.v);
+    }
+    // Whether copies that have these tiles begin there, too.
+    DLATTN_DEVICE bool holds(const Tiles& at) const {
+      return guesses && at.batch == tiles.batch && at.group() == tiles.group() &&
+             at.first_key() == tiles.first_key() && at.tile == tiles.tile && at.left <= tiles.left;
+    }
+  };
+
   SharedMemory& shared;
   int stage = 0, parity = 0;           // where products are
   const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
@@ -80,20 +123,16 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   }
 
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place, int warp)
-      : Base(params, place, warp), shared(shared_memory) {
-    // Page numbers come with the lengths, if the block's first tile is where full sequences have it.
-    const bool guesses = Base::may_guess(p) && loads.left > 0;
-    if (guesses) {
-      if constexpr (Problem::paged_k) pages_of_k = p.k_pages.unpacked_entries(loads.batch);
-      if constexpr (Problem::paged_v) pages_of_v = p.v_pages.unpacked_entries(loads.batch);
-      look_up();
-    }
+                            const Beginning& beginning, int warp)
+      : Base(params, beginning.tiles, warp), shared(shared_memory) {
+    if (beginning.guesses) take(beginning.numbers);
     loads.read_lengths();
     if (loads.left == 0) return;
-    if (guesses && loads.batch == place.batch && loads.first_key() == place.first_key() &&
-        loads.tile == place.tile && loads.left <= place.left) {
-      Base::find_heads();
+    if (beginning.holds(loads)) {
+      head_k = beginning.head_k;
+      head_v = beginning.head_v;
+      pages_of_k = beginning.pages_of_k;
+      pages_of_v = beginning.pages_of_v;
     } else {
       enter_item();
     }
@@ -182,16 +221,14 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     look_up();
   }
   DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
-  // Starts loading the pages of the next tiles, so early that copies need not wait. Nothing is done with
-  // their numbers here: the warp would wait for them.
+  // Starts loading the pages of the next tiles, so early that copies need not wait.
   DLATTN_DEVICE void look_up() {
-    if constexpr (paged) {
-      looked_up = loads.tile;
-      const int lane = threadIdx.x % 32, row = first_loaded(loads) - lane * (teams * tile_k);
-      if (lane >= loads.left || row < loads.keys.first || row >= loads.keys.last) return;
-      if constexpr (Problem::paged_k) page_k = p.k_pages.start_number(pages_of_k, row);
-      if constexpr (Problem::paged_v) page_v = p.v_pages.start_number(pages_of_v, row);
-    }
+    if constexpr (paged) take(PageNumbers(p, loads, team, pages_of_k, pages_of_v));
+  }
+  DLATTN_DEVICE void take(const PageNumbers& numbers) {
+    looked_up = loads.tile;
+    if constexpr (Problem::paged_k) page_k = PageNumbers::start(numbers.k);
+    if constexpr (Problem::paged_v) page_v = PageNumbers::start(numbers.v);
   }
 };
 

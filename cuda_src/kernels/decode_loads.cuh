@@ -20,6 +20,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base::stages;
   using Base::team;
   using Base::teams;
+  using typename Base::Beginning;
   using typename Base::KTile;
   using typename Base::Mailbox;
   using typename Base::Part;
@@ -52,8 +53,8 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   int page;          // of the row that this lane finds for the next copies
 
   DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place, int warp)
-      : Base(params, place, warp), shared(shared_memory) {
+                            const Beginning& beginning, int warp)
+      : Base(params, beginning.tiles, warp), shared(shared_memory) {
     loads.read_lengths();
     if (loads.left > 0) enter_item();
   }

@@ -33,6 +33,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::team;
   using Base::teams;
   using T = typename Base::T;
+  using typename Base::Beginning;
   using typename Base::Mailbox;
   using typename Base::Packet;
   using typename Base::Part;
@@ -57,15 +58,15 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   Tiles work;  // where products are
 
   DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Tiles& place, int warp)
-      : Base(params, shared_memory, place, warp), values(params.p), work(Base::loads) {}
+                            const Beginning& beginning, int warp)
+      : Base(params, shared_memory, beginning, warp), values(params.p), work(Base::loads) {}
 
   // All that needs nothing that a kernel before may write.
   static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
-                                 const Tiles& place, int warp) {
+                                 const Beginning& beginning, int warp) {
     if constexpr (Tiling::boxes) Base::open_ring(m, shared.full[warp]);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
-    Base::prefetch_first(m.p, place, warp);
+    Base::prefetch_first(m.p, beginning.tiles, warp);
   }
 
   DLATTN_DEVICE Row row_of(int row) const {

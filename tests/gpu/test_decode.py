@@ -59,6 +59,10 @@ CASES = {
         **_WIDE, batch=5, heads_q=16, heads_k=8, heads_v=8, seq_kv=6000, len_q=(1,) * 5,
         len_kv=(5999, 1, 6000, 0, 3000), page_k=16, page_v=64,
     ),
+    "pages, where full sequences have another head": Case(
+        **_WIDE, batch=2, heads_q=20, heads_k=20, heads_v=20, seq_kv=3584, len_q=(1, 1),
+        len_kv=(1000, 600), page_k=16, page_v=16,
+    ),
     "128 rows, a window": Case(
         **_WIDE, batch=3, heads_q=8, seq_q=16, seq_kv=900, left=100, right=0, bottom_right=True
     ),
