@@ -139,6 +139,10 @@ class BackwardPlan(CudaPlan):
             return self._row_tiles
         return self._dq_places * self._heads_per_block * self._query_tiles
 
+    @property
+    def _dq_sum_bytes(self) -> int:
+        return 4 * self._sums * self.tiling.tile_q * self._dq_columns
+
     @cached_property
     def _arrays(self) -> dict[str, int]:
         """What is in the workspace: bytes, in order, by the field that has the address."""
@@ -147,7 +151,7 @@ class BackwardPlan(CudaPlan):
             "key_sums": self._key_sums,
             "dbias_arrivals": self._gradient_scratch.arrivals,
             "dbias_parts": self._gradient_scratch.parts,
-            "dq_accum": 4 * self._sums * self.tiling.tile_q * self._dq_columns,
+            "dq_accum": self._dq_sum_bytes,
             "row_stats": 4 * self._row_tiles * self.tiling.stats_words * self.tiling.tile_q,
             "sink_parts": 4 * tiles if self.problem.sink else 0,
         }

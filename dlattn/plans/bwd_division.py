@@ -13,8 +13,9 @@ from dlattn.plans.bwd_waves import ragged_wave
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 
-#: Query heads of an item, where several items have a group's.
-HEADS = 2
+#: Sums of dQ, in MiB, that items at work may add to under a causal mask before L2 loses some; and
+#: by how much each MiB more slows all down.
+ROOM_FOR_SUMS, SLOWER_BY_MIB = 28.5, 0.009
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, where all items are fewer than blocks, and where the
@@ -23,8 +24,8 @@ MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
 #: The least part of the whole, and the fewest steps, that are worth the two operations more; and
 #: the fewest where all items are fewer than blocks.
 LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.008, 8, 3
-#: Of groups of ragged problems, steps that an item's beginning and end take, and additions to
-#: sums; and how many times as soon the last item must end, beside the fewest steps.
+#: Of parts of groups, steps that an item's beginning and end take, and additions to sums; and in
+#: ragged problems, how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
 
 
@@ -43,13 +44,47 @@ class Division:
     parts: int = 1
 
 
-def divided_group(problem: Problem, geometry: Geometry, group: int) -> Division | None:
+def divided_group(
+    problem: Problem,
+    geometry: Geometry,
+    group: int,
+    tiles: tuple[int, int],
+    at_once: int,
+    sum_bytes: int,
+) -> Division | None:
     """Under a causal mask, items of a pair differ in length, and so soon work on different heads,
-    whose sums of dQ then do not fit L2."""
+    whose sums of dQ may not fit L2; and whole groups may be too few items. By an estimate of when
+    the last item ends.
+
+    Args:
+        tiles: queries and keys of a tile.
+        at_once: how many items run beside each other.
+        sum_bytes: of dQ that these add to, if each has one head.
+    """
     causal = geometry.band_right is not None and geometry.band_left is None
-    if not causal or group == HEADS or group % HEADS or not _may_divide(problem, geometry):
+    if not causal or group == 1 or not _may_divide(problem, geometry):
         return None
-    return Division(HEADS, 0)
+    longest, _ = _sequences(geometry, *tiles)
+    if geometry.heads_q * longest.count * longest.key_tiles <= at_once:
+        return None  # divided_end() may divide queries, too
+
+    def end(heads: int) -> float:
+        items = geometry.heads_q // heads * longest.count * longest.key_tiles
+        fixed = ITEM_STEPS + (SUM_STEPS if heads < group else 0)
+        steps = items * (heads * longest.mean_steps + fixed) * _slowed(heads * sum_bytes)
+        return max(heads * longest.most_steps + fixed, steps / at_once)
+
+    heads = min(_divisors(group), key=end)
+    return None if heads == group else Division(heads, 0)
+
+
+def _divisors(group: int) -> list[int]:
+    return [n for n in range(1, group + 1) if group % n == 0]
+
+
+def _slowed(sum_bytes: int) -> float:
+    """By how much items take longer that add to so many bytes of sums at a time."""
+    return 1 + SLOWER_BY_MIB * max(0.0, sum_bytes / 2**20 - ROOM_FOR_SUMS)
 
 
 def divided_end(
@@ -78,13 +113,15 @@ def divided_end(
         return ceil(last * count / at_once) * (1 / count + fixed)
 
     divisions = [(1, parts) for parts in range(1, 2 if differ else MOST_PARTS + 1)]
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
     parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
     # All run at once: where pairs wait for places, shares that go with no part never come.
     divisions += [
-        (n, parts) for n, parts in product(divisors, parts_of_few) if items * n * parts <= at_once
+        (n, parts)
+        for n, parts in product(_divisors(group), parts_of_few)
+        if items * n * parts <= at_once
     ]
-    divisor, parts = min(divisions, key=end)
+    # Parts of queries do not end at one time under a causal mask.
+    divisor, parts = min(divisions, key=lambda it: (end(it), it[1] if differ else 0))
     gain = end((1, 1)) - end((divisor, parts))
     fewest = LEAST_STEPS if items > last else LEAST_STEPS_OF_FEW
     if gain < LEAST_GAIN * (items / at_once) or gain * steps < fewest:
@@ -93,14 +130,20 @@ def divided_end(
 
 
 def divided_ragged_group(
-    problem: Problem, geometry: Geometry, group: int, tiles: tuple[int, int], at_once: int
+    problem: Problem,
+    geometry: Geometry,
+    group: int,
+    tiles: tuple[int, int],
+    at_once: int,
+    sum_bytes: int,
 ) -> Division | None:
     """Of a ragged problem, where items of whole groups would be too few, or those of the longest
-    sequence too long: by an estimate of when the last item ends.
+    sequence too long, or sums of dQ too large for L2: by an estimate of when the last item ends.
 
     Args:
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
+        sum_bytes: of dQ that these add to, if each has one head.
     """
     if not _may_divide(problem, geometry):
         return None
@@ -116,6 +159,8 @@ def divided_ragged_group(
             groups * it.key_tiles * (heads * it.mean_steps + fixed) for it in (longest, others)
         )
         steps = longest.count * of_longest + others.count * of_others
+        if longest.differ:
+            steps *= _slowed(heads * sum_bytes)
         shortest = others if others.count else longest
         last_item = heads * shortest.mean_steps + fixed
         # The longest item of the last wave begins when the waves before have been taken.
@@ -124,7 +169,7 @@ def divided_ragged_group(
         rounds = ceil(groups * sum(it.count * it.key_tiles for it in (longest, others)) / at_once)
         return max(begins + longest_item, steps / at_once + last_item / 2, rounds * last_item)
 
-    heads = min((n for n in range(1, group + 1) if group % n == 0), key=end)
+    heads = min(_divisors(group), key=end)
     ends = end(heads), end(group)
     if ends[0] * LEAST_RAGGED_GAIN > ends[1] or ends[1] - ends[0] < LEAST_STEPS:
         return None

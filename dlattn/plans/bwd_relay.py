@@ -9,17 +9,20 @@ LEAST_HEADS = 4
 
 
 def relays(problem: Problem, geometry: Geometry, tile_q: int, tile_k: int) -> bool:
-    """Whether a window is so narrow that at most two key tiles meet a query tile, several heads
-    share them, and every query has a key."""
+    """Whether every query has a key, and at most two key tiles meet a query tile: in a narrow
+    window, whose keys several heads share; or because one tile has all keys."""
     others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
     if others or problem.edits != (Scale(positive=True),) or problem.dropout:
         return False
     lengths = {"seq_len_q", "seq_len_kv"} & geometry.tensors.keys()
-    if lengths or geometry.seq_q != geometry.seq_kv or geometry.heads_k != geometry.heads_v:
-        return False
-    if geometry.heads_q < LEAST_HEADS * geometry.heads_k:
+    if lengths or geometry.heads_k != geometry.heads_v:
         return False
     left, right = geometry.band_left, geometry.band_right
+    square = geometry.seq_q == geometry.seq_kv
+    if left is None and (right is None or (right >= 0 and square)):
+        return 0 < geometry.seq_kv <= tile_k
+    if not square or geometry.heads_q < LEAST_HEADS * geometry.heads_k:
+        return False
     if left is None or right is None or left < 1 or right < 0:
         return False
     tiles = range(0, tile_k, tile_q)

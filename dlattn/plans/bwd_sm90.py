@@ -53,7 +53,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or self._choose_tiling()
         self._division: Division | None = None
-        if not self.tiling.relays and (tiling is None or tiling.adds_keys):
+        in_parts = tiling is None or tiling.adds_keys
+        if in_parts and (self._key_tiles == 1 or not self.tiling.relays):
             self._division = self._divide()
             self.tiling = replace(self.tiling, adds_keys=self._division is not None)
         self.set_waves()
@@ -72,11 +73,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
         group = super()._heads_per_block
         items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
         steps = group * self._query_tiles
-        given = self.problem, self.geometry, group
+        given, at_once = (self.problem, self.geometry, group), self._items_at_once
+        tiles = self.tiling.tile_q, self.tiling.tile_k
+        sum_bytes = 4 * self.geometry.seq_q * self._dq_columns * at_once // self._key_tiles
         if self.problem.ragged:
-            tiles = self.tiling.tile_q, self.tiling.tile_k
-            return divided_ragged_group(*given, tiles, self._items_at_once)
-        return divided_group(*given) or divided_end(*given, items, self._items_at_once, steps)
+            return divided_ragged_group(*given, tiles, at_once, sum_bytes)
+        by_heads = divided_group(*given, tiles, at_once, sum_bytes)
+        return by_heads or divided_end(*given, items, at_once, steps)
 
     @property
     def _lone_shares(self) -> int:
@@ -196,6 +199,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         """Places that blocks of a ragged problem work on at a time, if half full: bundles fill more
         where there are heads enough."""
         return -(-2 * self._items_at_once // self._key_tiles)
+
+    @property
+    def _dq_sum_bytes(self) -> int:
+        # Nobody leaves a part to another item.
+        return 0 if self.tiling.relays and self._key_tiles == 1 else super()._dq_sum_bytes
 
     @property
     def _dq_lag(self) -> int:

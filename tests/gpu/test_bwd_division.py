@@ -25,6 +25,34 @@ CASES = {
     "no groups": replace(FEW, heads_k=16, heads_v=16, seq_q=4096),
     "64": replace(FEW, head_dim_qk=64, head_dim_v=64, seq_q=4096),
     "few queries": replace(FEW, seq_q=100, seq_kv=1024),
+    "one key tile, more pairs than blocks": replace(
+        FEW, batch=19, heads_q=14, heads_k=14, heads_v=14, seq_q=333, seq_kv=77
+    ),
+    "one key tile, 40, one query": replace(
+        FEW, batch=40, heads_k=4, heads_v=4, seq_q=1, head_dim_qk=40, head_dim_v=40
+    ),
+    "one key tile, unequal head dimensions": replace(
+        FEW,
+        batch=3,
+        heads_q=12,
+        heads_k=6,
+        heads_v=6,
+        seq_q=700,
+        seq_kv=128,
+        head_dim_qk=96,
+        head_dim_v=64,
+        dtype="bfloat16",
+    ),
+    "one key tile, in a fixed order": replace(FEW, heads_k=4, heads_v=4, deterministic=True),
+    "causal, one key tile": replace(
+        CAUSAL, batch=40, heads_q=8, heads_k=4, heads_v=4, seq_q=100, seq_kv=100
+    ),
+    "causal, a group of seven": replace(
+        CAUSAL, batch=2, heads_q=28, heads_k=4, heads_v=4, seq_q=900, seq_kv=900
+    ),
+    "causal, a group of nine": replace(
+        CAUSAL, batch=4, heads_q=36, heads_k=4, heads_v=4, seq_q=640, seq_kv=640
+    ),
     "causal": replace(CAUSAL, heads_q=2, heads_k=2, heads_v=2),
     "causal, a group": replace(CAUSAL, heads_q=3),
     "causal, two heads an item": replace(CAUSAL, heads_q=8, seq_q=700, seq_kv=400),

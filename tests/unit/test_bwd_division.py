@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.plans.bwd_sm90 import BwdSm90
@@ -26,6 +27,7 @@ def test_shares_go_with_parts_that_come_after_what_they_wait_for(
     heads = groups * heads_per_group
     tensors = geometry(batch, groups, heads, seq_q, seq_kv, head_dim, causal=causal)
     plan = BwdSm90(problem(head_dim), tensors, HOPPER)
+    assume(not plan.tiling.relays)  # without shares
     params, wave_items = plan._params, plan._wave_items
     items = batch * heads // params.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
     whole, parts = params.whole_items, params.item_parts
@@ -65,6 +67,29 @@ def test_who_is_divided() -> None:
     assert params(4, 16, 16, 4096, causal=True) == (1, 64 * 32, 1)
     assert params(32, 16, 16, 512, causal=False) == (1, 2048, 1)
     assert params(1, 16, 16, 4096, causal=False) == (1, 512, 1)
+
+
+@pytest.mark.parametrize(
+    "head_dim, group, heads",
+    [(128, 8, 2), (128, 7, 1), (128, 9, 3), (128, 3, 3), (128, 5, 1), (128, 12, 3), (64, 8, 4),
+     (64, 7, 7), (64, 71, 1)],
+)  # fmt: skip
+def test_sums_of_groups_fit_l2(head_dim: int, group: int, heads: int) -> None:
+    """Of a group, under a causal mask, an item has as many heads as leave L2 room for all sums; or
+    more, where its beginning and end would be much of it."""
+    shape = geometry(8, 4, 4 * group, 4096, 4096, head_dim, causal=True)
+    assert BwdSm90(problem(head_dim), shape, HOPPER)._params.heads_per_block == heads
+
+
+def test_short_groups_are_items_enough() -> None:
+    """Where the longest items would end late, under a causal mask, they have fewer heads."""
+
+    def heads(batch: int, seq: int) -> int:
+        shape = geometry(batch, 8, 32, seq, seq, causal=True)
+        return BwdSm90(problem(), shape, HOPPER)._params.heads_per_block
+
+    assert [heads(1, seq) for seq in (512, 1024, 4096)] == [1, 1, 2]
+    assert [heads(32, seq) for seq in (512, 1024, 4096)] == [4, 4, 2]
 
 
 def test_few_items_fill_blocks() -> None:
