@@ -16,6 +16,8 @@ from dlattn.records import dataclass
 #: Sums of dQ, in MiB, that items at work may add to under a causal mask before L2 loses some; and
 #: by how much each MiB more slows all down.
 ROOM_FOR_SUMS, SLOWER_BY_MIB = 28.5, 0.009
+#: Heads of an item that has a part of a group: larger sums of more cost what fewer additions gain.
+MOST_HEADS = 3
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, where all items are fewer than blocks, and where the
@@ -74,7 +76,7 @@ def divided_group(
         steps = items * (heads * longest.mean_steps + fixed) * _slowed(heads * sum_bytes)
         return max(heads * longest.most_steps + fixed, steps / at_once)
 
-    heads = min(_divisors(group), key=end)
+    heads = min((n for n in _divisors(group) if n <= MOST_HEADS or n == group), key=end)
     return None if heads == group else Division(heads, 0)
 
 
