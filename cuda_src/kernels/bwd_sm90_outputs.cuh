@@ -116,7 +116,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   }
 
   // In a fixed order, items add to sums of their keys as their heads follow each other.
-  static constexpr bool adds_in_turn = Base::parts_of_groups && Problem::deterministic;
+  static constexpr bool adds_in_turn = Tiling::adds_keys && Problem::deterministic;
   DLATTN_DEVICE void await_turn_on_keys() const {
     if constexpr (adds_in_turn) {
       const int turn = this->first_head() % p.heads_per_k / p.heads_per_block;
@@ -128,9 +128,13 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
       own_key_sums().end_turn(own_piece(0).key + Base::first_row_of_warp());
     }
   }
-  // Of an item of a ragged problem.
   DLATTN_DEVICE KeySums<Problem, Tiling> own_key_sums() const {
-    return KeySums<Problem, Tiling>(this->told().key_sums);
+    using Sums = KeySums<Problem, Tiling>;
+    if constexpr (Base::parts_of_groups) {
+      return Sums(this->told().key_sums);
+    } else {
+      return Sums(p, opaque(this->work.batch), this->first_head() / p.heads_per_k, this->work.tile);
+    }
   }
 
   // Of the 64 keys from `first` on, from registers: the memory of keys and values is the next ones'.

@@ -16,6 +16,9 @@ from dlattn.records import dataclass
 #: Sums of dQ, in MiB, that items at work may add to under a causal mask before L2 loses some; and
 #: by how much each MiB more slows all down.
 ROOM_FOR_SUMS, SLOWER_BY_MIB = 28.5, 0.009
+#: In a fixed order, how many times as many sums are at work, because items wait for each other; and
+#: steps that each part of a group waits for those before it.
+MORE_IN_ORDER, TURN_STEPS = 3, 0.9
 #: Heads of an item that has a part of a group: larger sums of more cost what fewer additions gain.
 MOST_HEADS = 3
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
@@ -61,19 +64,24 @@ def divided_group(
     Args:
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
-        sum_bytes: of dQ that these add to, if each has one head.
+        sum_bytes: of a head's dQ, in fp32.
     """
     causal = geometry.band_right is not None and geometry.band_left is None
-    if not causal or group == 1 or not _may_divide(problem, geometry):
+    if not causal or group == 1 or not _may_divide(problem, geometry, by_heads=True):
         return None
     longest, _ = _sequences(geometry, *tiles)
     if geometry.heads_q * longest.count * longest.key_tiles <= at_once:
         return None  # divided_end() may divide queries, too
 
+    beside = at_once * (MORE_IN_ORDER if problem.deterministic else 1) / longest.key_tiles
+
     def end(heads: int) -> float:
         items = geometry.heads_q // heads * longest.count * longest.key_tiles
         fixed = ITEM_STEPS + (SUM_STEPS if heads < group else 0)
-        steps = items * (heads * longest.mean_steps + fixed) * _slowed(heads * sum_bytes)
+        if problem.deterministic:
+            fixed += TURN_STEPS * (group // heads - 1)
+        at_work = min(geometry.heads_q * longest.count, heads * beside)
+        steps = items * (heads * longest.mean_steps + fixed) * _slowed(at_work * sum_bytes)
         return max(heads * longest.most_steps + fixed, steps / at_once)
 
     heads = min((n for n in _divisors(group) if n <= MOST_HEADS or n == group), key=end)
@@ -84,7 +92,7 @@ def _divisors(group: int) -> list[int]:
     return [n for n in range(1, group + 1) if group % n == 0]
 
 
-def _slowed(sum_bytes: int) -> float:
+def _slowed(sum_bytes: float) -> float:
     """By how much items take longer that add to so many bytes of sums at a time."""
     return 1 + SLOWER_BY_MIB * max(0.0, sum_bytes / 2**20 - ROOM_FOR_SUMS)
 
@@ -145,7 +153,7 @@ def divided_ragged_group(
     Args:
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
-        sum_bytes: of dQ that these add to, if each has one head.
+        sum_bytes: of a head's dQ, in fp32.
     """
     if not _may_divide(problem, geometry):
         return None
@@ -162,7 +170,7 @@ def divided_ragged_group(
         )
         steps = longest.count * of_longest + others.count * of_others
         if longest.differ:
-            steps *= _slowed(heads * sum_bytes)
+            steps *= _slowed(heads * at_once / longest.key_tiles * sum_bytes)
         shortest = others if others.count else longest
         last_item = heads * shortest.mean_steps + fixed
         # The longest item of the last wave begins when the waves before have been taken.
@@ -227,8 +235,8 @@ def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences
     return of_rows(1, *longest), of_rows(count, *shorter)
 
 
-def _may_divide(problem: Problem, geometry: Geometry) -> bool:
-    # Items take turns to add in ragged problems alone.
-    in_turn = problem.deterministic and not problem.ragged
-    apart = problem.paged_k or problem.paged_v or in_turn
+def _may_divide(problem: Problem, geometry: Geometry, *, by_heads: bool = False) -> bool:
+    # In a fixed order, items take turns to add by their heads alone.
+    unordered = problem.deterministic and not (problem.ragged or by_heads)
+    apart = problem.paged_k or problem.paged_v or unordered
     return not (apart or problem.has_blocks) and geometry.heads_k == geometry.heads_v

@@ -75,7 +75,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         steps = group * self._query_tiles
         given, at_once = (self.problem, self.geometry, group), self._items_at_once
         tiles = self.tiling.tile_q, self.tiling.tile_k
-        sum_bytes = 4 * self.geometry.seq_q * self._dq_columns * at_once // self._key_tiles
+        sum_bytes = 4 * self.geometry.seq_q * self._dq_columns
         if self.problem.ragged:
             return divided_ragged_group(*given, tiles, at_once, sum_bytes)
         by_heads = divided_group(*given, tiles, at_once, sum_bytes)

@@ -50,6 +50,16 @@ CASES = {
     "causal, a group of seven": replace(
         CAUSAL, batch=2, heads_q=28, heads_k=4, heads_v=4, seq_q=900, seq_kv=900
     ),
+    "causal, a group of seven, in a fixed order": replace(
+        CAUSAL,
+        batch=2,
+        heads_q=28,
+        heads_k=4,
+        heads_v=4,
+        seq_q=900,
+        seq_kv=900,
+        deterministic=True,
+    ),
     "causal, a group of nine": replace(
         CAUSAL, batch=4, heads_q=36, heads_k=4, heads_v=4, seq_q=640, seq_kv=640
     ),

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int, dict[str, Any]]] = {
         2, 8, 2, 777, 128, 128,
         {"diagonal_band_left_bound": 200, "diagonal_band_right_bound": 0},
     ),
+    "grouped heads, causal": (2, 28, 4, 1500, 128, 128, {"use_causal_mask": True}),
     "a narrow window of many heads": (
         4, 32, 8, 1500, 64, 64, {"diagonal_band_left_bound": 128, "diagonal_band_right_bound": 0},
     ),

@@ -81,6 +81,20 @@ def test_sums_of_groups_fit_l2(head_dim: int, group: int, heads: int) -> None:
     assert BwdSm90(problem(head_dim), shape, HOPPER)._params.heads_per_block == heads
 
 
+def test_in_a_fixed_order_heads_alone_are_divided() -> None:
+    """Parts of groups take turns to add; parts of queries would have none."""
+
+    def divided(heads: int, seq: int, *, causal: bool) -> tuple[int, int]:
+        shape = geometry(4, 4, heads, seq, seq, causal=causal)
+        its = BwdSm90(problem(deterministic=True), shape, HOPPER)._params
+        return its.heads_per_block, its.item_parts
+
+    assert divided(28, 4096, causal=True) == (1, 1)
+    assert divided(28, 1024, causal=True) == (7, 1)
+    assert divided(28, 4096, causal=False) == (7, 1)
+    assert divided(4, 128, causal=False) == (1, 1)
+
+
 def test_short_groups_are_items_enough() -> None:
     """Where the longest items would end late, under a causal mask, they have fewer heads."""
 
