@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import style, train_report
 from bench.peers import has_module
-from bench.presets import MASKS, PASSES, TOKENS
+from bench.presets import MASKS, MODELS, PASSES, TOKENS
 from bench.results import BANDWIDTH, COLUMNS, Row, decode_bytes, read_csv
 
 #: What a GPU's memory reads at most, TB/s, by its folder's name (NVIDIA's data sheets).
@@ -140,8 +140,8 @@ def by_head_dim(rows: Sequence[Row]) -> Drawn | None:
     sixteen = {
         key: [(w, r) for w, r in points if w.heads == "16/16"] for key, points in chosen.items()
     }
-    if all(len({w.head_dim for w, _ in points}) > 4 for points in sixteen.values()):
-        chosen = sixteen
+    many = {k: points for k, points in sixteen.items() if len({w.head_dim for w, _ in points}) > 4}
+    chosen = many or chosen
     if not any(len({w.head_dim for w, _ in points}) > 1 for points in chosen.values()):
         return None
     sides = sorted(chosen, key=lambda key: (PASSES.index(key[1]), MASKS.index(key[0])))
@@ -158,7 +158,7 @@ def by_head_dim(rows: Sequence[Row]) -> Drawn | None:
         axis.set_title(f"{key[1]}, {key[0]}")
     axes[0][0].set_ylabel("TFLOP/s")
     axes[0][0].set_ylim(0, 1.05 * max(row.tflops for row in used))
-    heads = "16 heads" if chosen is sixteen else "width 2048"
+    heads = "16 heads" if chosen is many else "width 2048"
     return figure, f"4 sequences of 4096 tokens, bf16, {heads}", used
 
 
@@ -226,6 +226,34 @@ def of_features(rows: Sequence[Row]) -> Drawn | None:
     return figure, "Beside plain causal attention: 16 heads of 128, 4096 tokens", used
 
 
+def of_models(rows: Sequence[Row]) -> Drawn | None:
+    """Layers of models that people run, by FlashAttention-3's speed."""
+    base = "fa3"
+    measured: dict[str, dict[str, dict[str, Row]]] = {d: {} for d in PASSES}
+    for row in kernels_alone(rows):
+        measured[row.direction].setdefault(row.case, {})[row.impl] = row
+    used, groups = [], {}
+    for direction, of in measured.items():
+        known = {model: of.get(it.name, {}) for model, it in MODELS.items()}
+        groups[direction] = {model: its for model, its in known.items() if base in its}
+        used += [r for its in groups[direction].values() for r in its.values() if r.impl != base]
+    passes = [d for d in PASSES if len(groups[d]) > len(MODELS) // 2]
+    if not passes:
+        return None
+    figure, axes = style.panels(1, len(passes), (5.2, 0.6 + 0.42 * len(MODELS)))
+    for direction, axis in zip(passes, axes[0], strict=True):
+        shown = {
+            model: {impl: row.tflops / its[base].tflops for impl, row in its.items()}
+            for model, its in groups[direction].items()
+        }
+        style.bars(axis, shown, style.impls_of(used), ".2f")
+        axis.axvline(1, color=style.INK, linestyle=":", linewidth=1)
+        axis.set_ylim(len(shown) - 0.4, -0.6)
+        axis.set_title(direction)
+        axis.set_xlabel(f"speed, of {style.look(base)[0]}'s")
+    return figure, "Attention layers of models, bf16", used
+
+
 def of_calls(rows: Sequence[Row]) -> Drawn | None:
     """Host time of calls."""
     used = [row for row in rows if row.timing == "host"]
@@ -286,6 +314,7 @@ def draw_folder(source: Path, folder: Path | None = None) -> list[Path]:
         "head-dims": lambda: by_head_dim(rows),
         "decode": lambda: of_decode(rows, gpu),
         "features": lambda: of_features(rows),
+        "models": lambda: of_models(rows),
         "score-mod": lambda: of_functions(rows),
         "host": lambda: of_calls(rows),
         "start": lambda: of_starts(rows),

@@ -318,52 +318,56 @@ def _shapes() -> list[Case]:
     return [*few, *next_of_prompt, *next_of_several, *alone, *odd, *windows]
 
 
-def _models() -> list[Case]:
+def _models() -> dict[str, Case]:
     """Attention layers of models that people run, in batches that fill a GPU."""
     d40, d64, d72, d80, d96, d128, d256 = ((d, d) for d in (40, 64, 72, 80, 96, 128, 256))
-    seeing = [
-        case(128, (12, 12), 197, d64),  # ViT-B/16
-        case(64, (24, 24), 257, d64),  # DINOv2 ViT-g/14
-        case(32, (16, 16), 577, d64),  # CLIP ViT-L/14 at 336 pixels
-        case(32, (16, 16), 729, d72),  # SigLIP so400m/14 at 384 pixels
-        case(8, (16, 16), 4096, d80),  # SAM ViT-H, whole images
-    ]
-    reading = [
-        case(128, (12, 12), 128, d64),  # BERT
-        case(32, (16, 16), 512, d64),  # BERT large
-        case(8, (20, 20), 1500, d64),  # Whisper large, sound
-        case(8, (20, 20), 448, d64, keys=1500),  # and text to it
-    ]
-    drawing = [
-        case(8, (8, 8), 4096, d40),  # Stable Diffusion 1.5
-        case(8, (8, 8), 4096, d40, keys=77),
-        case(8, (10, 10), 4096, d64),  # Stable Diffusion XL
-        case(8, (10, 10), 4096, d64, keys=77),
-        case(8, (20, 20), 1024, d64),
-        case(2, (24, 24), 4608, d128),  # FLUX.1
-        case(1, (12, 12), 32760, d128),  # Wan 2.1, 1.3B
-    ]
-    writing = [
-        case(16, (12, 12), 1024, d64, "causal"),  # GPT-2
-        case(8, (71, 1), 2048, d64, "causal"),  # Falcon 7B
-        case(8, (16, 16), 2048, d256, "causal"),  # GPT-J
-        case(4, (64, 64), 2048, d96, "causal"),  # GPT-NeoX 20B
-        case(4, (32, 32), 4096, d96, "causal"),  # Phi-3 mini
-        case(1, (32, 8), 512, d128, "causal"),  # Llama 3.1 8B, prompts
-        case(1, (32, 8), 2048, d128, "causal"),
-        case(2, (32, 8), 8192, d128, "causal"),  # and training
-        case(1, (32, 8), 65536, d128, "causal"),
-        case(4, (8, 1), 8192, d128, "causal"),  # Llama 3.1 70B, an eighth of it
-        case(4, (28, 4), 4096, d128, "causal"),  # Qwen2.5 7B
-        case(4, (32, 4), 4096, d128, "causal"),  # Qwen3 30B
-        case(2, (32, 8), 8192, d128, "window", window=4096),  # Mistral 7B
-        case(4, (16, 8), 4096, d256, "causal"),  # Gemma 2 9B
-        case(2, (32, 16), 8192, d128, "window", window=1024),  # Gemma 3 27B
-        case(2, (64, 8), 8192, d64, "causal"),  # gpt-oss 120B
-        case(2, (64, 8), 8192, d64, "window", window=128),
-        case(1, (128, 128), 4096, (192, 128), "causal"),  # DeepSeek-V3
-    ]
-    return [*seeing, *reading, *drawing, *writing]
+    seeing = {
+        "ViT-B/16": case(128, (12, 12), 197, d64),
+        "DINOv2 ViT-g/14": case(64, (24, 24), 257, d64),
+        "CLIP ViT-L/14, 336 px": case(32, (16, 16), 577, d64),
+        "SigLIP so400m/14, 384 px": case(32, (16, 16), 729, d72),
+        "SAM ViT-H, whole images": case(8, (16, 16), 4096, d80),
+    }
+    reading = {
+        "BERT": case(128, (12, 12), 128, d64),
+        "BERT large": case(32, (16, 16), 512, d64),
+        "Whisper large, sound": case(8, (20, 20), 1500, d64),
+        "Whisper large, text to sound": case(8, (20, 20), 448, d64, keys=1500),
+    }
+    drawing = {
+        "Stable Diffusion 1.5": case(8, (8, 8), 4096, d40),
+        "Stable Diffusion 1.5, to text": case(8, (8, 8), 4096, d40, keys=77),
+        "SDXL": case(8, (10, 10), 4096, d64),
+        "SDXL, to text": case(8, (10, 10), 4096, d64, keys=77),
+        "SDXL, coarse": case(8, (20, 20), 1024, d64),
+        "FLUX.1": case(2, (24, 24), 4608, d128),
+        "Wan 2.1 1.3B, video": case(1, (12, 12), 32760, d128),
+    }
+    writing = {
+        "GPT-2": case(16, (12, 12), 1024, d64, "causal"),
+        "Falcon 7B": case(8, (71, 1), 2048, d64, "causal"),
+        "GPT-J": case(8, (16, 16), 2048, d256, "causal"),
+        "GPT-NeoX 20B": case(4, (64, 64), 2048, d96, "causal"),
+        "Phi-3 mini": case(4, (32, 32), 4096, d96, "causal"),
+        "Llama 3.1 8B, 512": case(1, (32, 8), 512, d128, "causal"),
+        "Llama 3.1 8B, 2k": case(1, (32, 8), 2048, d128, "causal"),
+        "Llama 3.1 8B, 2 x 8k": case(2, (32, 8), 8192, d128, "causal"),
+        "Llama 3.1 8B, 64k": case(1, (32, 8), 65536, d128, "causal"),
+        "Llama 3.1 70B, an eighth": case(4, (8, 1), 8192, d128, "causal"),
+        "Qwen2.5 7B": case(4, (28, 4), 4096, d128, "causal"),
+        "Qwen3 30B": case(4, (32, 4), 4096, d128, "causal"),
+        "Mistral 7B, window": case(2, (32, 8), 8192, d128, "window", window=4096),
+        "Gemma 2 9B, no soft cap": case(4, (16, 8), 4096, d256, "causal"),
+        "Gemma 3 27B, window": case(2, (32, 16), 8192, d128, "window", window=1024),
+        "gpt-oss 120B, no sinks": case(2, (64, 8), 8192, d64, "causal"),
+        "gpt-oss 120B, window": case(2, (64, 8), 8192, d64, "window", window=128),
+        "DeepSeek-V3": case(1, (128, 128), 4096, (192, 128), "causal"),
+    }
+    return seeing | reading | drawing | writing
+
+
+#: By the model, what ``models`` measures.
+MODELS = _models()
 
 
 #: Sequence lengths, those that say most first.
@@ -389,7 +393,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),
         "shapes": _shapes(),
-        "models": _models(),
+        "models": [*MODELS.values()],
         "deterministic": _deterministic(),
         "paged": _paged(),
     }

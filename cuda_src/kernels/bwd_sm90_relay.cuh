@@ -1,7 +1,8 @@
 // The relay of a Hopper backward: dQ where at most two key tiles meet a query tile, and several heads
-// share them (narrow windows). Nobody adds to sums. The item of the first key tile leaves its part of a
-// query tile's dQ in memory, in fp32; that of the second, the next one, adds its own in registers and
-// stores dQ. A part is read soon after it was written, memory needs no zeros, and the order is fixed.
+// share them (narrow windows), or where one tile has all keys. Nobody adds to sums. The item of the first
+// key tile leaves its part of a query tile's dQ in memory, in fp32; that of the second, the next one, adds
+// its own in registers and stores dQ. A part is read soon after it was written, memory needs no zeros, and
+// the order is fixed. Of one key tile, the item has all of dQ, and stores it.
 #pragma once
 
 #include "kernels/bwd_sm90_sums.cuh"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlattn.problem import Geometry, Problem, Scale
 
-#: With fewer heads an item, it would wait for the part of the item before.
+#: In a window, with fewer heads an item, it would wait for the part of the item before.
 LEAST_HEADS = 4
 
 

@@ -38,7 +38,8 @@ class Sm90BwdTiling:
         adds_keys: some items have a part of what attends to their keys
             (:mod:`dlattn.plans.bwd_division`), so that their dK and dV are added up.
         shares_last: key workers store an earlier item's dQ, after their dK and dV.
-        relays: dQ goes from item to item (:mod:`dlattn.plans.bwd_relay`), instead of to sums.
+        relays: dQ goes from item to item, or is one item's (:mod:`dlattn.plans.bwd_relay`), instead
+            of to sums.
     """
 
     tile_q: int = 64

@@ -56,6 +56,8 @@ from tests.compile.problems import (
     problems,
     sources_of,
 )
+from tests.unit.test_backward_plans import geometry
+from tests.unit.test_backward_plans import problem as backward
 
 
 @pytest.mark.parametrize(
@@ -299,6 +301,40 @@ def test_hopper_backward_of_long_and_of_short_items(
     plan = plan_for(BwdSm90, problem, "sm_90a", seq=seq, left=None, right=right)
     assert isinstance(plan, BwdSm90)
     assert (plan.tiling.adds_keys, plan.tiling.shares_last) == (seq > 1000, seq < 1000)
+    for kernel in plan.kernels():
+        compiled = jit.compile_kernel(kernel.source, "sm_90a")
+        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+
+
+@pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("batch", [1, 40])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_hopper_backward_of_one_key_tile(
+    head_dim: int, batch: int, causal: bool, dtype: data_type
+) -> None:
+    """Items that have all of their queries' dQ, in parts or not, have registers for it."""
+    shape = geometry(batch, 4, 4, 100 if causal else 2000, 100, head_dim, causal=causal)
+    masks = MASKS["causal" if causal else "full"]
+    plan = BwdSm90(replace(backward(head_dim), dtype=dtype, masks=masks), shape, KNOWN["sm_90a"])
+    assert plan.tiling.relays
+    assert plan.tiling.adds_keys == (batch == 1 and not causal)
+    for kernel in plan.kernels():
+        compiled = jit.compile_kernel(kernel.source, "sm_90a")
+        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+
+
+@pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_hopper_backward_of_divided_groups_in_a_fixed_order(
+    head_dim: int, dtype: data_type
+) -> None:
+    """Taking turns to add to dK and dV takes no registers that there are not."""
+    shape = geometry(4, 4, 4 * 71, 4096, 4096, head_dim, causal=True)
+    ordered = backward(head_dim, deterministic=True)
+    problem = replace(ordered, dtype=dtype, masks=MASKS["causal"])
+    plan = BwdSm90(problem, shape, KNOWN["sm_90a"])
+    assert plan.tiling.adds_keys
     for kernel in plan.kernels():
         compiled = jit.compile_kernel(kernel.source, "sm_90a")
         assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
