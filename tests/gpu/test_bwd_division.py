@@ -28,6 +28,9 @@ CASES = {
     "one key tile, more pairs than blocks": replace(
         FEW, batch=19, heads_q=14, heads_k=14, heads_v=14, seq_q=333, seq_kv=77
     ),
+    "one key tile, the last pairs in parts": replace(
+        FEW, batch=19, heads_q=10, heads_k=10, heads_v=10, seq_q=2000, seq_kv=77
+    ),
     "one key tile, 40, one query": replace(
         FEW, batch=40, heads_k=4, heads_v=4, seq_q=1, head_dim_qk=40, head_dim_v=40
     ),
