@@ -8,7 +8,7 @@ import pytest
 
 from bench import decode, host, plots, score_mod
 from bench.decode import Data, Row, complaint, dlattn_calls, reference
-from bench.presets import FORWARD, PASSES, PRESETS, case
+from bench.presets import FORWARD, MODELS, PASSES, PRESETS, case
 from bench.reference import error, is_off, make_tensors, outputs_of
 from bench.results import BANDWIDTH, MS, TFLOPS, US, decode_bytes, tables, unit_of, write_csv
 from bench.results import Row as Figure
@@ -145,6 +145,11 @@ EVERYTHING = [
         for s in (512, 1024, 4096)
         for d in (64, 128)
     ),
+    *(
+        figure(layer.name, impl, 1.0, tflops=500.0 + i)
+        for layer in MODELS.values()
+        for i, impl in enumerate(("dlattn", "fa3"))
+    ),
 ]
 
 
@@ -167,8 +172,8 @@ def test_charts(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "h200" / "other.csv").write_text("not,ours\n")
     drawn = {path.stem for path in plots.draw_folder(tmp_path / "h200", tmp_path / "charts")}
     made = {path.stem for path in (tmp_path / "charts").glob("*.png")}
-    wanted = {"speed-forward", "head-dims", "decode", "features", "score-mod", "host", "start"}
-    assert drawn == made == wanted
+    of_kernels = {"speed-forward", "head-dims", "decode", "features", "score-mod", "models"}
+    assert drawn == made == of_kernels | {"host", "start"}
     assert plots.main([str(tmp_path)]) == 1
     assert plots.main([str(tmp_path / "nowhere")]) == 2
     assert "bench.plots" in capsys.readouterr().out
