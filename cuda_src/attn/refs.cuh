@@ -49,7 +49,10 @@ struct LengthRef {
   static constexpr int longest_given = (1 << 30) - (1 << 10);  // that a sequence may be
 
   DLATTN_DEVICE int at(int b, int longest) const {
-    return data == nullptr ? longest : at(address(b), is_int64, longest);
+    if (data == nullptr) return longest;
+    const int64 length = is_int64 ? static_cast<const int64*>(data)[b * stride]
+                                  : static_cast<const int*>(data)[b * stride];
+    return within(length, longest);
   }
   // As it was given, whatever rows there are.
   DLATTN_DEVICE int given(int b, int longest) const {
@@ -60,9 +63,7 @@ struct LengthRef {
     if (data == nullptr) return nullptr;
     return static_cast<const char*>(data) + b * stride * (is_int64 ? 8 : 4);
   }
-  static DLATTN_DEVICE int at(const void* address, int is_int64, int longest) {
-    const int64 length =
-        is_int64 ? *static_cast<const int64*>(address) : *static_cast<const int*>(address);
+  static DLATTN_DEVICE int within(int64 length, int longest) {
     return int(length < 0 ? 0 : length > longest ? longest : length);
   }
   // Of an entry, if there is one.

@@ -42,7 +42,12 @@ struct Lengths {
       is_int64 = opaque(is_int64);
     }
     DLATTN_DEVICE Lengths read(const Params& p) const {
-      const int length = own == nullptr ? longest : LengthRef::at(own, is_int64, longest);
+      int length = longest;
+      if (own != nullptr) {
+        const int64 given =
+            is_int64 ? *static_cast<const int64*>(own) : *static_cast<const int*>(own);
+        length = LengthRef::within(given, longest);
+      }
       return {p, from_lane(length, 0), from_lane(length, 1)};
     }
   };
