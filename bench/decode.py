@@ -15,12 +15,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from bench.cases import FORWARD
 from bench.jobs import Effort, Job, on_side_stream, prepared
 from bench.measure import GRAPH, Measured
 from bench.peers import Peer
 from bench.peers.flash import load_flash3
 from bench.peers.graph import like
-from bench.presets import FORWARD
 from bench.timing import time_once
 
 #: Bytes of caches that calls take in turn: several times what L2 holds.

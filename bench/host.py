@@ -13,10 +13,10 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from bench.cases import FORWARD
 from bench.jobs import Effort, Job, Named
 from bench.measure import Measured, check_device, sentence
 from bench.peers import Peer
-from bench.presets import FORWARD
 
 HOST = "host"
 DEVICE = "cuda"

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bench.cases import PASSES, Case
 from bench.measure import Measured, check_device, measure, sentence, side_stream
 from bench.peers import Peer
 from bench.peers.graph import Dlattn
-from bench.presets import PASSES, Case
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bench.cases import Case
 from bench.peers import Peer, Prepared
-from bench.presets import Case
 from bench.reference import Tensors, error, is_off, make_tensors, outputs_of
 from bench.timing import capture, interleaved
 
@@ -35,7 +35,7 @@ class Measured:
     """What became of each contender in one pass of one case.
 
     Attributes:
-        case: a :class:`bench.presets.Case`, or what else has a name and counts arithmetic.
+        case: a :class:`bench.cases.Case`, or what else has a name and counts arithmetic.
         ms: milliseconds per call, by timing and contender.
         wrong: what is wrong, by contender; those are not timed.
         left_out: why there is no time, by contender.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import style, train_report
+from bench.cases import MASKS, PASSES
 from bench.peers import has_module
-from bench.presets import MASKS, MODELS, PASSES, TOKENS
+from bench.presets import MODELS, TOKENS
 from bench.results import BANDWIDTH, COLUMNS, Row, decode_bytes, read_csv
 
 #: What a GPU's memory reads at most, TB/s, by its folder's name (NVIDIA's data sheets).

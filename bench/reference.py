@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.presets import BACKWARD, FORWARD, SOFTCAP, Case
+from bench.cases import BACKWARD, FORWARD, SOFTCAP, Case
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.cases import Case
 from bench.peers import is_ours
-from bench.presets import PRESETS, Case
+from bench.presets import PRESETS
 from bench.timing import geometric_mean
 
 COLUMNS = ("case", "pass", "impl", "timing", "ms", "tflops", "commit", "date")

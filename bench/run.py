@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.cases import PASSES
 from bench.jobs import Effort, Job
 from bench.machine import commit, gpu_name, machine
 from bench.measure import TIMINGS, LostDevice, Measured
 from bench.peers import has_module, is_ours, make_peer
-from bench.presets import PASSES
 from bench.report import Report
 from bench.results import Row, compare, read_csv, unit_of
 from bench.suites import SUITES, in_turn

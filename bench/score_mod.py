@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bench.cases import SOFTCAP, case
 from bench.jobs import CaseJob, Effort, Job
 from bench.measure import Measured, measure
 from bench.peers import Peer
 from bench.peers.aten import Flex
 from bench.peers.graph import Declared, Dlattn
-from bench.presets import SOFTCAP, case
 
 
 class Functions(Declared):

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.cases import FORWARD
 from bench.jobs import Effort, Job, Named
 from bench.measure import Measured, sentence
 from bench.peers import Peer
-from bench.presets import FORWARD
 
 START = "start"
 

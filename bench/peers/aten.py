@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from bench.cases import FORWARD, SOFTCAP, Case
 from bench.peers.base import Peer, Prepared
-from bench.presets import FORWARD, SOFTCAP, Case
 from bench.reference import Tensors
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.presets import Case
+from bench.cases import Case
 from bench.reference import Tensors
 
 if TYPE_CHECKING:

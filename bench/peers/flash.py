@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.cases import BACKWARD, FORWARD, SOFTCAP, Case
 from bench.peers.base import Peer, Prepared, has_module
 from bench.peers.packed import Packed
-from bench.presets import BACKWARD, FORWARD, SOFTCAP, Case
 from bench.reference import Tensors
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from bench.cases import BACKWARD, DROPOUT, EXTRAS, FORWARD, PASSES, SOFTCAP, Case
 from bench.peers.base import Peer, Prepared
 from bench.peers.packed import Packed
 from bench.peers.pages import Pages
-from bench.presets import BACKWARD, DROPOUT, EXTRAS, FORWARD, PASSES, SOFTCAP, Case
 from bench.reference import Tensors, outputs_of, random_tensors
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from bench.presets import Case
+from bench.cases import Case
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.presets import Case
+from bench.cases import Case
 
 if TYPE_CHECKING:
     import torch

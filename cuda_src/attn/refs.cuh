@@ -45,7 +45,6 @@ struct LengthRef {
   int64 stride;      // in elements
   int is_int64;
   int unused;
-
   static constexpr int longest_given = (1 << 30) - (1 << 10);  // that a sequence may be
 
   DLATTN_DEVICE int at(int b, int longest) const {

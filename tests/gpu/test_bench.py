@@ -8,9 +8,9 @@ import pytest
 
 import dlattn
 from bench import decode, host, score_mod
+from bench.cases import EXTRAS, PASSES, case
 from bench.jobs import CaseJob, Effort, Job
 from bench.peers import make_peer
-from bench.presets import EXTRAS, PASSES, case
 from dlattn.runtime import jit
 
 pytest.importorskip("torch")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from bench import ceiling, results
+from bench.cases import BACKWARD, EXTRAS, FORWARD, PASSES, Case, case
 from bench.peers import PEERS, base, make_peer
-from bench.presets import BACKWARD, EXTRAS, FORWARD, PASSES, PRESETS, Case, case
+from bench.presets import PRESETS
 from bench.reference import TOLERANCE, error, is_off, make_tensors, outputs_of
 from bench.results import COLUMNS, Row, compare, merge, read_csv, tables, write_csv
 from bench.run import main

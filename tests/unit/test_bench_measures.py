@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import decode, host, plots, score_mod
+from bench.cases import FORWARD, PASSES, case
 from bench.decode import Data, Row, complaint, dlattn_calls, reference
-from bench.presets import FORWARD, MODELS, PASSES, PRESETS, case
+from bench.presets import MODELS, PRESETS
 from bench.reference import error, is_off, make_tensors, outputs_of
 from bench.results import BANDWIDTH, MS, TFLOPS, US, decode_bytes, tables, unit_of, write_csv
 from bench.results import Row as Figure

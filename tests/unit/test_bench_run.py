@@ -8,9 +8,9 @@ import functools
 import pytest
 
 from bench import measure, run
+from bench.cases import BACKWARD, FORWARD, PASSES, Case, case
 from bench.jobs import CaseJob, Job, Named
 from bench.peers import Peer, Prepared
-from bench.presets import BACKWARD, FORWARD, PASSES, Case, case
 from bench.reference import OUTPUTS, make_tensors
 from bench.results import read_csv
 

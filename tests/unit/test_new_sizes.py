@@ -60,9 +60,9 @@ def test_a_forward_compiles_for_all_sizes(
 @pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_hoppers_backward_is_few_kernels(dim: int, heads: tuple[int, int]) -> None:
-    """At most three of each of its parts, for all sizes."""
+    """At most five of each of its parts, for all sizes."""
     plans = [plan((b, *of), heads, dim, True) for b, of in product(BATCHES, LENGTHS)]
     assert {it.name for it in plans} == {"bwd_sm90"}
     sources = {source for it in plans for source in it.sources()}
     for name in {source.name for source in sources}:
-        assert sum(source.name == name for source in sources) <= 3
+        assert sum(source.name == name for source in sources) <= 5
