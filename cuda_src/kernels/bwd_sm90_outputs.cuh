@@ -140,17 +140,13 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   // Of the 64 keys from `first` on, from registers: the memory of keys and values is the next ones'.
   template <class Of, int n_tiles>
   DLATTN_DEVICE void store(Accumulator<1, n_tiles>& gradient, int first, int head) {
-    const int batch = opaque(this->work.batch), row = first + Base::first_row_of_warp();
-    if constexpr (Base::parts_of_groups) {
+    const int row = first + Base::first_row_of_warp();
+    if (Base::parts_of_groups || (Tiling::adds_keys && this->number() >= p.whole_items)) {
       own_key_sums().template add<Of>(gradient, row);
-    } else if (Tiling::adds_keys && this->number() >= p.whole_items) {
-      using Sums = KeySums<Problem, Tiling>;
-      const int first_key = Base::rank() * block_k + row;
-      Sums(p, batch, head, this->work.tile).template add<Of>(gradient, first_key);
     } else {
-      const int first_key = this->first_stored_key() + row;
-      store_key_rows<Problem, Of>(gradient, first_key, this->template key_entry<Of>(batch), head,
-                                  p);
+      const int batch = opaque(this->work.batch);
+      store_key_rows<Problem, Of>(gradient, this->first_stored_key() + row,
+                                  this->template key_entry<Of>(batch), head, p);
     }
     gradient.clear();
   }

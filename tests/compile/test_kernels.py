@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from dlattn.plans.decode import Decode
 from dlattn.plans.dumps import debug_kernels
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.kernels import KernelLaunch
 from dlattn.problem import (
     Bias,
     Direction,
@@ -283,6 +285,13 @@ def test_hopper_backward_resources(head_dims: tuple[int, int]) -> None:
     assert found == HOPPER_BACKWARD[head_dims]
 
 
+def assert_compiled_cleanly(kernels: Iterable[KernelLaunch]) -> None:
+    """Each is compiled for Hopper without spills or ptxas performance warnings."""
+    for kernel in kernels:
+        compiled = jit.compile_kernel(kernel.source, "sm_90a")
+        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+
+
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
 @pytest.mark.parametrize(
     "head_dim, mask, seq",
@@ -301,9 +310,7 @@ def test_hopper_backward_of_long_and_of_short_items(
     plan = plan_for(BwdSm90, problem, "sm_90a", seq=seq, left=None, right=right)
     assert isinstance(plan, BwdSm90)
     assert (plan.tiling.adds_keys, plan.tiling.shares_last) == (seq > 1000, seq < 1000)
-    for kernel in plan.kernels():
-        compiled = jit.compile_kernel(kernel.source, "sm_90a")
-        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+    assert_compiled_cleanly(plan.kernels())
 
 
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
@@ -319,9 +326,7 @@ def test_hopper_backward_of_one_key_tile(
     plan = BwdSm90(replace(backward(head_dim), dtype=dtype, masks=masks), shape, KNOWN["sm_90a"])
     assert plan.tiling.relays
     assert plan.tiling.adds_keys == (batch == 1 and not causal)
-    for kernel in plan.kernels():
-        compiled = jit.compile_kernel(kernel.source, "sm_90a")
-        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+    assert_compiled_cleanly(plan.kernels())
 
 
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
@@ -335,9 +340,7 @@ def test_hopper_backward_of_divided_groups_in_a_fixed_order(
     problem = replace(ordered, dtype=dtype, masks=MASKS["causal"])
     plan = BwdSm90(problem, shape, KNOWN["sm_90a"])
     assert plan.tiling.adds_keys
-    for kernel in plan.kernels():
-        compiled = jit.compile_kernel(kernel.source, "sm_90a")
-        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
+    assert_compiled_cleanly(plan.kernels())
 
 
 @pytest.mark.parametrize(
@@ -362,10 +365,9 @@ def test_ragged_hopper_backward_of_divided_groups(
     right = 0 if mask in ("causal", "window") else None
     plan = plan_for(BwdSm90, problem, "sm_90a", seq=4096, left=left, right=right)
     assert isinstance(plan, BwdSm90) and plan.tiling.adds_keys
-    for kernel in (*plan.first_kernels(), *plan.kernels()):
-        compiled = jit.compile_kernel(kernel.source, "sm_90a")
-        assert not (compiled.spill_stores or compiled.spill_loads or compiled.warnings)
-        assert kernel.shared <= KNOWN["sm_90a"].shared_memory
+    kernels = [*plan.first_kernels(), *plan.kernels()]
+    assert_compiled_cleanly(kernels)
+    assert all(kernel.shared <= KNOWN["sm_90a"].shared_memory for kernel in kernels)
 
 
 def test_hopper_instructions() -> None:
