@@ -85,9 +85,15 @@ def _short() -> list[Case]:
 
 def _deterministic() -> list[Case]:
     """Beside the same without a fixed order."""
-    sizes = [(4, 16, 4096, (128, 128)), (1, 128, 16384, (192, 128))]
+    sizes = [
+        (4, (16, 16), 4096, (128, 128)),
+        (4, (28, 4), 4096, (128, 128)),
+        (4, (32, 8), 4096, (128, 128)),
+        (1, (64, 8), 4096, (128, 128)),
+        (1, (128, 128), 16384, (192, 128)),
+    ]
     return [
-        case(batch, (heads, heads), seq, dims, "causal", deterministic=deterministic)
+        case(batch, heads, seq, dims, "causal", deterministic=deterministic)
         for batch, heads, seq, dims in sizes
         for deterministic in (False, True)
     ]
@@ -178,6 +184,35 @@ def _shapes() -> list[Case]:
     return [*few, *next_of_prompt, *next_of_several, *alone, *odd, *windows]
 
 
+def _groups() -> list[Case]:
+    """Heads that share keys in groups of many sizes, under a causal mask and packed; few keys."""
+    causal = [
+        case(batch, heads, seq, (d, d), "causal")
+        for d, batch, heads, seq in (
+            (128, 4, (28, 4), 4096), (128, 2, (28, 4), 8192), (128, 4, (28, 4), 2048),
+            (128, 16, (28, 4), 512), (128, 4, (40, 8), 4096), (128, 4, (24, 8), 4096),
+            (128, 4, (36, 4), 4096), (128, 4, (48, 8), 4096), (128, 4, (32, 4), 4096),
+            (128, 32, (32, 8), 512), (128, 8, (32, 8), 1024), (128, 16, (64, 8), 512),
+            (128, 1, (32, 8), 512), (128, 1, (32, 8), 1024), (128, 1, (32, 8), 2048),
+            (64, 8, (71, 1), 2048), (64, 4, (32, 8), 4096), (64, 2, (64, 8), 8192),
+            (256, 4, (16, 2), 4096), (256, 8, (8, 1), 2048),
+        )
+    ]  # fmt: skip
+    packed = [
+        case(4, heads, 4096, (128, 128), "causal", lengths=(4096,) * 4, extra="ragged")
+        for heads in ((28, 4), (32, 8))
+    ]
+    few_keys = [
+        case(batch, heads, seq, (d, d), keys=keys)
+        for d, batch, heads, seq, keys in (
+            (40, 8, (8, 8), 4096, 77), (64, 8, (10, 10), 4096, 77), (40, 8, (8, 8), 4096, 154),
+            (128, 1, (16, 16), 4096, 100), (128, 2, (24, 24), 4096, 128),
+            (128, 16, (16, 16), 1024, 77), (128, 4, (32, 8), 2048, 100),
+        )
+    ]  # fmt: skip
+    return [*causal, *packed, *few_keys]
+
+
 def _models() -> dict[str, Case]:
     """Attention layers of models that people run, in batches that fill a GPU."""
     d40, d64, d72, d80, d96, d128, d256 = ((d, d) for d in (40, 64, 72, 80, 96, 128, 256))
@@ -253,6 +288,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "gpt2": [case(4, (12, 12), 1024, (64, 64), "causal")],
         "short": _short(),
         "shapes": _shapes(),
+        "groups": _groups(),
         "models": [*MODELS.values()],
         "deterministic": _deterministic(),
         "paged": _paged(),
