@@ -31,7 +31,7 @@ struct Sm90FwdTiling {
 };
 
 // Blocks share the keys of query tiles under a mask that gives each its own, too, and may leave parts to a
-// later kernel; and two heads may share a consumer.
+// later kernel.
 template <class Tiling>
 struct SharesMore : Tiling {
   static constexpr bool shares_more = true;
@@ -39,8 +39,8 @@ struct SharesMore : Tiling {
 
 // Params, and what the copy engine needs beside them.
 struct alignas(64) MappedFwdParams {
-  // Boxes: 64 (or 32, of two heads a consumer), tile_k, tile_k and output_rows rows of 64 columns; of
-  // pages, fewer (attn/paged_boxes.cuh).
+  // Boxes: rows of a head that a consumer has (64, unless it has several heads), tile_k, tile_k and
+  // output_rows rows of 64 columns; of pages, fewer (attn/paged_boxes.cuh).
   TensorMap q, k, v, o;
   TensorMap bias;  // 64 rows, or one; if it is staged
   Params p;
@@ -76,6 +76,9 @@ struct FwdSm90Block {
   // Whether every consumer visits the tiles that the block does: those of a block mask are found one
   // by one, and a bias comes with each.
   static constexpr bool visits_all = Tiles::skips || stages_bias;
+  // Whether a consumer may have rows of several heads. Three have no registers for that beside elements of
+  // a bias.
+  static constexpr bool packs_heads = !visits_all && (consumers == 2 || !Score::reads_memory);
 
   // Whether blocks may share the keys of a query tile (dlattn/plans/schedule.py).
   static constexpr bool shares_bands = Tiling::shares_more && !Problem::Mask::same_keys;
@@ -85,10 +88,11 @@ struct FwdSm90Block {
   // A tile of fewer rows takes as long as one of all, because its last rows have as many keys. Under a
   // causal mask the first tile has fewer, then, for which there are the fewest keys: this is by how many
   // rows a sequence is short of whole tiles, in consumers' parts.
-  static DLATTN_DEVICE int rows_missing(int length_q) {
+  static DLATTN_DEVICE int rows_missing(const Params& p, int length_q) {
     constexpr bool is_causal = Problem::Mask::bounded_right && !Tiles::skips;
     if constexpr (!is_causal || tile_q <= tile_k) return 0;
-    return round_up(length_q, tile_q) - round_up(length_q, 64);
+    const int parts = parts_of(p, length_q);
+    return (tiles_of(p, length_q) * parts_per_tile(p) - parts) << log2_head_rows(p);
   }
 
   static_assert(!Tiling::alternates || !(Problem::ragged || Tiles::skips));
@@ -100,7 +104,8 @@ struct FwdSm90Block {
     Interval queries;  // that exist
     Interval full;     // keys that every query attends to
     int first_tile, last_tile;
-    int heads;  // that it is of, from the item's on
+    int first_row;  // of the tile: before the first query where that has fewer
+    int heads;      // that it is of, from the item's on
 
     DLATTN_DEVICE Work(const Params& p, WorkItem work_item, const Lengths& lengths, Interval rows,
                        int heads_of_work = 1)
@@ -108,6 +113,7 @@ struct FwdSm90Block {
           length(lengths),
           queries{most(rows.first, 0), least(rows.last, length.q)},
           full(Problem::Mask::full_keys(queries, length, p)),
+          first_row(rows.first),
           heads(heads_of_work) {
       const Interval keys = Problem::Mask::keys(queries, length, p);
       const bool none = queries.empty() || keys.empty();
@@ -121,7 +127,6 @@ struct FwdSm90Block {
         first_tile = Tiles::first_keys(p, item, first_tile, last_tile);
       }
     }
-    DLATTN_DEVICE int first_row() const { return item.tile * tile_q - rows_missing(length.q); }
     DLATTN_DEVICE bool empty() const { return last_tile < first_tile; }
     // The way through its key tiles, from one end to the other.
     DLATTN_DEVICE bool ascends() const { return Tiling::alternates && item.ascends; }
@@ -139,9 +144,10 @@ struct FwdSm90Block {
 
    private:
     DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths)
-        : Work(p, item, lengths, item.tile * tile_q - rows_missing(lengths.q)) {}
+        : Work(p, item, lengths, item.tile * rows_per_tile(p) - rows_missing(p, lengths.q)) {}
     DLATTN_DEVICE Work(const Params& p, WorkItem item, const Lengths& lengths, int first)
-        : Work(p, item, lengths, Interval{first, first + tile_q}, heads_of_tile(p, item.head)) {}
+        : Work(p, item, lengths, Interval{first, first + rows_per_tile(p)},
+               heads_of_tile(p, item.head)) {}
   };
 
   // The 64 rows of a consumer, or 16 of a warp. A consumer may have those of several heads, or of one that
@@ -155,7 +161,8 @@ struct FwdSm90Block {
     int unseen_before, unseen_after;  // tiles of keys that only others of the block attend to
 
     DLATTN_DEVICE OwnWork(const Params& p, const Work& all, OwnRows rows)
-        : Work(p, all.item, all.length, {rows.first, rows.first + 64}, rows.heads) {
+        : Work(p, all.item, all.length, {rows.first, rows.first + (1 << log2_head_rows(p))},
+               rows.heads) {
       this->item.head = rows.head;
       // Of a part, or one that has no keys there would leave nothing to add.
       const bool part = shares_keys && (!shares_bands || all.item.parts != 0);
@@ -219,6 +226,30 @@ struct FwdSm90Block {
   static DLATTN_DEVICE int heads_per_tile(const Params& p) {
     return visits_all ? 1 : p.heads_per_block;
   }
+  // Of a consumer's 64 rows, how many each of its heads has.
+  static DLATTN_DEVICE int log2_head_rows(const Params& p) {
+    return packs_heads ? p.log2_head_rows : 6;
+  }
+  static DLATTN_DEVICE int heads_per_consumer(const Params& p) { return 64 >> log2_head_rows(p); }
+  // Whether consumers have the same queries, of other heads each; else other queries, of the same heads.
+  static DLATTN_DEVICE bool heads_apart(const Params& p) {
+    return heads_per_tile(p) > heads_per_consumer(p);
+  }
+  // Queries are divided into parts, of a consumer each, and these into tiles.
+  static DLATTN_DEVICE int parts_per_tile(const Params& p) {
+    return heads_apart(p) ? 1 : consumers;
+  }
+  static DLATTN_DEVICE int rows_per_tile(const Params& p) {
+    return parts_per_tile(p) << log2_head_rows(p);
+  }
+  static DLATTN_DEVICE int parts_of(const Params& p, int queries) {
+    const int log2_rows = log2_head_rows(p);
+    return (queries + (1 << log2_rows) - 1) >> log2_rows;
+  }
+  static DLATTN_DEVICE int tiles_of(const Params& p, int queries) {
+    const int parts = parts_of(p, queries);
+    return heads_apart(p) ? parts : ceil_div(parts, consumers);
+  }
   // From this one on: those that share keys may not fill their last tile.
   static DLATTN_DEVICE int heads_of_tile(const Params& p, int head) {
     if (heads_per_tile(p) == 1) return 1;
@@ -235,31 +266,25 @@ struct FwdSm90Block {
     return p.heads_q / p.heads_together * ceil_div(p.heads_together, heads_per_tile(p));
   }
 
-  static DLATTN_DEVICE int heads_per_consumer(const Params& p) {
-    if constexpr (!Tiling::shares_more) return 1;
-    return ceil_div(heads_per_tile(p), consumers);
-  }
-
-  // They take turns at the last rows, which a causal mask leaves more keys than the first. Of queries so
-  // few that they are one consumer's, each has those of another head, which shares the keys; or, of half
-  // as many, of two. Where there is none left, it has the last one's once more, which it does not store:
-  // then tiles of the same keys go on at one pace, and find them in L2.
+  // They take turns at the last rows, which a causal mask leaves more keys than the first. Where each has
+  // other heads, which share the keys, and none is left for it, it has the last one's once more, which it
+  // does not store: then tiles of the same keys go on at one pace, and find them in L2.
   static DLATTN_DEVICE OwnRows own_rows(const Params& p, const Work& work, int warpgroup) {
-    if (heads_per_tile(p) > 1) {
+    if (heads_apart(p)) {
       const int each = ceil_div(work.heads, consumers), before = warpgroup * each;
       const int left = work.heads - before;
       const int head = work.item.head + least(before, work.heads - 1);
-      return {head, 0, most(0, least(each, left))};
+      return {head, work.first_row, most(0, least(each, left))};
     }
     const int part = work.item.reversed ? consumers - 1 - warpgroup : warpgroup;
-    return {work.item.head, work.first_row() + 64 * part};
+    return {work.item.head, work.first_row + (part << log2_head_rows(p)), work.heads};
   }
   // Of this warp, among those of its consumer.
   static DLATTN_DEVICE int first_row() { return 16 * (uint32(warp_index()) % 4); }
   // Where the rows of a warp, of which the first is this one of its consumer's, come after those.
   static DLATTN_DEVICE OwnRows rows_from(const Params& p, int row) {
-    if (heads_per_consumer(p) == 1) return {0, row};
-    return {row / 32, row % 32};
+    const int log2_rows = log2_head_rows(p);
+    return {row >> log2_rows, row & ((1 << log2_rows) - 1)};
   }
   // Or the same rows as another consumer or warp.
   DLATTN_DEVICE bool has_head(const Work& work) const {

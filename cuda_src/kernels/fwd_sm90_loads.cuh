@@ -23,7 +23,6 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   using Base::stages_bias;
   using Base::tile_after;
   using Base::tile_k;
-  using Base::tile_q;
   using typename Base::BiasTile;
   using typename Base::QTile;
   using typename Base::Tiles;
@@ -83,7 +82,8 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       work.last_tile = key_tiles.last - 1;
     }
     if (work.empty()) {
-      const int last = least(round_up(work.queries.last, 64), p.seq_q);
+      const int parts = Base::parts_of(p, work.queries.last);
+      const int last = least(parts << Base::log2_head_rows(p), p.seq_q);
 #pragma unroll 1
       for (int i = 0; i < work.heads; ++i, ++item.head) {
         store_nothing(item, {work.queries.first, last}, work.length.q);
@@ -197,21 +197,22 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   }
 
   DLATTN_DEVICE int tiles_with_queries(int batch) const {
-    return ceil_div(p.seq_len_q.at(batch, p.seq_q), tile_q);
+    return Base::tiles_of(p, p.seq_len_q.at(batch, p.seq_q));
   }
 
   // Looks at some of all tiles, of which each block has every n-th, and stores the rows that no consumer
   // has.
   DLATTN_DEVICE void store_padding(uint32& next, int tiles) {
     if (p.items_taken == nullptr || !stores_padding<Problem>(p)) return;
-    const uint32 of_head = ceil_div(p.seq_q, tile_q), end = of_head * p.heads_q * p.batch;
+    const int log2_rows = Base::log2_head_rows(p), tile_rows = Base::rows_per_tile(p);
+    const uint32 of_head = Base::tiles_of(p, p.seq_q), end = of_head * p.heads_q * p.batch;
 #pragma unroll 1
     for (; tiles > 0 && next < end; --tiles, next += block_count()) {
       const uint32 pair = next / of_head, batch = pair / uint32(p.heads_q);
       const int tile = next % of_head, head = pair % uint32(p.heads_q);
       const int length = p.seq_len_q.at(batch, p.seq_q);
-      const Interval rows{most(tile * tile_q, round_up(length, 64)),
-                          least((tile + 1) * tile_q, p.seq_q)};
+      const Interval rows{most(tile * tile_rows, Base::parts_of(p, length) << log2_rows),
+                          least((tile + 1) * tile_rows, p.seq_q)};
       if (!rows.empty()) store_nothing({tile, head, int(batch)}, rows, length);
     }
   }

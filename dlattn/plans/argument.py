@@ -225,6 +225,7 @@ class Params(ctypes.Structure):
         ("item_parts", ctypes.c_int32),
         ("lone_shares", ctypes.c_int32),
         ("heads_together", ctypes.c_int32),
+        ("log2_head_rows", ctypes.c_int32),
         ("dq_additions", ctypes.c_uint64),
     ]
 

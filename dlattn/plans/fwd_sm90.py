@@ -17,7 +17,6 @@ from dlattn.plans.fwd_sm90_shares import (
     pairs_at_work,
     shared_by_heads,
     shared_out,
-    tile_heads,
     tiles_of_heads,
     visited,
 )
@@ -66,8 +65,9 @@ class FwdSm90(MappedPlan):
         tiling = tiling or self.choices(self.problem, geometry, target)[0]
         self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
         shape = self.problem, geometry, self.tiling
-        self._heads_per_tile, self._sharing = shared_by_heads(*shape, target.multiprocessors)
-        self._params.heads_per_block = self._heads_per_tile
+        self._heads, self._sharing, _ = shared_by_heads(*shape, target.multiprocessors)
+        self._params.heads_per_block = self._heads.tile
+        self._params.log2_head_rows = self._heads.rows.bit_length() - 1
         self._params.parts.mark = drawn_mark()
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
@@ -101,17 +101,20 @@ class FwdSm90(MappedPlan):
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling
         keys = {role: self.paged_rows(role, tiling.tile_k) for role in "kv"}
-        heads_per_consumer = -(-self._heads_per_tile // tiling.consumers)
-        rows = {"q": 64 // heads_per_consumer, **keys, "o": OUTPUT_ROWS}
+        rows = {"q": self._heads.rows, **keys, "o": OUTPUT_ROWS}
         return rows | {"bias": bias_rows(self.problem, 64)} if tiling.stages_bias else rows
+
+    def visited(self) -> tuple[Array, Array]:
+        """See :func:`dlattn.plans.schedule.visited_keys`."""
+        return visited(self.problem, self.geometry, self.tiling, self._heads)
 
     def schedule(self) -> Array:
         """See :func:`dlattn.plans.schedule.table`."""
-        keys = visited(self.problem, self.geometry, self.tiling)
-        costs, heads = tile_costs(*keys), self._heads_per_tile
+        keys, heads = self.visited(), self._heads
+        costs = tile_costs(*keys)
         return table(
             costs,
-            tile_heads(self.geometry, heads),
+            heads.first(self.geometry),
             self.geometry.batch,
             pairs_at_work(self.problem, self.geometry, costs, heads, self._blocks),
             self._blocks,
@@ -128,8 +131,8 @@ class FwdSm90(MappedPlan):
     def ragged(self) -> RaggedScratch | None:
         if not self.problem.ragged:
             return None
-        tile_q = self.tiling.tile_q
-        items = Items(tile_q, query_tiles(self.geometry, tile_q), of_keys=False, last_first=True)
+        rows = self._heads.tile_rows(self.tiling)
+        items = Items(rows, query_tiles(self.geometry, rows), of_keys=False, last_first=True)
         return RaggedScratch(self.geometry, items=items)
 
     @property
@@ -182,7 +185,7 @@ class FwdSm90(MappedPlan):
 
     @property
     def _tiles(self) -> int:
-        return tiles_of_heads(self.geometry, self.tiling.tile_q, self._heads_per_tile)
+        return tiles_of_heads(self.geometry, self.tiling, self._heads)
 
     @cached_property
     def _shared_tiles(self) -> Array:

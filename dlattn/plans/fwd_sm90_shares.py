@@ -32,9 +32,12 @@ WAVE_BYTES = 32 * 2**20
 #: have no more (1.027 in 300 random problems), because to count takes as long as the table.
 SHORT_ROWS, MOST_UNEVEN, EVEN_ROUNDS = 1024, 1.02, 16
 
-#: ``KEYS_BESIDE`` is the same with all tilings; but in windows, where each consumer has keys that
-#: others have not, more with three above 64 columns.
-KEYS_BESIDE_WINDOWS = 350
+#: Under a band, consumers of a tile have keys that others have not, and may have no rows. A block
+#: with one tile takes what the consumer with the most does. One with more, whose consumers take
+#: turns at the rows with the most, takes what they have in the mean, and of the rest its part by
+#: tiles; in windows, where each passes keys of the others', this at the least.
+PASSED_IN_WINDOWS = 0.3
+
 #: Rounds of query tiles up to which it is counted how evenly blocks share them.
 COUNTED_ROUNDS = 8
 
@@ -52,48 +55,79 @@ def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
     return told or problem.ragged
 
 
-def rows_missing(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> int:
+@dataclass(frozen=True)
+class TileHeads:
+    """Which query heads share a query tile, of those that share keys.
+
+    Attributes:
+        tile: how many a tile is of, at the most.
+        consumer: of how many a consumer has rows. If of all, consumers have other queries each;
+            else the same queries, of other heads.
+    """
+
+    tile: int = 1
+    consumer: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a head that a consumer has."""
+        return 64 // self.consumer
+
+    def parts(self, tiling: Sm90FwdTiling) -> int:
+        """Consumers of a tile that have other queries each."""
+        return 1 if self.tile > self.consumer else tiling.consumers
+
+    def tile_rows(self, tiling: Sm90FwdTiling) -> int:
+        """Of a head that a tile has."""
+        return self.rows * self.parts(tiling)
+
+    def first(self, geometry: Geometry) -> Array:
+        """The first head of each tile of a batch entry."""
+        together = geometry.heads_together if self.tile > 1 else 1
+        every = np.arange(geometry.heads_q)
+        return every[every % together % self.tile == 0]
+
+
+def rows_missing(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: TileHeads
+) -> int:
     """By how many rows the first tile of full sequences is smaller than others, in parts of a
     consumer's (``rows_missing`` in the kernel)."""
     if geometry.band_right is None or problem.has_blocks or tiling.tile_q <= tiling.tile_k:
         return 0
-    return round_up(geometry.seq_q, tiling.tile_q) - round_up(geometry.seq_q, 64)
+    whole = round_up(geometry.seq_q, heads.tile_rows(tiling))
+    return whole - round_up(geometry.seq_q, heads.rows)
 
 
-def visited(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> tuple[Array, Array]:
-    """See :func:`dlattn.plans.schedule.visited_keys`."""
-    missing = rows_missing(problem, geometry, tiling)
-    return visited_keys(geometry, tiling.tile_q, tiling.tile_k, missing)
+def visited(
+    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: TileHeads
+) -> tuple[Array, Array]:
+    """See :func:`dlattn.plans.schedule.visited_keys`; of tiles of these heads."""
+    missing = rows_missing(problem, geometry, tiling, heads)
+    return visited_keys(geometry, heads.tile_rows(tiling), tiling.tile_k, missing)
 
 
-def tile_heads(geometry: Geometry, heads: int) -> Array:
-    """The first head of each tile of so many, at the most, of a batch entry. Those of a tile share
-    keys."""
-    together = geometry.heads_together if heads > 1 else 1
-    every = np.arange(geometry.heads_q)
-    return every[every % together % heads == 0]
-
-
-def tiles_of_heads(geometry: Geometry, tile_q: int, heads: int) -> int:
-    """Query tiles of so many heads, at the most."""
-    return query_tiles(geometry, tile_q) // geometry.heads_q * len(tile_heads(geometry, heads))
+def tiles_of_heads(geometry: Geometry, tiling: Sm90FwdTiling, heads: TileHeads) -> int:
+    """Query tiles of these heads."""
+    of_each = query_tiles(geometry, heads.tile_rows(tiling)) // geometry.heads_q
+    return of_each * len(heads.first(geometry))
 
 
 def pairs_at_work(
-    problem: Problem, geometry: Geometry, costs: Array, heads: int, blocks: int
+    problem: Problem, geometry: Geometry, costs: Array, heads: TileHeads, blocks: int
 ) -> int:
-    """(batch, head) pairs of a wave, of so many heads a tile: as many as L2 keeps; or of short
+    """(batch, head) pairs of a wave, of the first heads of tiles: as many as L2 keeps; or of short
     sequences whose tiles differ, as many as have a tile for each block, if that is as even. Then
     all rounds have long and short tiles, and read as many keys.
 
     Args:
         costs: of the tiles of one pair.
     """
-    most = max(1, pairs_per_wave(problem, geometry, WAVE_BYTES) // heads)
+    most = max(1, pairs_per_wave(problem, geometry, WAVE_BYTES) // heads.tile)
     one_round = max(1, blocks // len(costs))
     if geometry.seq_q > SHORT_ROWS or np.ptp(costs) == 0 or one_round >= most:
         return most
-    pairs = geometry.batch * len(tile_heads(geometry, heads))
+    pairs = geometry.batch * len(heads.first(geometry))
     if pairs >= EVEN_ROUNDS * one_round:
         return one_round
     load = longest_load(costs, pairs, one_round, blocks)
@@ -126,15 +160,19 @@ class Sharing:
 
 
 def sharing(
-    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
+    problem: Problem,
+    geometry: Geometry,
+    tiling: Sm90FwdTiling,
+    heads: TileHeads,
+    multiprocessors: int,
 ) -> Sharing:
-    """Which blocks share the keys of query tiles of so many heads."""
+    """Which blocks share the keys of query tiles of these heads."""
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
     if blocks == 0:
         return Sharing(0)
-    tiles = tiles_of_heads(geometry, tiling.tile_q, heads)
+    tiles = tiles_of_heads(geometry, tiling, heads)
     # Of tiles with the same keys, those that fill blocks are whole.
-    begin, end = visited(problem, geometry, tiling)
+    begin, end = visited(problem, geometry, tiling, heads)
     same = has_same_keys(problem) or same_keys(begin, end)
     shared = tiles % multiprocessors if same else tiles
     apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
@@ -149,12 +187,16 @@ def sharing(
 
 
 def _sharing_blocks(
-    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, heads: int, multiprocessors: int
+    problem: Problem,
+    geometry: Geometry,
+    tiling: Sm90FwdTiling,
+    heads: TileHeads,
+    multiprocessors: int,
 ) -> int:
     if asks_for_tiles(problem, geometry):
         return 0
-    pairs = geometry.batch * len(tile_heads(geometry, heads))
-    begin, end = visited(problem, geometry, tiling)
+    pairs = geometry.batch * len(heads.first(geometry))
+    begin, end = visited(problem, geometry, tiling, heads)
     if has_same_keys(problem):
         return sharing_blocks(pairs * len(begin), geometry.seq_kv, multiprocessors)
     if not may_share_more(problem, tiling):
@@ -165,31 +207,74 @@ def _sharing_blocks(
     return band_sharing_blocks(tile_costs(begin, end), pairs, tiling.tile_k, multiprocessors)
 
 
+def time_of(
+    problem: Problem,
+    geometry: Geometry,
+    tiling: Sm90FwdTiling,
+    heads: TileHeads,
+    shared: Sharing,
+    multiprocessors: int,
+) -> float:
+    """What the block with the most takes, of tiles of these heads, in products of a query and a
+    key."""
+    begin, end = visited(problem, geometry, tiling, heads)
+    keys = KEYS_BESIDE + (end - begin) * tiling.tile_k
+    pairs = geometry.batch * len(heads.first(geometry))
+    tiles = pairs * len(keys)
+    blocks = shared.blocks or min(tiles, multiprocessors)
+    if not (shared.blocks or has_same_keys(problem)):
+        own_begin, own_end = visited_keys(geometry, heads.rows, tiling.tile_k)
+        own = KEYS_BESIDE + (own_end - own_begin) * tiling.tile_k
+        mean = own.sum() / (len(keys) * heads.parts(tiling))
+        least = 0 if geometry.band_left is None else PASSED_IN_WINDOWS
+        keys = keys - (1 - max(least, blocks / tiles)) * (keys.mean() - mean)
+    of_key = tiling.tile_q * tiling.slower
+    costs = keys * of_key
+    total = pairs * float(costs.sum())
+    if shared.blocks:
+        of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
+        return total / shared.blocks + PARTS_COST * of_key * max(1, of_one)
+    if np.ptp(costs) == 0:
+        return float(costs[0]) * -(-tiles // multiprocessors)
+    if tiles > COUNTED_ROUNDS * blocks:
+        return total / blocks
+    return longest_load(costs, pairs, pairs, blocks)
+
+
+def heads_of_tiles(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> list[TileHeads]:
+    """Which heads may share a tile (``packs_heads`` in the kernel)."""
+    together = geometry.heads_together
+    choices = [TileHeads()]
+    if problem.has_blocks or tiling.stages_bias or together == 1:
+        return choices
+    packs = tiling.consumers == 2 or not problem.has_bias
+    twice = [2 * tiling.consumers] if geometry.seq_q <= 32 and packs else []
+    for most in (tiling.consumers, *twice):
+        # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to
+        # do: as many tiles, of nearly as many heads each.
+        heads = -(-together // -(-together // most))
+        if not problem.ragged or together % heads == 0:
+            choices.append(TileHeads(heads, -(-heads // tiling.consumers)))
+    packed = [2, 4] if packs else []
+    return choices + [TileHeads(heads, heads) for heads in packed if together % heads == 0]
+
+
 def shared_by_heads(
     problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
-) -> tuple[int, Sharing]:
-    """Query heads that share a tile, at the most, and which blocks share its keys.
+) -> tuple[TileHeads, Sharing, float]:
+    """Query heads that share a tile, which blocks share its keys, and what the block with the most
+    takes.
 
-    Queries so few that one consumer has those of a head, or of two, leave the others to heads with
-    the same keys, if multiprocessors then have less to do."""
-    more, together = may_share_more(problem, tiling), geometry.heads_together
-    choices = [1]
-    if not (problem.has_blocks or tiling.stages_bias or together == 1 or geometry.seq_q > 64):
-        if more or together % tiling.consumers == 0:
-            choices.append(tiling.consumers)
-        if geometry.seq_q <= 32 and more:
-            choices.append(2 * tiling.consumers)
-    shared = {it: sharing(problem, geometry, tiling, it, multiprocessors) for it in choices}
+    A tile of one head has that many keys fewer for its first rows than for its last under a causal
+    mask, and in a window as many more than a query; all rows of one of several heads are nearly
+    the same queries. Those may also be few, and leave other consumers nothing to do."""
 
-    def tiles_of_one(heads: int) -> float:
-        """Tiles that a multiprocessor has, one after the other."""
-        tiles, blocks = tiles_of_heads(geometry, tiling.tile_q, heads), shared[heads].blocks
-        return tiles / blocks if blocks else -(-tiles // multiprocessors)
+    def taken(heads: TileHeads) -> tuple[TileHeads, Sharing, float]:
+        its = sharing(problem, geometry, tiling, heads, multiprocessors)
+        time = time_of(problem, geometry, tiling, heads, its, multiprocessors)
+        return heads, its, time
 
-    heads = min(choices, key=tiles_of_one)
-    # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to do: as
-    # many tiles, of nearly as many heads each.
-    return -(-together // -(-together // heads)), shared[heads]
+    return min(map(taken, heads_of_tiles(problem, geometry, tiling)), key=lambda it: it[2])
 
 
 def choose_tiling(
@@ -205,28 +290,8 @@ def choose_tiling(
     """
     if len(tilings) == 1:
         return tilings[0]
-    windows = geometry.band_left is not None and problem.head_dim_v > 64
-
-    def cost(tiling: Sm90FwdTiling) -> float:
-        """In products of a query and a key."""
-        begin, end = visited(problem, geometry, tiling)
-        beside = KEYS_BESIDE_WINDOWS if windows and tiling.consumers == 3 else KEYS_BESIDE
-        of_key = tiling.tile_q * tiling.slower
-        costs = (beside + (end - begin) * tiling.tile_k) * of_key
-        heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
-        pairs = geometry.batch * len(tile_heads(geometry, heads))
-        tiles, total = pairs * len(costs), pairs * float(costs.sum())
-        if shared.blocks:
-            of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
-            return total / shared.blocks + PARTS_COST * of_key * max(1, of_one)
-        if np.ptp(costs) == 0:
-            return float(costs[0]) * -(-tiles // multiprocessors)
-        blocks = min(tiles, multiprocessors)
-        if tiles > COUNTED_ROUNDS * blocks:
-            return total / blocks
-        return longest_load(costs, pairs, pairs, blocks)
-
-    return min(tilings, key=cost)
+    shape = problem, geometry
+    return min(tilings, key=lambda it: shared_by_heads(*shape, it, multiprocessors)[2])
 
 
 def shared_out(
@@ -235,7 +300,7 @@ def shared_out(
     """The tiling, with what it needs if blocks share keys."""
     if not may_share_more(problem, tiling):
         return tiling
-    heads, shared = shared_by_heads(problem, geometry, tiling, multiprocessors)
+    _, shared, _ = shared_by_heads(problem, geometry, tiling, multiprocessors)
     bands = shared.blocks > 0 and not has_same_keys(problem)
-    more = shared.apart or bands or heads > tiling.consumers
+    more = shared.apart or bands
     return replace(tiling, shares_more=more)

@@ -31,8 +31,7 @@ class Sm90FwdTiling:
         alternates: key tiles may be visited from the first to the last, too, as the schedule says.
         stages_bias: a bias comes through shared memory, too.
         shares_more: blocks share the keys of query tiles under a band, too, which gives each its
-            own; where the parts of a tile are many, they leave them to a kernel of its own; and
-            two heads may share a consumer.
+            own; and where the parts of a tile are many, they leave them to a kernel of its own.
         slower: what a product of a query and a key takes, as measured, of what it takes with the
             fastest tiling of these head dimensions.
     """

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dlattn.dtypes import data_type
 from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_shares import Sharing, pairs_at_work
+from dlattn.plans.fwd_sm90_shares import Sharing, TileHeads, pairs_at_work
 from dlattn.plans.kernels import pairs_per_wave
 from dlattn.plans.schedule import ALL_KEYS, tile_costs
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
@@ -73,8 +73,9 @@ def test_parts_of_a_band_are_what_queries_attend_to(
         return
     assert it._sharing.blocks <= HOPPER.multiprocessors
     assert it.tiling.shares_more or (left, right) == (None, None)
-    tile_q, tile_k = it.tiling.tile_q, it.tiling.tile_k
-    missing = fwd_sm90_shares.rows_missing(it.problem, it.geometry, it.tiling)
+    shape = it.problem, it.geometry, it.tiling, it._heads
+    tile_q, tile_k = it._heads.tile_rows(it.tiling), it.tiling.tile_k
+    missing = fwd_sm90_shares.rows_missing(*shape)
     shift = seq_kv - seq_q if corner else 0
     diagonal, key = np.arange(seq_q)[:, None] + shift, np.arange(seq_kv)[None]
     keep = np.ones((seq_q, seq_kv), bool)
@@ -92,7 +93,7 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     for row in np.concatenate(rows_of_blocks(it.schedule(), it._blocks)):
         tile, head, _, _, begin, end, parts, _ = map(int, row)
         visited.setdefault((tile, head), []).extend(range(begin, end) if parts else attended(tile))
-    of_group = -(-group // it._heads_per_tile)
+    of_group = -(-group // it._heads.tile)
     assert len(visited) == heads * of_group * -(-(seq_q + missing) // tile_q)
     for (tile, _), tiles in visited.items():
         assert sorted(tiles) == list(attended(tile))
@@ -124,7 +125,7 @@ def test_every_tile_has_its_keys(
     it = plan(
         batch, heads_q, heads_k, seq_q, seq_kv, head_dim, left, right, corner, multiprocessors
     )
-    begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
+    begin, end = it.visited()
     parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     taken = rows_of_blocks(it.schedule(), it._blocks)
     assert len(taken) <= multiprocessors and all(map(len, taken))
@@ -136,7 +137,7 @@ def test_every_tile_has_its_keys(
             parts.setdefault((tile, head, entry), []).append((block, *keys, part))
     assert len(parts) == it._tiles
     # The last tile of heads that share keys has those that are left, as `heads_of_tile` says.
-    most, places = it._heads_per_tile, {(tile, entry) for tile, _, entry in parts}
+    most, places = it._heads.tile, {(tile, entry) for tile, _, entry in parts}
     heads = [
         (tile, entry, head + i)
         for tile, head, entry in parts
@@ -176,27 +177,54 @@ def test_the_next_queries_of_a_prompt_are_shared() -> None:
 def test_heads_share_tiles_whose_keys_blocks_share() -> None:
     """Half as many tiles, whose keys all multiprocessors share, are half the work."""
     packed = plan(1, 32, 8, 64, 16384, right=0)
-    assert (packed._heads_per_tile, packed._tiles) == (2, 16)
+    assert (packed._heads.tile, packed._tiles) == (2, 16)
     assert packed._sharing.blocks == 8 * 16
     # Two heads a consumer, whose rows they fill; also where tiles are enough for all.
     few = plan(1, 32, 8, 32, 16384, right=0)
-    assert (few._heads_per_tile, few._tiles) == (4, 8) and few.tiling.shares_more
+    assert (few._heads.tile, few._tiles) == (4, 8) and few.tiling.shares_more
     assert few.box_rows()["q"] == 32 and packed.box_rows()["q"] == 64
     many = plan(33, 32, 8, 32, 4096, right=0)  # two rounds
-    assert many._heads_per_tile == 4 and many.tiling.shares_more and not many._sharing.blocks
-    assert plan(1, 32, 16, 32, 16384, right=0)._heads_per_tile == 2
+    assert many._heads == TileHeads(4, 2) and not many._sharing.blocks
+    assert plan(1, 32, 16, 32, 16384, right=0)._heads.tile == 2
     # Of heads that do not fill their last tile, one does not wait for other keys' heads.
     for heads, (of_tile, *first) in {28: (4, 0, 4, 7), 12: (3, 0, 3, 6), 20: (3, 0, 3, 5)}.items():
         odd = plan(8, heads, 4, 32, 8192, right=0)
         rows = np.concatenate(rows_of_blocks(odd.schedule(), odd._blocks))
-        assert (odd._heads_per_tile, *np.unique(rows[:, 1])[:3]) == (of_tile, *first)
+        assert (odd._heads.tile, *np.unique(rows[:, 1])[:3]) == (of_tile, *first)
     assert plan(8, 20, 4, 64, 8192, right=0)._tiles == 8 * 4 * 3
     # Nearly as many tiles as multiprocessors, each of which one has to itself.
     even = plan(4, 64, 8, 64, 8192, right=0)
-    assert (even._heads_per_tile, even._tiles, even._sharing) == (2, 128, Sharing(0))
+    assert (even._heads.tile, even._tiles, even._sharing) == (2, 128, Sharing(0))
     # Nothing is gained if keys are few; nor by most blocks, if they are not many.
-    assert plan(1, 32, 8, 64, 400, right=0)._heads_per_tile == 1
-    assert plan(1, 16, 2, 32, 1024)._heads_per_tile == 1
+    assert plan(1, 32, 8, 64, 400, right=0)._heads.tile == 1
+    assert plan(1, 16, 2, 32, 1024)._heads.tile == 1
+
+
+@pytest.mark.parametrize(
+    "shape, band, heads",
+    [
+        # A tile of one head in a window has many keys that some of its rows do not attend to.
+        ((2, 32, 8, 8192, 8192), {"left": 512}, TileHeads(4, 4)),
+        ((2, 32, 16, 8192, 8192), {"left": 512}, TileHeads(2, 2)),
+        ((2, 24, 8, 8192, 8192), {"left": 512}, TileHeads(3, 1)),
+        ((2, 64, 8, 8192, 8192, 64), {"left": 128}, TileHeads(4, 1)),
+        # Four consumers would have a head each, or three seven in three tiles.
+        ((2, 24, 8, 8192, 8192, 64), {"left": 512}, TileHeads()),
+        ((2, 28, 4, 4096, 4096), {"left": 1024}, TileHeads()),
+        # Under a causal mask, those of few tiles.
+        ((32, 32, 8, 512, 512), {}, TileHeads(4, 4)),
+        ((4, 28, 4, 2048, 2048), {}, TileHeads()),
+        # No keys are shared.
+        ((2, 32, 32, 8192, 8192), {"left": 512}, TileHeads()),
+    ],
+)
+def test_heads_that_share_keys_share_tiles_under_a_band(
+    shape: tuple[Any, ...], band: dict[str, Any], heads: TileHeads
+) -> None:
+    """What was measured as the fastest is what is chosen."""
+    it = plan(*shape, right=0, **band)
+    assert it._heads == heads
+    assert it.box_rows()["q"] == 64 // heads.consumer
 
 
 def test_tiles_with_the_same_keys_go_side_by_side() -> None:
@@ -264,9 +292,13 @@ def test_many_parts_meet_in_a_kernel_of_their_own() -> None:
         # Parts of the keys of few tiles, for which three or four consumers have no kernel.
         ((1, 16, 16, 256, 16384), {}, 128, 128),
         ((1, 16, 16, 256, 16384, 64), {}, 128, 128),
-        # Of a narrow window, each consumer has keys of its own.
-        ((1, 16, 16, 8192, 8192), {"right": 0, "left": 64}, 128, 128),
-        ((1, 16, 16, 8192, 8192), {"right": 0, "left": 4096}, 192, 64),
+        # Of a window, each consumer has keys of its own, which others pass.
+        ((1, 16, 16, 8192, 8192), {"right": 0, "left": 512}, 192, 64),
+        ((1, 32, 32, 8192, 8192, 64), {"right": 0, "left": 64}, 256, 64),
+        # What rows leave of a tile is the first one's, and takes little.
+        ((32, 16, 16, 512, 512), {"right": 0}, 192, 64),
+        ((54, 32, 32, 300, 300, 64), {"right": 0}, 256, 64),
+        ((16, 16, 16, 1024, 1024, 192), {"right": 0}, 128, 64),
         # Few columns leave four consumers their registers, and more than 128 three theirs; rows of
         # a head that begin within a sector of L2 ask for more rows of queries.
         ((4, 16, 16, 4096, 4096, 32), {}, 256, 64),
@@ -289,7 +321,7 @@ def test_tilings_fit_the_shape(
 
 def visits(it: FwdSm90) -> list[list[int]]:
     """The key tiles that each block visits, one after the other, of whichever head."""
-    begin, end = fwd_sm90_shares.visited(it.problem, it.geometry, it.tiling)
+    begin, end = it.visited()
     blocks = []
     for rows in rows_of_blocks(it.schedule(), it._blocks):
         visited: list[int] = []
@@ -334,11 +366,11 @@ def test_a_round_of_short_sequences_has_all_lengths() -> None:
     def first_tiles(it: FwdSm90) -> set[int]:
         return {int(rows[0][0]) for rows in rows_of_blocks(it.schedule(), it._blocks)}
 
-    assert first_tiles(plan(32, 16, 16, 512, 512, right=0)) == set(range(4))
+    assert first_tiles(plan(32, 16, 16, 512, 512, right=0)) == set(range(3))
     assert first_tiles(plan(16, 8, 8, 1024, 1024, 256, right=0)) == set(range(8))
     assert min(first_tiles(plan(4, 16, 16, 4096, 4096, right=0))) > 22 / 2
     # Of six tiles a head, 22 heads would be two waves of a round and one of less.
     uneven = plan(5, 10, 10, 700, 700, 256, right=0)
     shape = uneven.problem, uneven.geometry
-    costs = tile_costs(*fwd_sm90_shares.visited(*shape, uneven.tiling))
-    assert pairs_at_work(*shape, costs, 1, 132) == pairs_per_wave(*shape, 32 * 2**20) > 22
+    costs = tile_costs(*uneven.visited())
+    assert pairs_at_work(*shape, costs, TileHeads(), 132) == pairs_per_wave(*shape, 32 * 2**20) > 22

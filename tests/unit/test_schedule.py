@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_shares import shared_by_heads
+from dlattn.plans.fwd_sm90_shares import TileHeads, shared_by_heads
 from dlattn.plans.fwd_sm90_tiling import tilings
 from dlattn.plans.schedule import (
     ALL_KEYS,
@@ -222,20 +222,20 @@ def test_costs_count_the_key_tiles(
 
 
 @pytest.mark.parametrize(
-    "batch, heads_q, heads_k, seq_q, together",
+    "batch, heads_q, heads_k, seq_q, heads",
     [
-        (9, 32, 4, 64, 2),
-        (9, 32, 4, 17, 4),
-        (9, 32, 4, 65, 1),
-        (9, 32, 32, 64, 1),
-        (8, 32, 4, 64, 2),
-        (4, 32, 4, 64, 1),
+        (9, 32, 4, 64, TileHeads(3, 1)),
+        (9, 32, 4, 17, TileHeads(4, 2)),
+        (9, 32, 4, 65, TileHeads(4, 4)),
+        (9, 32, 32, 64, TileHeads()),
+        (8, 32, 4, 64, TileHeads(2, 1)),
+        (4, 32, 4, 64, TileHeads()),
     ],
 )
 def test_heads_that_share_keys_share_tiles(
-    batch: int, heads_q: int, heads_k: int, seq_q: int, together: int
+    batch: int, heads_q: int, heads_k: int, seq_q: int, heads: TileHeads
 ) -> None:
-    """If the queries of a head are one consumer's, and blocks then have fewer tiles each."""
+    """If those of one head leave some of their rows empty, and blocks then have fewer each."""
 
     def spec(role: str, heads: int, rows: int) -> TensorSpec:
         size = (batch, heads, rows, 128)
@@ -245,9 +245,12 @@ def test_heads_that_share_keys_share_tiles(
     tensors |= {role: spec(role, heads_q, seq_q) for role in "qo"}
     problem = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
     plan = FwdSm90(problem, Geometry(tensors, 0.1), KNOWN["sm_90a"])
+    group = heads_q // heads_k
+    firsts = [head for head in range(heads_q) if head % group % heads.tile == 0]
     rows = plan.schedule().reshape(-1, 8)[:, 1]
-    assert (rows % together == 0).all() and rows.max() == heads_q - together
-    assert len(rows) == batch * heads_q // together + 1
+    tiles = -(-seq_q // heads.tile_rows(plan.tiling))
+    assert plan._heads == heads and {*rows} == {*firsts}
+    assert len(rows) == batch * len(firsts) * tiles + 1
     # Where tiles are skipped, or a bias comes by tiles, a block has one head's.
     for apart in (
         replace(problem, masks=(*problem.masks, BlockMask())),
@@ -255,4 +258,4 @@ def test_heads_that_share_keys_share_tiles(
     ):
         tiling = max(tilings(apart), key=lambda it: it.stages_bias)
         assert tiling.stages_bias or apart.has_blocks
-        assert shared_by_heads(apart, plan.geometry, tiling, 132)[0] == 1
+        assert shared_by_heads(apart, plan.geometry, tiling, 132)[0] == TileHeads()
