@@ -72,8 +72,9 @@ struct Params {
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
   int heads_together;  // query heads that share both a head of K and one of V
-  int log2_head_rows;  // of a Hopper forward: a consumer's rows are those of 64 >> this many heads
-  int* dq_additions;   // by row tile: with a block mask, how many key tiles add to its dQ
+  // Of a Hopper forward: rows of each head that a consumer has, and how many consumers have other queries.
+  int log2_head_rows, parts_per_tile;
+  int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.
   template <bool ragged>

@@ -24,13 +24,11 @@ struct FwdSm90 : FwdSm90Scores<Problem, Tiling> {
   using Base::Base;
   using Base::consumers;
   using Base::dim_v;
-  using Base::first_query;
   using Base::first_row;
   using Base::m;
   using Base::make_probabilities;
   using Base::may_guess;
   using Base::o_slabs;
-  using Base::own_head;
   using Base::p;
   using Base::position;
   using Base::q_stages;
@@ -251,10 +249,14 @@ struct FwdSm90 : FwdSm90Scores<Problem, Tiling> {
 
   // What the map of the output has not got, the copy engine does not store.
   DLATTN_DEVICE void store(const Work& work, Softmax& softmax, Output& output) {
-    if (work.queries.empty() || !Base::has_head(work)) return;
+    const auto rows = Base::rows_from(p, first_row());
+    // Or they are those of another consumer or warp once more.
+    const bool exist = !work.queries.empty() && rows.head < work.heads;
+    if (!exist) return;
     const WorkItem at = work.item;
     if (Base::shares_keys && at.parts != 0 && !gather_parts(at, softmax, output)) return;
-    const int head = own_head(work), first = first_query(work), length_q = work.length.q;
+    const int head = at.head + rows.head, first = work.queries.first + rows.first;
+    const int length_q = work.length.q;
     finish_rows<Problem>(p, at.batch, head, first, length_q, softmax, output);
     if (first >= p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q)) return;
     const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::o, at.batch);

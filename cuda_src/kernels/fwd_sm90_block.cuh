@@ -230,15 +230,12 @@ struct FwdSm90Block {
   static DLATTN_DEVICE int log2_head_rows(const Params& p) {
     return packs_heads ? p.log2_head_rows : 6;
   }
-  static DLATTN_DEVICE int heads_per_consumer(const Params& p) { return 64 >> log2_head_rows(p); }
-  // Whether consumers have the same queries, of other heads each; else other queries, of the same heads.
-  static DLATTN_DEVICE bool heads_apart(const Params& p) {
-    return heads_per_tile(p) > heads_per_consumer(p);
-  }
   // Queries are divided into parts, of a consumer each, and these into tiles.
   static DLATTN_DEVICE int parts_per_tile(const Params& p) {
-    return heads_apart(p) ? 1 : consumers;
+    return visits_all ? consumers : p.parts_per_tile;
   }
+  // Whether consumers have the same queries, of other heads each; else other queries, of the same heads.
+  static DLATTN_DEVICE bool heads_apart(const Params& p) { return parts_per_tile(p) == 1; }
   static DLATTN_DEVICE int rows_per_tile(const Params& p) {
     return parts_per_tile(p) << log2_head_rows(p);
   }
@@ -285,10 +282,6 @@ struct FwdSm90Block {
   static DLATTN_DEVICE OwnRows rows_from(const Params& p, int row) {
     const int log2_rows = log2_head_rows(p);
     return {row >> log2_rows, row & ((1 << log2_rows) - 1)};
-  }
-  // Or the same rows as another consumer or warp.
-  DLATTN_DEVICE bool has_head(const Work& work) const {
-    return rows_from(p, first_row()).head < work.heads;
   }
   DLATTN_DEVICE int own_head(const Work& work) const {
     return work.item.head + of_heads(work.heads, rows_from(p, first_row()).head);

@@ -245,9 +245,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void for_each_work(Visit visit) {
     for (Place<item_stages> place;; place.advance()) {
       const Work work = uniform(await_told(place).all);
-      release(shared.item_ring.empty[place.stage]);
       if (work.item.tile < 0) return;
       visit(work, place);
+      release(shared.item_ring.empty[place.stage]);  // consumers do later
     }
   }
 
@@ -256,35 +256,37 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     Place<q_stages> place;
     Place<1> bias_place;
     uint32 padding = block_number();
-    for_each_work([&](const Work& work, const auto&) {
+    for_each_work([&](const Work& work, const auto& item_place) {
       const WorkItem at = work.item;
+      const auto& told = shared.told[item_place.stage];
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(Mapped::q, at.batch);
 #pragma unroll
       for (int consumer = 0; consumer < consumers; ++consumer) {
         Ring<q_stages>& ring = shared.q_ring[consumer];
-        const auto rows = Base::own_rows(p, work, consumer);
-        const bool exists = 0 <= rows.first && rows.first < work.length.q;
+        const auto& own = told.own[consumer];
+        const int first = own.first_row;
+        const bool exists = 0 <= first && first < work.length.q;
         const uint32 bytes = exists ? QTile::bytes : 0;
         order(ring, place, ring.full[place.stage], bytes, [&](int stage, uint64& full) {
           if (!exists) return;
           QTile& tile = shared.q[stage][consumer];
-          const int heads = Base::heads_per_consumer(p);
-          for (int i = 0; i < heads; ++i) {
-            const int row = entry.row + rows.first;
-            const int head = rows.head + Base::of_heads(rows.heads, i);
-            tile.load_rows(64 / heads * i, m.q, full, row, head, entry.batch);
+          const int of_head = 1 << Base::log2_head_rows(p);
+#pragma unroll 1
+          for (int row = 0, i = 0; row < 64; row += of_head, ++i) {
+            const int head = own.item.head + Base::of_heads(own.heads, i);
+            tile.load_rows(row, m.q, full, entry.row + first, head, entry.batch);
           }
         });
       }
       place.advance();
-      if constexpr (stages_bias) load_bias(work, bias_place);
+      if constexpr (stages_bias) load_bias(told, work, bias_place);
       store_padding(padding, 2);
     });
     store_padding(padding, 0x7fffffff);
     await_zeros();
   }
 
-  DLATTN_DEVICE void load_bias(const Work& work, Place<1>& place) {
+  DLATTN_DEVICE void load_bias(const Told& told, const Work& work, Place<1>& place) {
     const WorkItem at = work.item;
     const int head = p.bias.head == 0 ? 0 : at.head, batch = p.bias.batch == 0 ? 0 : at.batch;
     for (int tile = work.start(); work.visits(tile); tile = tile_after(work, tile)) {
@@ -292,7 +294,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         order(shared.bias_ring[consumer], place, shared.bias_ring[consumer].full[0],
               BiasTile::loaded_bytes, [&](int, uint64& full) {
-                const int first = Base::own_rows(p, work, consumer).first;
+                const int first = told.own[consumer].first_row;
                 shared.bias[consumer].load(m.bias, full, first, head, batch, tile * tile_k);
               });
       }

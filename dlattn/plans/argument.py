@@ -226,6 +226,7 @@ class Params(ctypes.Structure):
         ("lone_shares", ctypes.c_int32),
         ("heads_together", ctypes.c_int32),
         ("log2_head_rows", ctypes.c_int32),
+        ("parts_per_tile", ctypes.c_int32),
         ("dq_additions", ctypes.c_uint64),
     ]
 

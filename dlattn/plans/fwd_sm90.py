@@ -68,6 +68,7 @@ class FwdSm90(MappedPlan):
         self._heads, self._sharing, _ = shared_by_heads(*shape, target.multiprocessors)
         self._params.heads_per_block = self._heads.tile
         self._params.log2_head_rows = self._heads.rows.bit_length() - 1
+        self._params.parts_per_tile = self._heads.parts(self.tiling)
         self._params.parts.mark = drawn_mark()
         if problem.ragged:
             self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)

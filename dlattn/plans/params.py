@@ -63,7 +63,6 @@ def params_for(geometry: Geometry) -> Params:
         bottom_right=geometry.bottom_right,
         heads_per_wave=1,
         heads_per_block=1,
-        log2_head_rows=6,
         attn_scale=geometry.attn_scale,
         softcap=geometry.softcap or 0.0,
         softcap_inverse=1 / geometry.softcap if geometry.softcap else 0.0,
