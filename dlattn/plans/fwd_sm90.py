@@ -11,12 +11,10 @@ from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, refusal
 from dlattn.plans.fwd_sm90_shares import (
     WAVE_BYTES,
+    Shares,
     asks_for_tiles,
-    choose_tiling,
     may_share_more,
     pairs_at_work,
-    shared_by_heads,
-    shared_out,
     tiles_of_heads,
     visited,
 )
@@ -62,10 +60,9 @@ class FwdSm90(MappedPlan):
         tiling: Sm90FwdTiling | None = None,
     ) -> None:
         super().__init__(problem, geometry, target)
-        tiling = tiling or self.choices(self.problem, geometry, target)[0]
-        self.tiling = shared_out(self.problem, geometry, tiling, target.multiprocessors)
-        shape = self.problem, geometry, self.tiling
-        self._heads, self._sharing, _ = shared_by_heads(*shape, target.multiprocessors)
+        shares = Shares(self.problem, geometry, target.multiprocessors)
+        self.tiling = shares.shared_out(tiling or shares.best(tilings(self.problem)))
+        self._heads, self._sharing, _ = shares.by_heads(self.tiling)
         self._params.heads_per_block = self._heads.tile
         self._params.log2_head_rows = self._heads.rows.bit_length() - 1
         self._params.parts_per_tile = self._heads.parts(self.tiling)
@@ -94,10 +91,9 @@ class FwdSm90(MappedPlan):
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[Sm90FwdTiling]:
         problem = cls.skipping(problem)
-        known, multiprocessors = tilings(problem), target.multiprocessors
-        best = choose_tiling(problem, geometry, known, multiprocessors)
-        ordered = (best, *(tiling for tiling in known if tiling != best))
-        return [shared_out(problem, geometry, it, multiprocessors) for it in ordered]
+        known, shares = tilings(problem), Shares(problem, geometry, target.multiprocessors)
+        best = shares.best(known)
+        return [shares.shared_out(it) for it in (best, *(it for it in known if it != best))]
 
     def box_rows(self) -> Mapping[str, int]:
         tiling = self.tiling

@@ -277,30 +277,36 @@ def shared_by_heads(
     return min(map(taken, heads_of_tiles(problem, geometry, tiling)), key=lambda it: it[2])
 
 
-def choose_tiling(
-    problem: Problem,
-    geometry: Geometry,
-    tilings: Sequence[Sm90FwdTiling],
-    multiprocessors: int,
-) -> Sm90FwdTiling:
-    """The tiling that takes the least time.
+class Shares:
+    """What is best for a problem: each tiling is looked at once, which takes a millisecond."""
 
-    Args:
-        tilings: the fastest for many tiles, then others.
-    """
-    if len(tilings) == 1:
-        return tilings[0]
-    shape = problem, geometry
-    return min(tilings, key=lambda it: shared_by_heads(*shape, it, multiprocessors)[2])
+    def __init__(self, problem: Problem, geometry: Geometry, multiprocessors: int) -> None:
+        self._problem, self._geometry = problem, geometry
+        self._multiprocessors = multiprocessors
+        self._known: dict[Sm90FwdTiling, tuple[TileHeads, Sharing, float]] = {}
 
+    def by_heads(self, tiling: Sm90FwdTiling) -> tuple[TileHeads, Sharing, float]:
+        """See :func:`shared_by_heads`."""
+        plain = replace(tiling, shares_more=False)
+        if plain not in self._known:
+            shape = self._problem, self._geometry, plain, self._multiprocessors
+            self._known[plain] = shared_by_heads(*shape)
+        return self._known[plain]
 
-def shared_out(
-    problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling, multiprocessors: int
-) -> Sm90FwdTiling:
-    """The tiling, with what it needs if blocks share keys."""
-    if not may_share_more(problem, tiling):
-        return tiling
-    _, shared, _ = shared_by_heads(problem, geometry, tiling, multiprocessors)
-    bands = shared.blocks > 0 and not has_same_keys(problem)
-    more = shared.apart or bands
-    return replace(tiling, shares_more=more)
+    def best(self, tilings: Sequence[Sm90FwdTiling]) -> Sm90FwdTiling:
+        """The tiling that takes the least time.
+
+        Args:
+            tilings: the fastest for many tiles, then others.
+        """
+        if len(tilings) == 1:
+            return tilings[0]
+        return min(tilings, key=lambda it: self.by_heads(it)[2])
+
+    def shared_out(self, tiling: Sm90FwdTiling) -> Sm90FwdTiling:
+        """The tiling, with what it needs if blocks share keys."""
+        if not may_share_more(self._problem, tiling):
+            return tiling
+        _, shared, _ = self.by_heads(tiling)
+        bands = shared.blocks > 0 and not has_same_keys(self._problem)
+        return replace(tiling, shares_more=shared.apart or bands)
