@@ -221,6 +221,26 @@ def test_noise_of_a_sum_with_an_offset(head_dim: int) -> None:
     assert 0.3 < share < 1
 
 
+def test_noise_of_a_maximum_that_roundings_choose() -> None:
+    """Where a sink is as large as a score but for what adding a bias to it rounds, the largest of
+    both is as far off as that: found in the float32 sums themselves."""
+    case = Case(
+        dtype="float32", seq_q=400, seq_kv=1, head_dim_qk=16, scale=1.0, bias="float32",
+        sink=0.0, row_outputs=("score_max",),
+    )  # fmt: skip
+    given = _given(case)
+    products = given["q"][0, 0].astype(np.float64) @ given["k"][0, 0, 0].astype(np.float64)
+    given["bias"] = (0.005 - products).astype(np.float32)[None, None, :, None]
+    given["sink_token"] = np.full_like(given["sink_token"], 0.005)
+    sums = products.astype(np.float32) + given["bias"][0, 0, :, 0]
+    found = np.maximum(sums, np.float32(0.005))
+    want = oracle.exact(case, given)
+    off = found.astype(np.float64) - want["score_max"].ravel()
+    sigma = oracle.noise(case, given, want)["score_max"].ravel()
+    assert (abs(off) < 8 * sigma).all()
+    assert (abs(off) > 8 * 2**-24 * 0.005).any()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_refuses_wrong_scores_with_an_offset(dtype: str) -> None:
     """A part in a million of a log-sum-exp near -120 is too much; so is one key too few."""
