@@ -53,7 +53,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return reinterpret_cast<DQPiece*>(Base::dq_accum(p, sum_tile));
   }
 
-  static DLATTN_DEVICE bool gives_orders() { return threadIdx.x % 32 == 0; }
+  // The same lane of a warp each time: it waits for what it has ordered.
+  static DLATTN_DEVICE bool gives_orders() { return elected(); }
 
   static constexpr int end_of_item = -1;  // in the place of a sum
 

@@ -198,8 +198,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load(Tile& s_tile, const TensorMap& map, uint64& full,
                           const PageTableRef& table, int head, uint32 pages) const {
     const int first = first_loaded(loads);
-    const int page = is_paged ? __shfl_sync(0xffffffffu, pages, lane_of_tile()) : 0;
-    if (threadIdx.x % 32 == 0) {
+    const int page = is_paged ? from_lane(pages, uniform(lane_of_tile())) : 0;
+    if (elected()) {
       if (first >= loads.keys.last) {
         mbarrier_arrive(full);
       } else {

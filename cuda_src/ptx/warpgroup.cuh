@@ -15,6 +15,19 @@ DLATTN_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+// 9.7.13.17 (elect.sync): true in one lane of a warp, of which every lane must be there. The compiler knows that
+// it is one; where another condition tells a lane, it has a loop over lanes around what takes uniform
+// registers, like copies of boxes.
+DLATTN_DEVICE bool elected() {
+  uint32 is_elected;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 // 9.7.13.1 (barrier.sync, barrier.arrive): barrier 0 is __syncthreads.
 DLATTN_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -3,6 +3,7 @@
 
 #include "base/types.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
 
 namespace dlattn {
 
@@ -47,12 +48,13 @@ DLATTN_DEVICE void release(uint64& event) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(event);
 }
 
-// Once the buffer is empty, one lane calls start(stage, landed), which orders copies of so many bytes.
-template <int stages, class Start>
+// Once the buffer is empty, one lane calls start(stage, landed), which orders copies of so many bytes; an
+// elected one where that is faster (bench/NOTES.md).
+template <bool elects = false, int stages, class Start>
 DLATTN_DEVICE void order(Ring<stages>& ring, const Place<stages>& place, uint64& landed,
                          uint32 bytes, Start start) {
   mbarrier_wait(ring.empty[place.stage], place.parity ^ 1);
-  if (threadIdx.x % 32 == 0) {
+  if (elects ? elected() : threadIdx.x % 32 == 0) {
     mbarrier_arrive_expect(landed, bytes);
     start(place.stage, landed);
   }
