@@ -48,11 +48,14 @@ MOST_PARTS_OF_ONE = 3
 MOST_IDLE, LEAST_ALIKE = 0.1, 0.9
 
 
+def has_lengths(problem: Problem, geometry: Geometry) -> bool:
+    """Whether sequences are as long as the device knows."""
+    return problem.ragged or not {"seq_len_q", "seq_len_kv"}.isdisjoint(geometry.tensors)
+
+
 def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:
     """Whether what is on the device says how long tiles take, and blocks ask for them."""
-    lengths = {"seq_len_q", "seq_len_kv"}
-    told = not lengths.isdisjoint(geometry.tensors) or problem.has_blocks
-    return told or problem.ragged
+    return has_lengths(problem, geometry) or problem.has_blocks
 
 
 @dataclass(frozen=True)
@@ -217,28 +220,49 @@ def time_of(
 ) -> float:
     """What the block with the most takes, of tiles of these heads, in products of a query and a
     key."""
+    pairs = geometry.batch * len(heads.first(geometry))
+    takes_turns = 0 if shared.blocks else multiprocessors
+    costs = tile_times(problem, geometry, tiling, heads, pairs, takes_turns)
+    tiles, total = pairs * len(costs), pairs * float(costs.sum())
+    if shared.blocks:
+        of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
+        adding = PARTS_COST * tiling.tile_q * tiling.slower * max(1, of_one)
+        return total / shared.blocks + adding
+    if np.ptp(costs) == 0 and has_lengths(problem, geometry):
+        # They fill tiles of no one height, nor rounds of blocks; the last to end has another tile.
+        filled = geometry.seq_q / (len(costs) * heads.tile_rows(tiling))
+        return filled * total / multiprocessors + float(costs[0])
+    if np.ptp(costs) == 0:
+        return float(costs[0]) * -(-tiles // multiprocessors)
+    blocks = min(tiles, multiprocessors)
+    if tiles > COUNTED_ROUNDS * blocks:
+        return total / blocks
+    return longest_load(costs, pairs, pairs, blocks)
+
+
+def tile_times(
+    problem: Problem,
+    geometry: Geometry,
+    tiling: Sm90FwdTiling,
+    heads: TileHeads,
+    pairs: int,
+    blocks: int,
+) -> Array:
+    """What each tile of one of these pairs takes, in products of a query and a key.
+
+    Args:
+        blocks: that take turns at tiles of all pairs; 0 if they share the keys of each.
+    """
     begin, end = visited(problem, geometry, tiling, heads)
     keys = KEYS_BESIDE + (end - begin) * tiling.tile_k
-    pairs = geometry.batch * len(heads.first(geometry))
-    tiles = pairs * len(keys)
-    blocks = shared.blocks or min(tiles, multiprocessors)
-    if not (shared.blocks or has_same_keys(problem)):
+    if blocks and not has_same_keys(problem):
         own_begin, own_end = visited_keys(geometry, heads.rows, tiling.tile_k)
         own = KEYS_BESIDE + (own_end - own_begin) * tiling.tile_k
         mean = own.sum() / (len(keys) * heads.parts(tiling))
         least = 0 if geometry.band_left is None else PASSED_IN_WINDOWS
-        keys = keys - (1 - max(least, blocks / tiles)) * (keys.mean() - mean)
-    of_key = tiling.tile_q * tiling.slower
-    costs = keys * of_key
-    total = pairs * float(costs.sum())
-    if shared.blocks:
-        of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
-        return total / shared.blocks + PARTS_COST * of_key * max(1, of_one)
-    if np.ptp(costs) == 0:
-        return float(costs[0]) * -(-tiles // multiprocessors)
-    if tiles > COUNTED_ROUNDS * blocks:
-        return total / blocks
-    return longest_load(costs, pairs, pairs, blocks)
+        part = max(least, min(1, blocks / (pairs * len(keys))))
+        keys = keys - (1 - part) * (keys.mean() - mean)
+    return keys * (tiling.tile_q * tiling.slower)
 
 
 def heads_of_tiles(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) -> list[TileHeads]:
