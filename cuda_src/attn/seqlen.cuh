@@ -41,6 +41,16 @@ struct Lengths {
       own = opaque(own);
       is_int64 = opaque(is_int64);
     }
+    // The bits of this lane's, on their way: it would wait if anything were done with them here.
+    DLATTN_DEVICE uint64 start(From from) const {
+      if (own == nullptr) return longest;
+      return is_int64 ? start_load(static_cast<const uint64*>(own), from)
+                      : start_load(static_cast<const uint32*>(own), from);
+    }
+    DLATTN_DEVICE Lengths of(const Params& p, uint64 bits) const {
+      const int length = LengthRef::within(is_int64 ? int64(bits) : int(bits), longest);
+      return {p, from_lane(length, 0), from_lane(length, 1)};
+    }
     DLATTN_DEVICE Lengths read(const Params& p) const {
       int length = longest;
       if (own != nullptr) {

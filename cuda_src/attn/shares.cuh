@@ -170,7 +170,10 @@ struct ClusterShare {
   // Until then, all sequences are full.
   DLATTN_DEVICE void read_lengths() {
     if (p.seq_len_q.data == nullptr && p.seq_len_kv.data == nullptr) return;
-    length = lengths.read(p);
+    take(lengths.read(p));
+  }
+  DLATTN_DEVICE void take(const Lengths& known) {
+    length = known;
     divide();
   }
 

@@ -71,6 +71,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static_assert(own_pieces % dq_slots == 0 && own_columns % piece_columns == 0);
   static_assert(cluster == 1 || (cluster == 2 && by_product && tile_q == 64 && block_k == 64));
 
+  // Whether elected lanes order copies: in clusters, ptxas has no register for that.
+  static constexpr bool elects = cluster == 1;
+
   struct Nothing {};
 
   // What all roles are told of an item: the divisions and masks that it follows from are instructions that

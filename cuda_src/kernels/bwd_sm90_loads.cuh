@@ -29,7 +29,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
                                Tile (&tile)[ring_stages], int rows, uint64& landed,
                                uint32& clearings, uint32 bytes, Start start) {
     const bool is_full = rows >= Tile::rows;
-    order<true>(ring, place, is_full ? ring.full[place.stage] : landed, bytes, start);
+    order<Base::elects>(ring, place, is_full ? ring.full[place.stage] : landed, bytes, start);
     if (is_full) return;
     mbarrier_wait(landed, clearings++ % 2);
     tile[place.stage].clear_rows(rows, threadIdx.x % 32, 32);

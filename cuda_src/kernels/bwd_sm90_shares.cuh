@@ -54,7 +54,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
 
   // The same lane of a warp each time: it waits for what it has ordered.
-  static DLATTN_DEVICE bool gives_orders() { return elected(); }
+  static DLATTN_DEVICE bool gives_orders() {
+    return Base::elects ? elected() : threadIdx.x % 32 == 0;
+  }
 
   static constexpr int end_of_item = -1;  // in the place of a sum
 

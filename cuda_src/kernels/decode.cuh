@@ -110,18 +110,20 @@ struct Decode : DecodeParts<Problem, Tiling> {
     Base::values_read();
   }
 
-  // One item, or what this block has of it.
-  DLATTN_DEVICE void visit_item() {
+  // One item, or what this block has of it. False if it was begun too early.
+  DLATTN_DEVICE bool visit_item() {
     const Row row[2] = {row_of(16 * row_group + Scores::row(0, 0)),
                         row_of(16 * row_group + Scores::row(0, 2))};
     Queries queries;
     read(queries, row);
+    Base::read_again();
     Softmax softmax(Problem::Score::factor(values));
     Output output;
     output.clear();
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
     if constexpr (Tiling::clusters) {
       if (work.left > 0) walk(full, queries, row, softmax, output);
+      if (!Base::began_right()) return false;
       Base::share(softmax, output);
       Base::conclude_together();
     } else {
@@ -132,6 +134,7 @@ struct Decode : DecodeParts<Problem, Tiling> {
       Base::conclude(completes, first_team);
       work.advance();
     }
+    return true;
   }
   DLATTN_DEVICE void walk(Interval full, const Queries& queries, const Row (&row)[2],
                           Softmax& softmax, Output& output) {
@@ -143,36 +146,50 @@ struct Decode : DecodeParts<Problem, Tiling> {
     }
   }
 
-  DLATTN_DEVICE void run() {
+  static DLATTN_DEVICE typename Base::SharedMemory& shared_memory() {
+    extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+    return *reinterpret_cast<typename Base::SharedMemory*>(dynamic_shared_memory);
+  }
+
+  // False if it was begun too early.
+  DLATTN_DEVICE bool run() {
     Base::start();
     if constexpr (Tiling::clusters) {
-      visit_item();
+      return visit_item();
     } else {
 #pragma unroll 1
       while (work.left > 0) visit_item();
+      return true;
     }
   }
 };
 
+// By a warp whose first attempt began too early. Code of its own, which others need not jump over.
+template <class Problem, class Tiling>
+__device__ __noinline__ void decode_anew(const MappedDecodeParams& m,
+                                         typename Decode<Problem, Tiling>::Attempt attempt) {
+  using Kernel = Decode<Problem, Tiling>;
+  const typename Kernel::Beginning beginning(m.p);
+  Kernel kernel(m, Kernel::shared_memory(), beginning, warp_index(), attempt);
+  kernel.run();
+}
+
 template <class Problem, class Tiling>
 DLATTN_DEVICE void decode(const MappedDecodeParams& m) {
   using Kernel = Decode<Problem, Tiling>;
-  extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
-  auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
   static_assert(sizeof(typename Kernel::Left) == Problem::part_bytes);
   launch_dependents();
   const typename Kernel::Beginning beginning(m.p);
   const int warp = warp_index();
-  Kernel::open(m, shared, beginning, warp);
-  // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
-  const bool reads = Problem::paged_k || Problem::paged_v || Problem::ragged ||
-                     m.p.seq_len_q.data != nullptr || m.p.seq_len_kv.data != nullptr ||
-                     m.p.attn_scale_device != nullptr;
-  if (reads) await_kernel_before();
-  Kernel kernel(m, shared, beginning, warp);
+  Kernel::open(m, Kernel::shared_memory(), beginning, warp);
+  if (Kernel::reads_first(m.p) && !Kernel::guesses_from(m.p)) await_kernel_before();
+  Kernel kernel(m, Kernel::shared_memory(), beginning, warp);
   await_kernel_before();
-  kernel.run();
+  const bool began_right = kernel.run();
+  if constexpr (Kernel::may_guess) {
+    if (!began_right) decode_anew<Problem, Tiling>(m, kernel.another_attempt());
+  }
 }
 
 }  // namespace dlattn

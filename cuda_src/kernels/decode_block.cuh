@@ -82,6 +82,12 @@ struct DecodeBlock {
   Tiles loads;                // where copies are
   int head_k, head_v;         // of the item there
 
+  // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
+  static DLATTN_DEVICE bool reads_first(const Params& p) {
+    return paged || ragged || p.seq_len_q.data != nullptr || p.seq_len_kv.data != nullptr ||
+           p.attn_scale_device != nullptr;
+  }
+
   DLATTN_DEVICE DecodeBlock(const MappedDecodeParams& params, const Tiles& first, int warp)
       : m(params),
         p(params.p),
@@ -95,7 +101,7 @@ struct DecodeBlock {
     p.seq_len_q.prefetch(32 * threadIdx.x, p.batch);
     p.seq_len_kv.prefetch(32 * threadIdx.x, p.batch);
     if (!ragged && first.left > 0 && warp == 0) prefetch_queries(p, first);
-    if (!may_guess(p) || first.left == 0 || warp != 0) return;
+    if (!has_full_tables(p) || first.left == 0 || warp != 0) return;
     const Interval rows = first.keys.rows(first.last_of_item(), first.tile);
     if constexpr (Problem::paged_k) {
       p.k_pages.prefetch_numbers(p.k_pages.unpacked_entries(first.batch), rows);
@@ -105,7 +111,7 @@ struct DecodeBlock {
     }
   }
   // Tables have entries for full sequences, unless they are packed.
-  static DLATTN_DEVICE bool may_guess(const Params& p) {
+  static DLATTN_DEVICE bool has_full_tables(const Params& p) {
     return paged && (!Problem::paged_k || p.k_pages.offsets == nullptr) &&
            (!Problem::paged_v || p.v_pages.offsets == nullptr);
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/decode_block.cuh"
+#include "tile/pipeline.cuh"
 
 namespace dlattn {
 
@@ -71,21 +72,21 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       if constexpr (Problem::paged_v) v = p.v_pages.number_at(pages_of_v, row);
     }
     // Nothing is done with a number here: the warp would wait for it.
-    static DLATTN_DEVICE uint32 start(const int* at) {
-      return at == nullptr ? 0 : start_load(reinterpret_cast<const uint32*>(at));
+    static DLATTN_DEVICE uint32 start(const int* at, From from) {
+      return at == nullptr ? 0 : start_load(reinterpret_cast<const uint32*>(at), from);
     }
   };
   // Heads and page numbers, too: what is left to do when lengths may be read is little.
   struct Beginning : Base::Beginning {
     using Base::Beginning::tiles;
-    const bool guesses;
+    const bool finds_pages;
     int head_k, head_v;
     const int *pages_of_k = nullptr, *pages_of_v = nullptr;
     PageNumbers numbers;
 
     DLATTN_DEVICE explicit Beginning(const Params& p)
-        : Base::Beginning(p), guesses(Base::may_guess(p) && tiles.left > 0) {
-      if (!guesses) return;
+        : Base::Beginning(p), finds_pages(Base::has_full_tables(p) && tiles.left > 0) {
+      if (!finds_pages) return;
       head_k = Base::shared_head(p, tiles, p.heads_per_k);
       head_v = Base::shared_head(p, tiles, p.heads_per_v);
       if constexpr (Problem::paged_k) pages_of_k = p.k_pages.unpacked_entries(tiles.batch);
@@ -96,17 +97,38 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     }
     // Whether copies that have these tiles begin there, too.
     DLATTN_DEVICE bool holds(const Tiles& at) const {
-      return guesses && at.batch == tiles.batch && at.group() == tiles.group() &&
+      return finds_pages && at.batch == tiles.batch && at.group() == tiles.group() &&
              at.first_key() == tiles.first_key() && at.tile == tiles.tile && at.left <= tiles.left;
     }
   };
 
   SharedMemory& shared;
-  int stage = 0, parity = 0;           // where products are
+  int stage = 0, parity;               // where products are
   const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
   // Of the rows that this warp loads of 32 tiles of the item, a lane's each; the first lane's tile.
   uint32 page_k = 0, page_v = 0;
   int looked_up = 0;
+
+  // What tells this warp where its first tiles are. It is read while a kernel before may still write it,
+  // copies are ordered by it as soon as they may be, and then it is read again. If it is not the same, the
+  // warp begins anew (decode.cuh) before it shares what it has: its ring is its own, so that it need not
+  // tell others.
+  static constexpr bool may_guess = Tiling::clusters && Base::has_registers;
+  struct Told {
+    uint64 lengths;
+    uint32 page_k, page_v;
+
+    DLATTN_DEVICE bool differs(const Told& other) const {
+      return lengths != other.lengths || page_k != other.page_k || page_v != other.page_v;
+    }
+  };
+  const bool guesses;
+  Told guess, told;
+  PageNumbers first_numbers;  // where they are
+
+  static DLATTN_DEVICE bool guesses_from(const Params& p) {
+    return may_guess && (!paged || Base::has_full_tables(p)) && p.attn_scale_device == nullptr;
+  }
 
   static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
     if (threadIdx.x % 32 == 0) {
@@ -122,19 +144,50 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     __syncwarp();
   }
 
+  // Where a first attempt has left the ring, if this is another one.
+  struct Attempt {
+    From from = From::l1;
+    int parity = 0;
+  };
   DLATTN_DEVICE DecodeBoxes(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Beginning& beginning, int warp)
-      : Base(params, beginning.tiles, warp), shared(shared_memory) {
-    if (beginning.guesses) take(beginning.numbers);
-    loads.read_lengths();
-    if (loads.left == 0) return;
-    if (beginning.holds(loads)) {
-      head_k = beginning.head_k;
-      head_v = beginning.head_v;
-      pages_of_k = beginning.pages_of_k;
-      pages_of_v = beginning.pages_of_v;
+                            const Beginning& beginning, int warp, Attempt attempt)
+      : Base(params, beginning.tiles, warp),
+        shared(shared_memory),
+        parity(attempt.parity),
+        guesses(attempt.from == From::l1 && Base::reads_first(p) && guesses_from(p)),
+        first_numbers(beginning.numbers) {
+    const From from = attempt.from;
+    if (beginning.finds_pages) take(first_numbers, from);
+    if constexpr (may_guess) {
+      guess.lengths = loads.lengths.start(from);
+      loads.take(loads.lengths.of(p, guess.lengths));
     } else {
-      enter_item();
+      loads.read_lengths();
+    }
+    if (loads.left > 0) find_first(beginning, from);
+    guess.page_k = page_k;
+    guess.page_v = page_v;
+  }
+
+  // Whether what was read early is what is there, when all that was ordered has been read.
+  DLATTN_DEVICE bool began_right() const {
+    return !may_guess || !guesses || !__any_sync(0xffffffffu, told.differs(guess));
+  }
+  // In the same phase everywhere.
+  DLATTN_DEVICE Attempt another_attempt() const {
+#pragma unroll 1
+    for (int i = stage; i > 0 && i < stages; ++i) {
+      release(shared.full[team].k[i]);
+      release(shared.full[team].v[i]);
+    }
+    __syncwarp();
+    return {From::l2, stage > 0 ? parity ^ 1 : parity};
+  }
+
+  DLATTN_DEVICE void read_again() {
+    if (may_guess && guesses) {
+      told = {loads.lengths.start(From::l2), PageNumbers::start(first_numbers.k, From::l2),
+              PageNumbers::start(first_numbers.v, From::l2)};
     }
   }
 
@@ -214,21 +267,40 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     __syncwarp();
   }
 
-  DLATTN_DEVICE void enter_item() {
+  DLATTN_DEVICE void find_first(const Beginning& beginning, From from) {
+    if (beginning.holds(loads)) {
+      head_k = beginning.head_k;
+      head_v = beginning.head_v;
+      pages_of_k = beginning.pages_of_k;
+      pages_of_v = beginning.pages_of_v;
+    } else {
+      find_entries();
+      first_numbers = PageNumbers(p, loads, team, pages_of_k, pages_of_v);
+      take(first_numbers, from);
+    }
+  }
+  DLATTN_DEVICE void find_entries() {
     Base::find_heads();
     if constexpr (Problem::paged_k) pages_of_k = p.k_pages.entries(loads.batch);
     if constexpr (Problem::paged_v) pages_of_v = p.v_pages.entries(loads.batch);
+  }
+  DLATTN_DEVICE void enter_item() {
+    find_entries();
     look_up();
   }
   DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
   // Starts loading the pages of the next tiles, so early that copies need not wait.
   DLATTN_DEVICE void look_up() {
-    if constexpr (paged) take(PageNumbers(p, loads, team, pages_of_k, pages_of_v));
+    if constexpr (paged) {
+      // What was read early, L1 keeps.
+      const From from = may_guess ? From::l2 : From::l1;
+      take(PageNumbers(p, loads, team, pages_of_k, pages_of_v), from);
+    }
   }
-  DLATTN_DEVICE void take(const PageNumbers& numbers) {
+  DLATTN_DEVICE void take(const PageNumbers& numbers, From from) {
     looked_up = loads.tile;
-    if constexpr (Problem::paged_k) page_k = PageNumbers::start(numbers.k);
-    if constexpr (Problem::paged_v) page_v = PageNumbers::start(numbers.v);
+    if constexpr (Problem::paged_k) page_k = PageNumbers::start(numbers.k, from);
+    if constexpr (Problem::paged_v) page_v = PageNumbers::start(numbers.v, from);
   }
 };
 

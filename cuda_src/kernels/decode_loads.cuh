@@ -52,12 +52,19 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   const int* pages;  // of keys or values (look_up()) of the batch entry that copies are at
   int page;          // of the row that this lane finds for the next copies
 
+  // Lengths and page numbers are read when they may be.
+  static constexpr bool may_guess = false;
+  static DLATTN_DEVICE bool guesses_from(const Params&) { return false; }
+  struct Attempt {};
+
   DLATTN_DEVICE DecodeLoads(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Beginning& beginning, int warp)
+                            const Beginning& beginning, int warp, Attempt)
       : Base(params, beginning.tiles, warp), shared(shared_memory) {
     loads.read_lengths();
     if (loads.left > 0) enter_item();
   }
+  DLATTN_DEVICE void read_again() {}
+  static DLATTN_DEVICE bool began_right() { return true; }
 
   DLATTN_DEVICE void start() {
 #pragma unroll 1

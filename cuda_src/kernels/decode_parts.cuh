@@ -33,6 +33,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::team;
   using Base::teams;
   using T = typename Base::T;
+  using typename Base::Attempt;
   using typename Base::Beginning;
   using typename Base::Mailbox;
   using typename Base::Packet;
@@ -58,8 +59,10 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   Tiles work;  // where products are
 
   DLATTN_DEVICE DecodeParts(const MappedDecodeParams& params, SharedMemory& shared_memory,
-                            const Beginning& beginning, int warp)
-      : Base(params, shared_memory, beginning, warp), values(params.p), work(Base::loads) {}
+                            const Beginning& beginning, int warp, Attempt attempt = {})
+      : Base(params, shared_memory, beginning, warp, attempt),
+        values(params.p),
+        work(Base::loads) {}
 
   // All that needs nothing that a kernel before may write.
   static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,

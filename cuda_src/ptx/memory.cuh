@@ -107,6 +107,28 @@ DLATTN_DEVICE uint32 start_load(const uint32* global) {
   return value;
 }
 
+// The same of what a kernel before may still write: L1 keeps what it was asked for then, L2 has what is current
+// (9.7.9.8, ld.relaxed).
+enum class From { l1, l2 };
+DLATTN_DEVICE uint32 start_load(const uint32* global, From from) {
+  uint32 value;
+  if (from == From::l1) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(global));
+  } else {
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(global));
+  }
+  return value;
+}
+DLATTN_DEVICE uint64 start_load(const uint64* global, From from) {
+  uint64 value;
+  if (from == From::l1) {
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(global));
+  } else {
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(global));
+  }
+  return value;
+}
+
 // 9.7.9.16 (prefetch): into L2, which has what is current.
 DLATTN_DEVICE void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
