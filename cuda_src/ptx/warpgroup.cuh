@@ -15,7 +15,7 @@ DLATTN_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// 9.7.13.17 (elect.sync): true in one lane of a warp, of which every lane must be there. The compiler knows that
+// 9.7.13.14 (elect.sync): true in one lane of a warp, of which every lane must be there. The compiler knows that
 // it is one; where another condition tells a lane, it has a loop over lanes around what takes uniform
 // registers, like copies of boxes.
 DLATTN_DEVICE bool elected() {

@@ -225,15 +225,16 @@ def time_of(
     costs = tile_times(problem, geometry, tiling, heads, pairs, takes_turns)
     tiles, total = pairs * len(costs), pairs * float(costs.sum())
     if shared.blocks:
-        of_one = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
-        adding = PARTS_COST * tiling.tile_q * tiling.slower * max(1, of_one)
+        parts = 1 if shared.apart else shared.blocks / tiles / MOST_PARTS_OF_ONE
+        adding = PARTS_COST * tiling.tile_q * tiling.slower * max(1, parts)
         return total / shared.blocks + adding
-    if np.ptp(costs) == 0 and has_lengths(problem, geometry):
+    if np.ptp(costs) == 0:
+        of_one = float(costs[0])
+        if not has_lengths(problem, geometry):
+            return of_one * -(-tiles // multiprocessors)
         # They fill tiles of no one height, nor rounds of blocks; the last to end has another tile.
         filled = geometry.seq_q / (len(costs) * heads.tile_rows(tiling))
-        return filled * total / multiprocessors + float(costs[0])
-    if np.ptp(costs) == 0:
-        return float(costs[0]) * -(-tiles // multiprocessors)
+        return filled * total / multiprocessors + of_one
     blocks = min(tiles, multiprocessors)
     if tiles > COUNTED_ROUNDS * blocks:
         return total / blocks
