@@ -110,7 +110,9 @@ def divided_end(
     """
     last = items % at_once
     few = last < LEAST_LAST * min(items, at_once)
-    if few or not _may_divide(problem, geometry):
+    # Nobody knows which have keys.
+    unknown = geometry.has_lengths and items > last
+    if few or unknown or not _may_divide(problem, geometry):
         return None
     differ = geometry.band_right is not None
     if geometry.band_left is not None or (differ and items > last):

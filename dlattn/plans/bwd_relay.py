@@ -14,8 +14,7 @@ def relays(problem: Problem, geometry: Geometry, tile_q: int, tile_k: int) -> bo
     others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
     if others or problem.edits != (Scale(positive=True),) or problem.dropout:
         return False
-    lengths = {"seq_len_q", "seq_len_kv"} & geometry.tensors.keys()
-    if lengths or geometry.heads_k != geometry.heads_v:
+    if geometry.has_lengths or geometry.heads_k != geometry.heads_v:
         return False
     left, right = geometry.band_left, geometry.band_right
     square = geometry.seq_q == geometry.seq_kv

@@ -31,7 +31,8 @@ from dlattn.runtime.target import Target
 #: Sums of dQ that wider waves of a fixed order may add to at a time: L2 has room for more, but
 #: others are in it, too.
 MOST_WAVE_SUM_BYTES = 16 << 20
-#: Sums that full waves may add to whose pairs have at most so many key tiles; else so many pairs.
+#: Sums that full waves may add to whose pairs have at most so many key tiles; else so many pairs,
+#: and at the most where pairs have lengths.
 FEW_TILES, MOST_SHORT_SUM_BYTES, MOST_SHORT_PAIRS = 4, 6 << 20, 8
 
 
@@ -161,10 +162,14 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if self.problem.ragged:  # of one batch entry
             return ragged_wave(geometry.heads_q // self._heads_per_block, blocks, tiles)
         if geometry.band_right is None:
-            return min(4, self._pairs) if self.problem.has_blocks else 1
+            some_empty = self.problem.has_blocks or geometry.has_lengths
+            return min(4, self._pairs) if some_empty else 1
         if geometry.band_left is not None and 16 * geometry.band_left <= geometry.seq_q:
             return 1
         wanted = blocks / tiles
+        if geometry.has_lengths:
+            # A third of the tiles may have no keys.
+            wanted = min(1.5 * wanted, MOST_SHORT_PAIRS)
         sums = wanted * self._pair_sum_bytes
         if self.problem.deterministic:
             # More items wait for each other.

@@ -7,14 +7,23 @@ from math import ceil
 
 #: Pairs of a wave of a ragged problem.
 MOST_RAGGED_PAIRS = 8
+#: How many key tiles make a pair's items differ; and how wide a wave then is at least, of the
+#: wanted width: in narrow ones, sums are waited for that the longest items still add to.
+MANY_TILES, LEAST_WIDTH = 9, 0.9
 
 
-def even_wave(pairs: int, wanted: float, most: int | None = None) -> int:
+def even_wave(pairs: int, wanted: float, most: int | None = None, least: float = 0.5) -> int:
     """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
-    its long items would be fewer than blocks."""
-    near = range(max(1, ceil(wanted / 2)), min(int(2 * wanted), most or pairs) + 1)
+    its long items would be fewer than blocks.
+
+    Args:
+        most: pairs.
+        least: of the wanted number.
+    """
+    narrowest = max(1, ceil(least * wanted))
+    near = range(narrowest, min(int(2 * wanted), most or pairs) + 1)
     even = [n for n in near if pairs % n == 0]
-    few = min(pairs, max(1, round(wanted)), most or pairs)
+    few = min(pairs, max(narrowest, round(wanted)), most or pairs)
     return min(even, key=lambda n: abs(n - wanted), default=few)
 
 
@@ -26,11 +35,12 @@ def ragged_wave(groups: int, blocks: int, tiles: int) -> int:
 
 def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) -> int:
     """How many pairs are taken at a time, whose key tiles are the shorter the later they come."""
-    width = even_wave(pairs, wanted)
+    least = LEAST_WIDTH if tiles >= MANY_TILES else 0.5
+    width = even_wave(pairs, wanted, least=least)
     if pairs * tiles > 4 * blocks:
         return width
     # There are so few items that it matters where each ends.
-    divisors = (n for n in range(max(1, int(wanted / 2)), pairs + 1) if pairs % n == 0)
+    divisors = (n for n in range(max(1, ceil(least * wanted)), pairs + 1) if pairs % n == 0)
     ends = {n: _end_of_items(pairs, tiles, blocks, n) for n in (width, *divisors)}
     return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
 

@@ -50,7 +50,7 @@ MOST_IDLE, LEAST_ALIKE = 0.1, 0.9
 
 def has_lengths(problem: Problem, geometry: Geometry) -> bool:
     """Whether sequences are as long as the device knows."""
-    return problem.ragged or not {"seq_len_q", "seq_len_kv"}.isdisjoint(geometry.tensors)
+    return problem.ragged or geometry.has_lengths
 
 
 def asks_for_tiles(problem: Problem, geometry: Geometry) -> bool:

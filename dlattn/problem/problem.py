@@ -305,6 +305,11 @@ class Geometry:
         """Whether some tensor is ragged."""
         return any(spec.ragged for spec in self.tensors.values())
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether a tensor says how long sequences are."""
+        return not {"seq_len_q", "seq_len_kv"}.isdisjoint(self.tensors)
+
     def by_tokens(self, role: str) -> bool:
         """Whether the tensor is there, and ragged by cumulative lengths."""
         return self.is_ragged(role) and offset_role(role) not in self.tensors

@@ -16,7 +16,13 @@ from dlattn.graph.notes import numerical_notes
 from dlattn.plans import bwd_dbias
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
-from dlattn.plans.bwd_waves import MOST_RAGGED_PAIRS, even_wave, pairs_of_causal_waves
+from dlattn.plans.bwd_waves import (
+    LEAST_WIDTH,
+    MANY_TILES,
+    MOST_RAGGED_PAIRS,
+    even_wave,
+    pairs_of_causal_waves,
+)
 from dlattn.problem import (
     Alibi,
     Bias,
@@ -186,12 +192,16 @@ def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
 
 @given(pairs=st.integers(1, 2000), tiles=st.integers(1, 300), blocks=st.integers(1, 200))
 def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> None:
-    """No wave is narrower than others if a width near to an item for every block divides them."""
+    """No wave is narrower than others if a width near to an item for every block divides them; of
+    many tiles, whose items differ, all have nearly an item for every block."""
     width = pairs_of_causal_waves(pairs, tiles, blocks, blocks / tiles)
-    assert width >= 1
-    near = [n for n in range(1, pairs + 1) if blocks / 2 <= n * tiles <= 2 * blocks]
+    assert 1 <= width <= pairs
+    least = LEAST_WIDTH if tiles >= MANY_TILES else 0.5
+    near = [n for n in range(1, pairs + 1) if least * blocks <= n * tiles <= 2 * blocks]
     if any(pairs % n == 0 for n in near):
         assert pairs % width == 0
+    if tiles >= MANY_TILES and pairs * tiles > 4 * blocks:
+        assert width * tiles >= LEAST_WIDTH * blocks
     if pairs * tiles > 4 * blocks:
         assert width == 1 or width * tiles <= 2 * blocks
 
