@@ -6,6 +6,7 @@ much where blocks end at different times, or those of a pair work on different h
 
 from __future__ import annotations
 
+import heapq
 from itertools import product
 from math import ceil
 
@@ -16,6 +17,8 @@ from dlattn.records import dataclass
 #: Sums of dQ, in MiB, that items at work may add to under a causal mask before L2 loses some; and
 #: by how much each MiB more slows all down.
 ROOM_FOR_SUMS, SLOWER_BY_MIB = 28.5, 0.009
+#: Pairs whose items run beside each other, on average, where each pair has more than blocks.
+LEAST_PAIRS = 0.75
 #: In a fixed order, how many times as many sums are at work, because items wait for each other; and
 #: steps that each part of a group waits for those before it.
 MORE_IN_ORDER, TURN_STEPS = 3, 0.9
@@ -32,6 +35,10 @@ LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.008, 8, 3
 #: Of parts of groups, steps that an item's beginning and end take, and additions to sums; and in
 #: ragged problems, how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
+#: Of parts under a causal mask, steps that sums of dK and dV take to be cleared, added to once more
+#: and stored: in any case, and for each tile of 256 columns; how many must be gained; and how many
+#: parts a block may have.
+ROW_STEPS, TILE_STEPS, LEAST_CAUSAL_STEPS, MOST_ROUNDS = 2.0, 0.05, 1, 4
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,10 @@ def divided_group(
         return None
     longest, _ = _sequences(geometry, *tiles)
     if geometry.heads_q * longest.count * longest.key_tiles <= at_once:
-        return None  # divided_end() may divide queries, too
+        return None  # divided_causal() may divide queries, too
 
     beside = at_once * (MORE_IN_ORDER if problem.deterministic else 1) / longest.key_tiles
+    beside = max(LEAST_PAIRS, beside)
 
     def end(heads: int) -> float:
         items = geometry.heads_q // heads * longest.count * longest.key_tiles
@@ -97,25 +105,90 @@ def _slowed(sum_bytes: float) -> float:
     return 1 + SLOWER_BY_MIB * max(0.0, sum_bytes / 2**20 - ROOM_FOR_SUMS)
 
 
+def divided_causal(
+    problem: Problem,
+    geometry: Geometry,
+    group: int,
+    heads: int,
+    tiles: tuple[int, int],
+    at_once: int,
+) -> Division | None:
+    """Items under a causal mask, where they are so few that the longest would end long after the
+    others: by when the last one ends, if the block that is free first takes the next.
+
+    Args:
+        heads: of an item, all of a group or some.
+        tiles: queries and keys of a tile.
+        at_once: how many items run beside each other.
+    """
+    if geometry.band_right is None or geometry.band_left is not None:
+        return None
+    steps = _steps_of_key_tiles(geometry, *tiles)
+    pairs = geometry.batch * geometry.heads_q // heads
+    items = pairs * len(steps)
+    unknown = geometry.has_lengths and items > at_once
+    if unknown or not _may_divide(problem, geometry):
+        return None
+
+    columns = problem.head_dim_qk + problem.head_dim_v
+    of_sums = ROW_STEPS + TILE_STEPS * items * columns / 256
+
+    def end(division: tuple[int, int]) -> float:
+        """If those heads are divided into so many, and each of these into so many parts."""
+        divisor, parts = division
+        ends = [0.0] * at_once
+        divided = heads < group or divisor * parts > 1
+        fixed = ITEM_STEPS + (SUM_STEPS if divided else 0.0)
+        for step_count in steps:
+            of_item = step_count * heads // divisor
+            for part in range(pairs * divisor * parts):
+                own = of_item * (part % parts + 1) // parts - of_item * (part % parts) // parts
+                heapq.heapreplace(ends, ends[0] + own + fixed)
+        return max(ends) + (of_sums if divided else 0.0)
+
+    # Where there are more items, pairs wait for places of sums: shares that go with no part would
+    # never come.
+    divisions = [
+        (n, parts)
+        for n, parts in product(_divisors(heads), range(1, MOST_PARTS_OF_FEW + 1))
+        if items * n <= 2 * at_once and items * n * parts <= MOST_ROUNDS * at_once
+    ]
+    if not divisions:
+        return None
+    ends = {division: end(division) for division in divisions}
+    divisor, parts = min(ends, key=lambda it: (ends[it], it[1]))
+    if ends[1, 1] - ends[divisor, parts] < LEAST_CAUSAL_STEPS:
+        return None
+    return Division(heads // divisor, 0, parts)
+
+
+def _steps_of_key_tiles(geometry: Geometry, tile_q: int, tile_k: int) -> list[int]:
+    """Tiles of queries that attend to each tile of keys under a causal mask."""
+    shift = geometry.seq_kv - geometry.seq_q if geometry.bottom_right else 0
+    shift += geometry.band_right or 0
+    tiles = ceil(geometry.seq_q / tile_q)
+    return [
+        max(0, tiles - max(0, first - shift) // tile_q)
+        for first in range(0, geometry.seq_kv, tile_k)
+    ]
+
+
 def divided_end(
     problem: Problem, geometry: Geometry, group: int, items: int, at_once: int, steps: int
 ) -> Division | None:
     """The last items, where they are fewer than blocks: else some would have nothing to do for as
-    long as a whole item takes. Under a causal mask, whose items differ, only if all run at once;
-    not in windows.
+    long as a whole item takes. Under a full mask, where items are equal.
 
     Args:
         items: how many there are, and how many run beside each other.
-        steps: of a query tile, that an item takes, or the longest.
+        steps: of a query tile, that an item takes.
     """
     last = items % at_once
     few = last < LEAST_LAST * min(items, at_once)
     # Nobody knows which have keys.
     unknown = geometry.has_lengths and items > last
-    if few or unknown or not _may_divide(problem, geometry):
-        return None
-    differ = geometry.band_right is not None
-    if geometry.band_left is not None or (differ and items > last):
+    equal = geometry.band_left is None and geometry.band_right is None
+    if few or unknown or not equal or not _may_divide(problem, geometry):
         return None
 
     def end(division: tuple[int, int]) -> float:
@@ -124,7 +197,7 @@ def divided_end(
         fixed = FIXED_STEPS / steps if count > 1 else 0.0
         return ceil(last * count / at_once) * (1 / count + fixed)
 
-    divisions = [(1, parts) for parts in range(1, 2 if differ else MOST_PARTS + 1)]
+    divisions = [(1, parts) for parts in range(1, MOST_PARTS + 1)]
     parts_of_few = range(1, min(MOST_PARTS_OF_FEW, steps // group) + 1)
     # All run at once: where pairs wait for places, shares that go with no part never come.
     divisions += [
@@ -132,8 +205,7 @@ def divided_end(
         for n, parts in product(_divisors(group), parts_of_few)
         if items * n * parts <= at_once
     ]
-    # Parts of queries do not end at one time under a causal mask.
-    divisor, parts = min(divisions, key=lambda it: (end(it), it[1] if differ else 0))
+    divisor, parts = min(divisions, key=end)
     gain = end((1, 1)) - end((divisor, parts))
     fewest = LEAST_STEPS if items > last else LEAST_STEPS_OF_FEW
     if gain < LEAST_GAIN * (items / at_once) or gain * steps < fewest:

@@ -9,7 +9,13 @@ from functools import cached_property
 from dlattn.plans import bwd_dbias_sm90
 from dlattn.plans.argument import MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
-from dlattn.plans.bwd_division import Division, divided_end, divided_group, divided_ragged_group
+from dlattn.plans.bwd_division import (
+    Division,
+    divided_causal,
+    divided_end,
+    divided_group,
+    divided_ragged_group,
+)
 from dlattn.plans.bwd_relay import relays
 from dlattn.plans.bwd_sm90_refusal import register_refusal
 from dlattn.plans.bwd_sm90_tiling import (
@@ -80,7 +86,9 @@ class BwdSm90(MappedPlan, BackwardPlan):
         if self.problem.ragged:
             return divided_ragged_group(*given, tiles, at_once, sum_bytes)
         by_heads = divided_group(*given, tiles, at_once, sum_bytes)
-        return by_heads or divided_end(*given, items, at_once, steps)
+        heads = group if by_heads is None else by_heads.heads
+        few = divided_causal(*given, heads, tiles, at_once)
+        return few or by_heads or divided_end(*given, items, at_once, steps)
 
     @property
     def _lone_shares(self) -> int:

@@ -152,7 +152,7 @@ def choose_tiling(problem: Problem) -> Sm90BwdTiling:
     if tiling.tile_q == 128:
         tiling = replace(tiling, keys_in_registers=True)
         return tiling if problem.head_dim_qk <= 32 else replace(tiling, dq_slots=2)
-    return replace(tiling, ds_stages=3, share_slots=1)
+    return replace(tiling, ds_stages=3, share_slots=64 // tiling.piece_columns)
 
 
 #: Steps of an item beside which the query worker has no time to store an earlier one's dQ; in a
@@ -214,6 +214,8 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
         return replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64, share_slots=0)
     if max(dim_qk, dim_v) > 128:
         return Sm90BwdTiling()
+    if 64 < problem.head_dim_qk <= 96:
+        return _walking(problem, Sm90BwdTiling(piece_columns=32, dq_slots=3, share_slots=2))
     return _walking(problem, Sm90BwdTiling(dq_slots=dim_qk // 64, share_slots=2))
 
 

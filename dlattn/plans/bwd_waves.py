@@ -13,18 +13,20 @@ MANY_TILES, LEAST_WIDTH = 9, 0.9
 
 
 def even_wave(pairs: int, wanted: float, most: int | None = None, least: float = 0.5) -> int:
-    """The number of pairs a wave nearest to the wanted one that leaves no smaller wave at the end:
-    its long items would be fewer than blocks.
+    """The number of pairs a wave that leaves the fullest one at the end, where long items may be
+    fewer than blocks; of several, the nearest to the wanted number.
 
     Args:
         most: pairs.
-        least: of the wanted number.
+        least: of the wanted number; the most is twice as many.
     """
-    narrowest = max(1, ceil(least * wanted))
-    near = range(narrowest, min(int(2 * wanted), most or pairs) + 1)
-    even = [n for n in near if pairs % n == 0]
-    few = min(pairs, max(narrowest, round(wanted)), most or pairs)
-    return min(even, key=lambda n: abs(n - wanted), default=few)
+    narrowest = min(pairs, max(1, ceil(least * wanted)))
+    widest = max(narrowest, min(ceil(2 * wanted), pairs, most or pairs))
+
+    def emptiest(width: int) -> tuple[float, float]:
+        return -pairs % width / width, abs(width - wanted)
+
+    return min(range(narrowest, widest + 1), key=emptiest)
 
 
 def ragged_wave(groups: int, blocks: int, tiles: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from math import prod
 
@@ -200,20 +201,23 @@ def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> Non
     near = [n for n in range(1, pairs + 1) if least * blocks <= n * tiles <= 2 * blocks]
     if any(pairs % n == 0 for n in near):
         assert pairs % width == 0
-    if tiles >= MANY_TILES and pairs * tiles > 4 * blocks:
-        assert width * tiles >= LEAST_WIDTH * blocks
     if pairs * tiles > 4 * blocks:
-        assert width == 1 or width * tiles <= 2 * blocks
+        assert width >= min(pairs, least * blocks / tiles)
+        assert (width - 1) * tiles < 2 * blocks
 
 
 @given(pairs=st.integers(1, 10_000), wanted=st.integers(1, MOST_RAGGED_PAIRS))
 def test_waves_of_pairs(pairs: int, wanted: int) -> None:
-    """They are at most twice as large as wanted, at least half, and even wherever that can be."""
+    """They are at most twice as large as wanted, at least half, and even wherever that can be; else
+    no width leaves a fuller last one."""
     wave = even_wave(pairs, wanted, MOST_RAGGED_PAIRS)
-    assert min(pairs, -(-wanted // 2)) <= wave <= min(pairs, MOST_RAGGED_PAIRS, 2 * wanted)
-    if pairs % wave:
-        others = range(-(-wanted // 2), min(MOST_RAGGED_PAIRS, 2 * wanted) + 1)
-        assert wave == wanted and all(pairs % other for other in others)
+    least, most = min(pairs, -(-wanted // 2)), min(pairs, MOST_RAGGED_PAIRS, 2 * wanted)
+    assert least <= wave <= most
+
+    def last(width: int) -> Fraction:
+        return Fraction((pairs - 1) % width + 1, width)
+
+    assert all(last(other) <= last(wave) for other in range(least, most + 1))
 
 
 @given(batch=st.integers(1, 8), seq=st.integers(1, 70_000))
