@@ -318,6 +318,17 @@ def test_hopper_backward_of_long_and_of_short_items(
 
 
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
+def test_hopper_backward_of_few_items_under_a_causal_mask(head_dim: int, dtype: data_type) -> None:
+    """Parts of their queries take no registers that there are not."""
+    shape = geometry(1, 4, 4, 4096, 4096, head_dim, causal=True)
+    problem = replace(backward(head_dim), dtype=dtype, masks=MASKS["causal"])
+    plan = BwdSm90(problem, shape, KNOWN["sm_90a"])
+    assert plan.tiling.adds_keys and plan._params.item_parts > 1
+    assert_compiled_cleanly(plan.kernels())
+
+
+@pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("batch", [1, 40])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
