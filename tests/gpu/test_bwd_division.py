@@ -71,6 +71,12 @@ CASES = {
     "causal, two heads an item": replace(CAUSAL, heads_q=8, seq_q=700, seq_kv=400),
     "causal, more queries than keys": replace(CAUSAL, seq_q=1900, bottom_right=True),
     "causal, fewer queries than keys": replace(CAUSAL, seq_q=1500, seq_kv=1700, bottom_right=True),
+    "causal, more items than blocks": replace(
+        CAUSAL, heads_q=5, heads_k=5, heads_v=5, seq_q=3584, seq_kv=3584, dtype="bfloat16"
+    ),
+    "causal, a group, more items than blocks": replace(
+        CAUSAL, heads_q=5, seq_q=3500, seq_kv=3500, head_dim_qk=80, head_dim_v=80
+    ),
     "causal, 64": replace(CAUSAL, head_dim_qk=64, head_dim_v=64, seq_q=3000, seq_kv=3000),
 }
 
