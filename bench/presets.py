@@ -58,9 +58,14 @@ def _padding() -> list[Case]:
 
 
 def _lengths() -> list[Case]:
-    """Between the powers of two, where tiles are not whole or blocks have not as many each."""
+    """Between the powers of two, where tiles are not whole or blocks have not as many each; and
+    whose heads are powers of two, so that none are as many as would suit the tiles."""
     seqs = (300, 400, 576, 640, 700, 768, 900, 1280, 1536, 1800, 2500, 3000)
-    return _grid((64, 128, 256), seqs)
+    return _grid((64, 128, 256), seqs) + [
+        case(batch, (HIDDEN // d, HIDDEN // d), seq, (d, d), "causal")
+        for d in (64, 128, 256)
+        for batch, seq in ((16, 1536), (8, 3072), (2, 6144), (1, 12288))
+    ]
 
 
 def _fp16() -> list[Case]:
@@ -166,8 +171,8 @@ def _shapes() -> list[Case]:
     alone = [
         case(1, (heads, heads), seq, (d, d), mask)
         for d, heads, seq in (
-            (128, 4, 1024), (128, 4, 4096), (128, 8, 2048), (128, 16, 1024), (64, 8, 2048),
-            (64, 8, 4096), (256, 8, 2048), (128, 1, 65536),
+            (128, 4, 1024), (128, 4, 4096), (128, 4, 5000), (128, 8, 2048), (128, 16, 1024),
+            (64, 8, 2048), (64, 8, 4096), (256, 8, 2048), (128, 1, 16384), (128, 1, 65536),
         )
         for mask in ("full", "causal")
     ]  # fmt: skip
