@@ -7,7 +7,7 @@ much where blocks end at different times, or those of a pair work on different h
 from __future__ import annotations
 
 import heapq
-from itertools import product
+from itertools import pairwise, product
 from math import ceil
 
 from dlattn.plans.bwd_waves import ragged_wave
@@ -36,9 +36,9 @@ LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.008, 8, 3
 #: ragged problems, how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
 #: Of parts under a causal mask, steps that sums of dK and dV take to be cleared, added to once more
-#: and stored: in any case, and for each tile of 256 columns; how many must be gained; and how many
-#: parts a block may have.
-ROW_STEPS, TILE_STEPS, LEAST_CAUSAL_STEPS, MOST_ROUNDS = 2.0, 0.05, 1, 4
+#: and stored: in any case, and for each tile of 256 columns; that a block takes longer which has
+#: several; how many must be gained; and how many parts a block may have.
+ROW_STEPS, TILE_STEPS, ROUND_STEPS, LEAST_CAUSAL_STEPS, MOST_ROUNDS = 2.0, 0.05, 1.25, 1, 4
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,13 @@ def divided_causal(
         ends = [0.0] * at_once
         divided = heads < group or divisor * parts > 1
         fixed = ITEM_STEPS + (SUM_STEPS if divided else 0.0)
-        for step_count in steps:
-            of_item = step_count * heads // divisor
-            for part in range(pairs * divisor * parts):
-                own = of_item * (part % parts + 1) // parts - of_item * (part % parts) // parts
+        for tiles_of_head in steps:
+            bounds = [tiles_of_head * part // parts for part in range(parts + 1)]
+            for _, (first, last) in product(range(pairs * divisor), pairwise(bounds)):
+                own = (last - first) * heads // divisor
                 heapq.heapreplace(ends, ends[0] + own + fixed)
-        return max(ends) + (of_sums if divided else 0.0)
+        in_rounds = items * divisor * parts > at_once
+        return max(ends) + divided * of_sums + in_rounds * ROUND_STEPS
 
     # Where there are more items, pairs wait for places of sums: shares that go with no part would
     # never come.
