@@ -133,19 +133,32 @@ def divided_causal(
     columns = problem.head_dim_qk + problem.head_dim_v
     of_sums = ROW_STEPS + TILE_STEPS * items * columns / 256
 
+    def costs(divisor: int, parts: int) -> tuple[float, float]:
+        """Steps that each part takes more, and all together."""
+        divided = heads < group or divisor * parts > 1
+        in_rounds = items * divisor * parts > at_once
+        fixed = ITEM_STEPS + divided * SUM_STEPS
+        return fixed, divided * of_sums + in_rounds * ROUND_STEPS
+
+    def least_end(division: tuple[int, int]) -> float:
+        """If blocks shared all steps evenly, or had one part each."""
+        divisor, parts = division
+        fixed, more = costs(divisor, parts)
+        longest = ceil(max(steps) / parts) * heads // divisor
+        shared = pairs * (heads * sum(steps) + divisor * parts * len(steps) * fixed) / at_once
+        return max(longest + fixed, shared) + more
+
     def end(division: tuple[int, int]) -> float:
         """If those heads are divided into so many, and each of these into so many parts."""
         divisor, parts = division
+        fixed, more = costs(divisor, parts)
         ends = [0.0] * at_once
-        divided = heads < group or divisor * parts > 1
-        fixed = ITEM_STEPS + (SUM_STEPS if divided else 0.0)
         for tiles_of_head in steps:
             bounds = [tiles_of_head * part // parts for part in range(parts + 1)]
             for _, (first, last) in product(range(pairs * divisor), pairwise(bounds)):
                 own = (last - first) * heads // divisor
                 heapq.heapreplace(ends, ends[0] + own + fixed)
-        in_rounds = items * divisor * parts > at_once
-        return max(ends) + divided * of_sums + in_rounds * ROUND_STEPS
+        return max(ends) + more
 
     # Where there are more items, pairs wait for places of sums: shares that go with no part would
     # never come.
@@ -156,9 +169,16 @@ def divided_causal(
     ]
     if not divisions:
         return None
-    ends = {division: end(division) for division in divisions}
-    divisor, parts = min(ends, key=lambda it: (ends[it], it[1]))
-    if ends[1, 1] - ends[divisor, parts] < LEAST_CAUSAL_STEPS:
+    whole = end((1, 1))
+    # Of several that end at the same time, the one in the fewest parts of queries.
+    best = whole, 1, 1
+    for division in sorted(divisions, key=least_end):
+        if least_end(division) > best[0]:
+            break
+        divisor, parts = division
+        best = min(best, (end(division), parts, divisor))
+    ends, parts, divisor = best
+    if whole - ends < LEAST_CAUSAL_STEPS:
         return None
     return Division(heads // divisor, 0, parts)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dlattn.plans import bwd_sm90
 from dlattn.plans.bwd_sm90 import BwdSm90
 from tests.unit.test_backward_plans import HOPPER, geometry, problem
 
@@ -132,6 +135,39 @@ def test_few_items_fill_blocks() -> None:
     assert work(4, 4096, 4096, 4, causal=True) == (256, 32)
     assert work(1, 20_000, 20_000, 1, causal=True) == (471, 105)
     assert work(8, 3000, 3000, 8, causal=True) == (192, 47)
+
+
+@given(
+    pairs=st.integers(1, 24),
+    group=st.sampled_from([1, 2, 4, 7]),
+    seq=st.integers(129, 20_000),
+    head_dim=st.sampled_from([64, 96, 128]),
+)
+def test_causal_parts_end_sooner(pairs: int, group: int, seq: int, head_dim: int) -> None:
+    """When blocks take parts one after another, the last one ends sooner than of whole items; and
+    no more is divided than has sums of dQ at a time."""
+    shape = geometry(1, pairs, pairs * group, seq, seq, head_dim, causal=True)
+    plan = BwdSm90(problem(head_dim), shape, HOPPER)
+    if plan._params.item_parts == 1:
+        return
+    assert plan._params.whole_items == 0 and plan._params.dq_places == plan._pairs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bwd_sm90, "divided_causal", lambda *_: None)
+        whole = BwdSm90(plan.problem, shape, HOPPER)
+    assert end_of_causal_items(plan) < end_of_causal_items(whole)
+
+
+def end_of_causal_items(plan: BwdSm90) -> int:
+    """When the last part ends, in steps of a tile of queries, if it takes two more."""
+    params, (tile_q, tile_k) = plan._params, (plan.tiling.tile_q, plan.tiling.tile_k)
+    parts, heads = params.item_parts, params.heads_per_block
+    last, ends = -(-plan.geometry.seq_q // tile_q), [0] * HOPPER.multiprocessors
+    for key in range(0, plan.geometry.seq_kv, tile_k):
+        count = last - key // tile_q
+        for part in [*range(parts)] * plan._pairs:
+            tiles = count * (part + 1) // parts - count * part // parts
+            heapq.heapreplace(ends, ends[0] + heads * tiles + 2)
+    return max(ends)
 
 
 def test_blocks_of_few_items_begin_early() -> None:
