@@ -270,6 +270,28 @@ def _models() -> dict[str, Case]:
 MODELS = _models()
 
 
+def _random() -> list[Case]:
+    """What nobody chose: drawn from a fixed seed, of all sizes that fill a GPU to some part."""
+    seqs = (
+        128, 160, 200, 250, 256, 320, 384, 448, 500, 512, 600, 640, 768, 800, 900, 1000, 1024, 1100,
+        1200, 1280, 1500, 1536, 1792, 2000, 2048, 2300, 2560, 3000, 3072, 3584, 4000, 4096, 4500,
+        5000, 5120, 6000, 6144, 7000, 7168, 8192, 10000, 12288, 16384, 20000, 24576, 32768,
+    )  # fmt: skip
+    draw, cases = random.Random(1), {}
+    while len(cases) < 128:
+        d = draw.choice((40, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256))
+        seq = draw.choice(seqs)
+        heads_kv = draw.choice((1, 2, 4, 5, 6, 8, 12, 16, 20, 32))
+        heads = heads_kv * draw.choice((1, 1, 1, 1, 2, 3, 4, 7, 8))
+        batch = draw.randint(1, min(64, max(1, 65536 // seq)))
+        elements = batch * heads * seq * d
+        if heads <= 64 and elements <= 2**28 and elements * seq >= 2**27:
+            mask = draw.choice(("full", "causal", "causal"))
+            drawn = case(batch, (heads, heads_kv), seq, (d, d), mask)
+            cases[drawn.name] = drawn
+    return [*cases.values()]
+
+
 #: Sequence lengths, those that say most first.
 _TELLING = (4096, 1024, 16384, 8192, 512, 2048, 128)
 
@@ -297,6 +319,7 @@ def _presets() -> dict[str, tuple[Case, ...]]:
         "models": [*MODELS.values()],
         "deterministic": _deterministic(),
         "paged": _paged(),
+        "random": _random(),
     }
     every = {c.name: c for cases in parts.values() for c in cases}
     return {name: tuple(cases) for name, cases in (parts | {"all": [*every.values()]}).items()}
