@@ -6,11 +6,10 @@ much where blocks end at different times, or those of a pair work on different h
 
 from __future__ import annotations
 
-import heapq
-from itertools import pairwise, product
+from itertools import product
 from math import ceil
 
-from dlattn.plans.bwd_waves import ragged_wave
+from dlattn.plans.bwd_waves import last_end, ragged_wave
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 
@@ -123,13 +122,15 @@ def divided_causal(
     """
     if geometry.band_right is None or geometry.band_left is not None:
         return None
-    steps = _steps_of_key_tiles(geometry, *tiles)
     pairs = geometry.batch * geometry.heads_q // heads
-    items = pairs * len(steps)
-    unknown = geometry.has_lengths and items > at_once
-    if unknown or not _may_divide(problem, geometry):
+    items = pairs * ceil(geometry.seq_kv / tiles[1])
+    # Where there are more items, pairs wait for places of sums: shares that go with no part would
+    # never come. And of those that lengths make empty, nobody knows.
+    most = at_once if geometry.has_lengths else 2 * at_once
+    if items > most or not _may_divide(problem, geometry):
         return None
 
+    steps = _steps_of_key_tiles(geometry, *tiles)
     columns = problem.head_dim_qk + problem.head_dim_v
     of_sums = ROW_STEPS + TILE_STEPS * items * columns / 256
 
@@ -152,31 +153,24 @@ def divided_causal(
         """If those heads are divided into so many, and each of these into so many parts."""
         divisor, parts = division
         fixed, more = costs(divisor, parts)
-        ends = [0.0] * at_once
-        for tiles_of_head in steps:
-            bounds = [tiles_of_head * part // parts for part in range(parts + 1)]
-            for _, (first, last) in product(range(pairs * divisor), pairwise(bounds)):
-                own = (last - first) * heads // divisor
-                heapq.heapreplace(ends, ends[0] + own + fixed)
-        return max(ends) + more
+        of_parts = (
+            (count * (part + 1) // parts - count * part // parts) * heads // divisor + fixed
+            for count, _, part in product(steps, range(pairs * divisor), range(parts))
+        )
+        return last_end(of_parts, at_once) + more
 
-    # Where there are more items, pairs wait for places of sums: shares that go with no part would
-    # never come.
     divisions = [
         (n, parts)
         for n, parts in product(_divisors(heads), range(1, MOST_PARTS_OF_FEW + 1))
         if items * n <= 2 * at_once and items * n * parts <= MOST_ROUNDS * at_once
     ]
-    if not divisions:
-        return None
     whole = end((1, 1))
     # Of several that end at the same time, the one in the fewest parts of queries.
     best = whole, 1, 1
-    for division in sorted(divisions, key=least_end):
-        if least_end(division) > best[0]:
+    for least, (divisor, parts) in sorted((least_end(it), it) for it in divisions):
+        if least > best[0]:
             break
-        divisor, parts = division
-        best = min(best, (end(division), parts, divisor))
+        best = min(best, (end((divisor, parts)), parts, divisor))
     ends, parts, divisor = best
     if whole - ends < LEAST_CAUSAL_STEPS:
         return None

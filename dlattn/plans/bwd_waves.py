@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from math import ceil
 
 #: Pairs of a wave of a ragged problem.
@@ -47,11 +48,26 @@ def pairs_of_causal_waves(pairs: int, tiles: int, blocks: int, wanted: float) ->
     return min(n for n, end in ends.items() if end <= 1.02 * min(ends.values()))
 
 
-def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> int:
+def _end_of_items(pairs: int, tiles: int, blocks: int, pairs_per_wave: int) -> float:
     """When the last item ends, in steps of a tile of queries; an item also begins and ends."""
-    ends = [0] * blocks
-    for first in range(0, pairs, pairs_per_wave):
-        for tile in range(tiles):
-            for _ in range(min(pairs_per_wave, pairs - first)):
-                heapq.heapreplace(ends, ends[0] + tiles - tile + 1)
+    return last_end(
+        (
+            tiles - tile + 1
+            for first in range(0, pairs, pairs_per_wave)
+            for tile in range(tiles)
+            for _ in range(min(pairs_per_wave, pairs - first))
+        ),
+        blocks,
+    )
+
+
+def last_end(steps: Iterable[float], blocks: int) -> float:
+    """When the last of some items ends, if the block that is free first takes the next.
+
+    Args:
+        steps: that each takes, in their order.
+    """
+    ends = [0.0] * blocks
+    for own in steps:
+        heapq.heapreplace(ends, ends[0] + own)
     return max(ends)

@@ -111,7 +111,8 @@ def test_short_groups_are_items_enough() -> None:
 
 def test_few_items_fill_blocks() -> None:
     """Of few keys and many queries, most blocks have a part, of some heads of a group or of some
-    of its queries."""
+    of its queries: and under a full mask there is a block for each part, because parts wait for
+    each other."""
 
     def work(
         groups: int, seq_q: int, seq_kv: int, heads: int = 16, causal: bool = False
@@ -121,7 +122,8 @@ def test_few_items_fill_blocks() -> None:
         its, tiles = plan._params, -(-seq_q // plan.tiling.tile_q)
         items = heads // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
         parts = items * its.item_parts
-        assert plan.main_kernel(items).grid == (min(parts, HOPPER.multiprocessors), 1, 1)
+        blocks = min(parts, HOPPER.multiprocessors) if causal else parts
+        assert plan.main_kernel(items).grid == (blocks, 1, 1)
         return parts, its.heads_per_block * -(-tiles // its.item_parts)
 
     assert work(1, 4096, 100) == (128, 8)
