@@ -200,21 +200,50 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     return Base::tiles_of(p, p.seq_len_q.at(batch, p.seq_q));
   }
 
-  // Looks at some of all tiles, of which each block has every n-th, and stores the rows that no consumer
-  // has.
+  // Rows of a head beyond the length, which no consumer has.
+  struct Padding {
+    int head = 0, batch = 0, length = 0;
+    Interval rows{0, 0};
+  };
+
+  // Of the tile of this number, among all of full sequences.
+  DLATTN_DEVICE Padding padding_of(uint32 number, uint32 tiles_of_head) const {
+    const int log2_rows = Base::log2_head_rows(p), tile_rows = Base::rows_per_tile(p);
+    const uint32 pair = number / tiles_of_head, batch = pair / uint32(p.heads_q);
+    const int tile = number % tiles_of_head, length = p.seq_len_q.at(batch, p.seq_q);
+    return {int(pair % uint32(p.heads_q)), int(batch), length,
+            {most(tile * tile_rows, Base::parts_of(p, length) << log2_rows),
+             least((tile + 1) * tile_rows, p.seq_q)}};
+  }
+
+  // Looks at some of all tiles, of which each block has every n-th, and stores their padding. Lanes find out
+  // at once how long sequences are: one after the other, that took longer than to store.
   DLATTN_DEVICE void store_padding(uint32& next, int tiles) {
     if (p.items_taken == nullptr || !stores_padding<Problem>(p)) return;
-    const int log2_rows = Base::log2_head_rows(p), tile_rows = Base::rows_per_tile(p);
     const uint32 of_head = Base::tiles_of(p, p.seq_q), end = of_head * p.heads_q * p.batch;
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (; tiles > 0 && next < end; --tiles, next += block_count()) {
-      const uint32 pair = next / of_head, batch = pair / uint32(p.heads_q);
-      const int tile = next % of_head, head = pair % uint32(p.heads_q);
-      const int length = p.seq_len_q.at(batch, p.seq_q);
-      const Interval rows{most(tile * tile_rows, Base::parts_of(p, length) << log2_rows),
-                          least((tile + 1) * tile_rows, p.seq_q)};
-      if (!rows.empty()) store_nothing({tile, head, int(batch)}, rows, length);
+    while (tiles > 0 && next < end) {
+      const uint32 number = next + lane * block_count();
+      Padding own;
+      if (lane < tiles && number < end) own = padding_of(number, of_head);
+      uint32 found = __ballot_sync(0xffffffffu, !own.rows.empty());
+#pragma unroll 1
+      for (; found != 0; found &= found - 1) {
+        const int owner = __ffs(found) - 1;
+        const WorkItem at{0, from_lane(own.head, owner), from_lane(own.batch, owner)};
+        const Interval rows{from_lane(own.rows.first, owner), from_lane(own.rows.last, owner)};
+        store_nothing(at, rows, from_lane(own.length, owner));
+      }
+      next += least(tiles, 32) * block_count();
+      tiles -= 32;
     }
+  }
+
+  // Of all tiles, as many as there are for each item.
+  DLATTN_DEVICE int padding_beside_item() const {
+    const int tiles = Base::tiles_of(p, p.seq_q) * p.heads_q * p.batch;
+    return least(32, ceil_div(tiles, most(1, shared.item_count)));
   }
 
   // The copy engine stores zeros, without anyone's waiting.
@@ -280,7 +309,7 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
       }
       place.advance();
       if constexpr (stages_bias) load_bias(told, work, bias_place);
-      store_padding(padding, 2);
+      store_padding(padding, padding_beside_item());
     });
     store_padding(padding, 0x7fffffff);
     await_zeros();
