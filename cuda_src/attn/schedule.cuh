@@ -39,7 +39,8 @@ DLATTN_DEVICE WorkItem first_first(int index, int tiles, int heads, const Params
   return item;
 }
 
-// Numbers items through the batch, so many per entry as only the device knows. A warp's.
+// Numbers items through the batch, so many per entry as only the device knows. A warp's, whose lanes count
+// together: count(batch), of its own entry each.
 struct BatchWalk {
   int first_batch = 0;  // of the 32 entries looked at
   int first_item = 0;   // of the first of them
@@ -49,7 +50,7 @@ struct BatchWalk {
   template <class Count>
   static DLATTN_DEVICE int count(int batches, Count count) {
     int own = 0;
-    for (int batch = threadIdx.x % 32; batch < batches; batch += 32) own += count(batch);
+    for (int first = 0; first < batches; first += 32) own += of_lane(first, batches, count);
     return __reduce_add_sync(0xffffffffu, own);
   }
 
@@ -57,9 +58,8 @@ struct BatchWalk {
   // looked at together come in their order, or those with the most items first.
   template <bool largest_first = false, class Count>
   DLATTN_DEVICE bool find(int item, int batches, Count count) {
-    const int lane = threadIdx.x % 32;
     for (; first_batch < batches; first_batch += 32) {
-      const int own = first_batch + lane < batches ? count(first_batch + lane) : 0;
+      const int own = of_lane(first_batch, batches, count);
       const int begin = largest_first ? in_larger(own) : in_earlier(own);
       const int number = item - first_item - begin;
       const uint32 found = __ballot_sync(0xffffffffu, number >= 0 && number < own);
@@ -75,6 +75,12 @@ struct BatchWalk {
   }
 
  private:
+  // Beyond the last entry, none.
+  template <class Count>
+  static DLATTN_DEVICE int of_lane(int first, int batches, Count count) {
+    const int batch = first + int(threadIdx.x % 32), items = count(least(batch, batches - 1));
+    return batch < batches ? items : 0;
+  }
   // Of numbers of items, one a lane: the sum of those of lanes before.
   static DLATTN_DEVICE int in_earlier(int own) {
     int end = own;

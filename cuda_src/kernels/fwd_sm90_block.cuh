@@ -80,10 +80,11 @@ struct FwdSm90Block {
   // a bias.
   static constexpr bool packs_heads = !visits_all && (consumers == 2 || !Score::reads_memory);
 
-  // Whether blocks may share the keys of a query tile (dlattn/plans/schedule.py).
+  // Whether blocks may share the keys of a query tile (dlattn/plans/schedule.py, or where the device alone
+  // knows lengths kernels/fwd_sm90_division.cuh).
   static constexpr bool shares_bands = Tiling::shares_more && !Problem::Mask::same_keys;
   static constexpr bool shares_keys =
-      (Problem::Mask::same_keys || shares_bands) && !Problem::ragged;
+      Tiling::shares_more || (Problem::Mask::same_keys && !Problem::ragged);
 
   // A tile of fewer rows takes as long as one of all, because its last rows have as many keys. Under a
   // causal mask the first tile has fewer, then, for which there are the fewest keys: this is by how many
@@ -119,6 +120,10 @@ struct FwdSm90Block {
       const bool none = queries.empty() || keys.empty();
       first_tile = none ? 0 : keys.first / tile_k;
       last_tile = none ? -1 : ceil_div(keys.last, tile_k) - 1;
+    }
+    // Of a tile, whose lengths are known.
+    static DLATTN_DEVICE Work of(const Params& p, WorkItem item, const Lengths& lengths) {
+      return {p, item, lengths};
     }
     // For the block.
     DLATTN_DEVICE Work(const Params& p, WorkItem item) : Work(p, item, Lengths(p, item.batch)) {

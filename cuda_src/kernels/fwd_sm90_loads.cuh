@@ -3,6 +3,7 @@
 
 #include "attn/epilogue.cuh"
 #include "kernels/fwd_sm90_block.cuh"
+#include "kernels/fwd_sm90_division.cuh"
 
 namespace dlattn {
 
@@ -163,10 +164,19 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     told = true;
   }
 
+  // Of few tiles: false if blocks do not share their keys.
+  DLATTN_DEVICE bool offer_parts(Place<item_stages>& place, int tiles) {
+    if constexpr (!Tiling::shares_more || Tiles::skips) return false;
+    const KeyDivision<Base> division(p, tiles);
+    division.for_each_part([&](WorkItem item, Interval keys) { offer(place, item, keys); });
+    return division.blocks > 0;
+  }
+
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
     const int count = uniform(p.ragged.items[0].x);
     begin_asking(count);
+    if (offer_parts(place, count)) return;
     for (int number = block_number(); number < count; number = ask()) {
       const int4 row = p.ragged.items[1 + number];
       const int head = Base::first_head(p, uniform(row.y));
@@ -180,7 +190,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     BatchWalk walk;
     const int groups = Base::tiles_of_heads(p);
     const auto items = [&](int batch) { return tiles_with_queries(batch) * groups; };
-    begin_asking(BatchWalk::count(p.batch, items));
+    const int count = BatchWalk::count(p.batch, items);
+    begin_asking(count);
+    if (offer_parts(place, count)) return;
     for (int number = block_number(); walk.find<true>(number, p.batch, items); number = ask()) {
       const int head = Base::first_head(p, walk.rest % groups);
       const int tile = handed_out(walk.batch, head, walk.rest / groups);

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, refusal
-from dlattn.plans.fwd_sm90_shares import (
-    WAVE_BYTES,
-    Shares,
-    asks_for_tiles,
-    may_share_more,
-    pairs_at_work,
-    tiles_of_heads,
-    visited,
-)
+from dlattn.plans.fwd_sm90_shares import WAVE_BYTES, Shares, pairs_at_work
+from dlattn.plans.fwd_sm90_tiles import asks_for_tiles, may_share_more, tiles_of_heads, visited
 from dlattn.plans.fwd_sm90_tiling import (
     OUTPUT_ROWS,
     PartsTiling,
@@ -156,28 +149,40 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        if self._asks_for_tiles:
-            return 256  # the counter of tiles asked for, and its mark
-        return self._marks_bytes + self._parts_bytes
+        counter = 256 if self._asks_for_tiles else 0
+        return counter + self._marks_bytes + self._parts_bytes
 
     def scratch_places(self) -> list[Place]:
         parts = self._params.parts
+        places: list[tuple[Any, str, int]] = []
         if self._asks_for_tiles:
-            return places_of([(parts, "marks", 8), (self._params, "items_taken", 248)])
-        if not self._sharing.blocks:
-            return []
-        return places_of([(parts, "marks", self._marks_bytes), (parts, "data", self._parts_bytes)])
+            places = [(self._params, "items_taken", 256)]
+        if self._asks_for_tiles or self._sharers:
+            places.append((parts, "marks", self._marks_bytes))
+        if self._sharers:
+            places.append((parts, "data", self._parts_bytes))
+        return places_of(places)
+
+    @cached_property
+    def _sharers(self) -> int:
+        """Blocks that share the keys of query tiles, or do if the device finds that they had
+        better."""
+        if self._asks_for_tiles:
+            return self.target.multiprocessors if self.tiling.shares_more else 0
+        return self._sharing.blocks
 
     @property
     def _marks_bytes(self) -> int:
-        """Of a mark for each warp that leaves a part of its rows."""
-        return round_up(8 * self._sharing.blocks * self.tiling.tile_q // 16, 256)
+        """Of a mark for each warp that leaves a part of its rows; and one beside the counter of
+        tiles asked for, when no part is left."""
+        marks = self._sharers * self.tiling.tile_q // 16
+        return round_up(8 * max(marks, int(self._asks_for_tiles)), 256)
 
     @property
     def _parts_bytes(self) -> int:
         """Of fp32 outputs, a maximum and a sum of each lane's rows (``KeyParts`` in the kernel)."""
         lanes = 2 * self.tiling.tile_q
-        parts = self._sharing.blocks * (1 + self._sharing.apart)
+        parts = self._sharers * (1 + self._sharing.apart)
         return parts * 16 * (value_columns(self.problem) // 8 + 1) * lanes
 
     @property
@@ -190,7 +195,7 @@ class FwdSm90(MappedPlan):
 
     @property
     def _blocks(self) -> int:
-        return self._sharing.blocks or min(self._tiles, self.target.multiprocessors)
+        return self._sharers or min(self._tiles, self.target.multiprocessors)
 
     def build(self) -> None:
         if self._operations is not None:
@@ -232,6 +237,8 @@ class FwdSm90(MappedPlan):
             from dlattn.plans.tile_order import tile_order_source
 
             sources.append(tile_order_source(self.problem))
+        if self.problem.ragged:  # whose parts the last block of a tile adds up
+            return sources
         return sources + [self._parts_source(tiling) for tiling in more]
 
     def _parts_source(self, tiling: Sm90FwdTiling) -> KernelSource:

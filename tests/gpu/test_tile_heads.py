@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlattn.plans import fwd_sm90_shares
-from dlattn.plans.fwd_sm90_shares import Sharing, TileHeads
+from dlattn.plans.fwd_sm90_tiles import Sharing, TileHeads
 from dlattn.runtime.target import cuda_target
 from tests.cases import Case
 from tests.drivers import Tensors, check, gpu_library, run_graph

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from dlattn.dtypes import data_type
 from dlattn.plans import fwd_sm90_shares
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_shares import Sharing, TileHeads, pairs_at_work
+from dlattn.plans.fwd_sm90_shares import pairs_at_work
+from dlattn.plans.fwd_sm90_tiles import Sharing, TileHeads, rows_missing
 from dlattn.plans.kernels import pairs_per_wave
 from dlattn.plans.schedule import ALL_KEYS, tile_costs
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
@@ -79,7 +80,7 @@ def test_parts_of_a_band_are_what_queries_attend_to(
     assert it.tiling.shares_more or (left, right) == (None, None)
     shape = it.problem, it.geometry, it.tiling, it._heads
     tile_q, tile_k = it._heads.tile_rows(it.tiling), it.tiling.tile_k
-    missing = fwd_sm90_shares.rows_missing(*shape)
+    missing = rows_missing(*shape)
     shift = seq_kv - seq_q if corner else 0
     diagonal, key = np.arange(seq_q)[:, None] + shift, np.arange(seq_kv)[None]
     keep = np.ones((seq_q, seq_kv), bool)

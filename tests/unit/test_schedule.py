@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_shares import TileHeads, shared_by_heads
+from dlattn.plans.fwd_sm90_shares import shared_by_heads
+from dlattn.plans.fwd_sm90_tiles import TileHeads
 from dlattn.plans.fwd_sm90_tiling import tilings
 from dlattn.plans.schedule import (
     ALL_KEYS,

@@ -1,0 +1,170 @@
+// How blocks of a Hopper forward share the keys of few query tiles where the device alone knows lengths.
+//
+// Key tiles of all query tiles stand in a line, in the order of batch entries, heads and rows, which
+// blocks cut into parts of equal length (dlattn/plans/schedule.py does the same where the host knows
+// lengths). Every block finds out by itself how long the line is and what its part of it is; all come to
+// the same. Many query tiles are not divided: blocks ask for whole ones. A warp's.
+#pragma once
+
+#include "kernels/fwd_sm90_block.cuh"
+
+namespace dlattn {
+
+template <class Block>
+struct KeyDivision {
+  using Work = typename Block::Work;
+
+  // Query tiles for each block up to which keys are divided; keys of a part at the least; parts of a
+  // query tile at the most, which its last block adds one by one.
+  static constexpr int most_tiles = 4, least_part = 256, most_parts = 6;
+  // What a query tile takes beside its products, and what parts cost a block more, in keys; and what of the
+  // time may be left at the most: blocks with parts come to the same keys at different times.
+  static constexpr float keys_beside = 250.f, parts_cost = 800.f, least_gain = 0.8f;
+  // Longer ones are not divided: the line's length is an int.
+  static constexpr int most_units = 1 << 20;
+  // Query tiles up to which lanes count those of an entry each; else all those of one.
+  static constexpr int few_tiles = 8;
+
+  const Params& p;
+  const int groups;  // of heads that share a query tile
+  int units = 0;     // key tiles in the line
+  int blocks = 0;    // that share them; 0 if none do
+
+  // Of so many query tiles in all.
+  DLATTN_DEVICE KeyDivision(const Params& params, int tiles)
+      : p(params), groups(Block::tiles_of_heads(params)) {
+    if (tiles == 0 || tiles > most_tiles * block_count()) return;
+    int longest = 0;
+    units = BatchWalk::count(p.batch, [&](int batch) { return units_of_entry(batch, longest); });
+    longest = __reduce_max_sync(0xffffffffu, longest);
+    if (longest > most_units) return;
+    const int most = least(most_parts * tiles, units / ceil_div(least_part, Block::tile_k));
+    const int dividing = least(block_count(), most);
+    if (dividing == 0) return;
+    const float parts = keys_of(float(units) / dividing, ceil_div(tiles, dividing)) + parts_cost;
+    if (parts < least_gain * keys_if_whole(tiles, longest)) blocks = dividing;
+  }
+
+  // Calls offer(item, key tiles) for each part of this block, of WorkItem and Interval. A block waits for parts of
+  // smaller numbers only, after it has left its own: what it leaves is what it comes to first.
+  template <class Offer>
+  DLATTN_DEVICE void for_each_part(Offer offer) const {
+    const int block = block_number();
+    if (block >= blocks) return;
+    const Interval own{cut(block), cut(block + 1)};
+    for (QueryTile at(*this, own.last - 1);; at.go_back(*this)) {
+      const Interval part = own & at.units;
+      WorkItem item{at.tile, Block::first_head(p, at.group), at.batch};
+      item.parts = part.last < at.units.last ? -1 : block - block_with(at.units.first);
+      const int before = part.first - at.units.first, first = at.first_key_tile + before;
+      offer(item, Interval{first, first + part.last - part.first});
+      if (part.first == own.first) return;
+    }
+  }
+
+ private:
+  // What a block takes, in keys.
+  static DLATTN_DEVICE float keys_of(float key_tiles, int tiles) {
+    return key_tiles * Block::tile_k + keys_beside * tiles;
+  }
+  // The block with the most, where tiles are whole: those that differ fill each other's gaps.
+  DLATTN_DEVICE float keys_if_whole(int tiles, int longest) const {
+    const int rounds = ceil_div(tiles, block_count());
+    const float mean = float(units) / tiles, even = float(units) / block_count() + mean / 2;
+    if (rounds == 1) return keys_of(longest, rounds);
+    if (longest <= 1.25f * mean) return keys_of(mean * rounds, rounds);
+    return keys_of(even > longest ? even : longest, rounds);
+  }
+
+  // Also of a query tile without keys, which someone stores.
+  static DLATTN_DEVICE int units_of(const Work& work) {
+    return most(1, work.last_tile - work.first_tile + 1);
+  }
+  DLATTN_DEVICE int units_of(int tile, const Lengths& length) const {
+    return units_of(Work::of(p, {tile, 0, 0}, length));
+  }
+  // A lane's: of all heads.
+  DLATTN_DEVICE int units_of_entry(int batch, int& longest) const {
+    const Lengths length = Lengths::of_lane(p, batch);
+    // Lanes beyond the last entry have that one once more, which is counted once.
+    const int lane = threadIdx.x % 32;
+    const bool is_first = __ffs(__match_any_sync(0xffffffffu, batch)) - 1 == lane;
+    const int tiles = is_first ? Block::tiles_of(p, length.q) : 0;
+    int sum = 0;
+    const auto add = [&](int own) {
+      longest = most(longest, own);
+      sum += own;
+    };
+#pragma unroll 1
+    for (int tile = 0; tile < (tiles > few_tiles ? 0 : tiles); ++tile) add(units_of(tile, length));
+    uint32 many = __ballot_sync(0xffffffffu, tiles > few_tiles);
+#pragma unroll 1
+    for (; many != 0; many &= many - 1) {
+      const int owner = __ffs(many) - 1;
+      const Lengths its = Lengths::of(from_lane(length.q, owner), from_lane(length.kv, owner),
+                                      from_lane(length.shift, owner));
+      const int before = sum;
+      sum = 0;
+#pragma unroll 1
+      for (int tile = lane; tile < Block::tiles_of(p, its.q); tile += 32) add(units_of(tile, its));
+      const int all = __reduce_add_sync(0xffffffffu, sum);
+      sum = lane == owner ? all : before;
+    }
+    return sum * groups;
+  }
+
+  // Where block i begins in the line, and the block that a unit is of.
+  DLATTN_DEVICE int cut(int i) const { return int64(i) * units / blocks; }
+  DLATTN_DEVICE int block_with(int unit) const {
+    return int((int64(unit + 1) * blocks + units - 1) / units) - 1;
+  }
+
+  // A query tile, and its key tiles in the line.
+  struct QueryTile {
+    int batch, group, tile, first_key_tile;
+    Interval units;
+    Lengths length;
+
+    // With this unit.
+    DLATTN_DEVICE QueryTile(const KeyDivision& all, int unit) : length(all.p) {
+      BatchWalk walk;
+      int longest = 0;
+      walk.find(unit, all.p.batch, [&](int b) { return all.units_of_entry(b, longest); });
+      batch = walk.batch;
+      length = Lengths(all.p, batch);
+      const int tiles = Block::tiles_of(all.p, length.q);
+      const auto own = [&](int of) { return all.units_of(of, length); };
+      const int of_group = BatchWalk::count(tiles, own);  // heads have as many each
+      group = walk.rest / of_group;
+      BatchWalk within;
+      within.find(walk.rest % of_group, tiles, own);
+      tile = within.batch;
+      units.first = unit - within.rest;
+      units.last = units.first + look(all.p);
+    }
+
+    // To the one before, of which there is one.
+    DLATTN_DEVICE void go_back(const KeyDivision& all) {
+      if (--tile < 0) {
+        if (--group < 0) {
+          group = all.groups - 1;
+          do {
+            length = Lengths(all.p, --batch);
+          } while (length.q == 0);
+        }
+        tile = Block::tiles_of(all.p, length.q) - 1;
+      }
+      units.last = units.first;
+      units.first -= look(all.p);
+    }
+
+   private:
+    DLATTN_DEVICE int look(const Params& p) {
+      const Work work = Work::of(p, {tile, 0, batch}, length);
+      first_key_tile = work.first_tile;
+      return units_of(work);
+    }
+  };
+};
+
+}  // namespace dlattn
