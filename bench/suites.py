@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from bench import decode, host, score_mod, starts
+from bench import decode, host, score_mod, serving, starts
 from bench.jobs import CaseJob, Job
 from bench.presets import PRESETS, telling_first
 
@@ -16,6 +16,7 @@ def _suites() -> dict[str, tuple[Job, ...]]:
     return {
         **{name: tuple(jobs[c.name] for c in telling_first(cs)) for name, cs in of_cases.items()},
         "decode": tuple(decode.jobs()),
+        "serving": tuple(serving.jobs()),
         "host": (host.HostJob(),),
         "start": (starts.StartJob(),),
         "score_mod": tuple(score_mod.jobs()),

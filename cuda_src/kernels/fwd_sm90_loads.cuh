@@ -223,7 +223,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     const int log2_rows = Base::log2_head_rows(p), tile_rows = Base::rows_per_tile(p);
     const uint32 pair = number / tiles_of_head, batch = pair / uint32(p.heads_q);
     const int tile = number % tiles_of_head, length = p.seq_len_q.at(batch, p.seq_q);
-    return {int(pair % uint32(p.heads_q)), int(batch), length,
+    return {int(pair % uint32(p.heads_q)),
+            int(batch),
+            length,
             {most(tile * tile_rows, Base::parts_of(p, length) << log2_rows),
              least((tile + 1) * tile_rows, p.seq_q)}};
   }

@@ -149,19 +149,17 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        counter = 256 if self._asks_for_tiles else 0
-        return counter + self._marks_bytes + self._parts_bytes
+        return self._marks_bytes + self._parts_bytes
 
     def scratch_places(self) -> list[Place]:
-        parts = self._params.parts
-        places: list[tuple[Any, str, int]] = []
+        parts, marks = self._params.parts, 8 * self._marks
+        places: list[tuple[Any, str, int]] = [(parts, "marks", self._marks_bytes)]
         if self._asks_for_tiles:
-            places = [(self._params, "items_taken", 256)]
-        if self._asks_for_tiles or self._sharers:
-            places.append((parts, "marks", self._marks_bytes))
+            left = self._marks_bytes - marks
+            places = [(parts, "marks", marks), (self._params, "items_taken", left)]
         if self._sharers:
             places.append((parts, "data", self._parts_bytes))
-        return places_of(places)
+        return places_of(places if self._marks else [])
 
     @cached_property
     def _sharers(self) -> int:
@@ -172,11 +170,15 @@ class FwdSm90(MappedPlan):
         return self._sharing.blocks
 
     @property
+    def _marks(self) -> int:
+        """One of each warp that leaves a part of its rows; one beside the counter of tiles asked
+        for, where no part is left."""
+        return max(self._sharers * self.tiling.tile_q // 16, int(self._asks_for_tiles))
+
+    @property
     def _marks_bytes(self) -> int:
-        """Of a mark for each warp that leaves a part of its rows; and one beside the counter of
-        tiles asked for, when no part is left."""
-        marks = self._sharers * self.tiling.tile_q // 16
-        return round_up(8 * max(marks, int(self._asks_for_tiles)), 256)
+        """Of the marks, and of that counter."""
+        return round_up(8 * (self._marks + self._asks_for_tiles), 256)
 
     @property
     def _parts_bytes(self) -> int:

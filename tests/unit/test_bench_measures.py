@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, host, plots, score_mod
+from bench import decode, host, plots, score_mod, serving
 from bench.cases import FORWARD, PASSES, case
 from bench.decode import Data, Row, complaint, dlattn_calls, reference
 from bench.presets import MODELS, PRESETS
@@ -28,7 +28,7 @@ def test_suites() -> None:
     names = [name for job in jobs for name in job.cases]
     assert len(set(names)) == len(names)
     assert {c.name for c in PRESETS["all"]} < set(names)
-    assert {job.name for job in SUITES["decode"]} < set(names)
+    assert {job.name for suite in ("decode", "serving") for job in SUITES[suite]} < set(names)
     assert "s4096" in jobs[0].name and jobs[1] in SUITES["features"]
 
 
@@ -75,7 +75,7 @@ def test_functions_of_scores(extra: str) -> None:
             assert not is_off(c, error(output, tensors.expected[name], None)), name
 
 
-# Decoding, host time ------------------------------------------------------------------------------
+# Decoding, serving, host time ---------------------------------------------------------------------
 
 DECODES = [
     Row(2, (4, 2), 64, head_dim=16),
@@ -107,6 +107,21 @@ def test_decode_is_counted_by_bytes() -> None:
     assert decode_bytes("b4 h16/16 s4096 d128 causal") == 0
     row = Row(1, (4, 4), 64, queries=2, head_dim=16)
     assert row.tflops(FORWARD, 1.0) == pytest.approx(4 * 4 * (64 + 63) * 16 / 1e9)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_serving(page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's call is right, and a wrong output is a complaint."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(serving, "BATCHES", {"few": ((1, 20), (5, 5), (70, 90))})
+    torch.manual_seed(0)
+    row = serving.Row("few", (4, 2), page, head_dim=16)
+    data = serving.Data(row, "cpu")
+    assert serving.complaint(row, data, serving.dlattn_call(row, data)) == ""
+    others = serving.Data(row, "cpu").q.clone()
+    assert "off by" in serving.complaint(row, data, lambda: data.o.copy_(others))
+    pairs = 20 + (1 + 2 + 3 + 4 + 5) + sum(range(21, 91))
+    assert row.tflops(FORWARD, 1.0) == pytest.approx(4 * 4 * pairs * 16 / 1e9)
 
 
 def test_host_calls(monkeypatch: pytest.MonkeyPatch) -> None:
