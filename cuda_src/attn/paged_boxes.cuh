@@ -4,6 +4,7 @@
 
 #include "attn/seqlen.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 
 namespace dlattn {
 
@@ -20,28 +21,28 @@ struct PagedBoxes {
 
   DLATTN_DEVICE int rows() const { return least(1 << table.log2_rows, tile_rows & -tile_rows); }
 
-  // The number of the page of a row; entries for rows from `end` on are not read.
+  // What the table says of a row; entries for rows from `end` on are not read. Whether there is such a page
+  // is asked when its box is loaded: a thread that asks has waited for the number.
   DLATTN_DEVICE int number(int row, int end) const {
-    const int number = row < end ? table.number(entries, row) : nowhere();
-    return table.has(number) ? number : nowhere();
+    return row < end ? table.number(entries, row) : -1;
   }
+  DLATTN_DEVICE int existing(int number) const { return table.has(number) ? number : nowhere(); }
 
   // Of the box of this lane in the tile that begins with this row.
   DLATTN_DEVICE int number_of_lane(int first, int end) const {
     const int offset = threadIdx.x % 32 * rows();
-    return offset < tile_rows ? number(first + offset, end) : nowhere();
+    return offset < tile_rows ? number(first + offset, end) : -1;
   }
 
-  // By a warp, of which each lane has the number for its box: so they are there without waiting.
+  // By a warp, of which each lane has the number for its box: so they are there without waiting. Copies are
+  // short, and the time between two of them counts: four lie side by side.
   template <class Tile>
   DLATTN_DEVICE void load_by_warp(Tile& tile, const TensorMap& map, uint64& landed, int first,
                                   int head, int number_of_lane) const {
-#pragma unroll 1
+#pragma unroll 4
     for (int row = 0, box = 0; row < tile_rows; row += rows(), ++box) {
-      const int number = __shfl_sync(0xffffffffu, number_of_lane, box);
-      if (threadIdx.x % 32 == 0) {
-        tile.load_rows(row, map, landed, table.slot(first + row), head, number);
-      }
+      const int number = existing(from_lane(number_of_lane, box));
+      if (elected()) tile.load_rows(row, map, landed, table.slot(first + row), head, number);
     }
     __syncwarp();
   }
@@ -52,7 +53,8 @@ struct PagedBoxes {
                           int end) const {
 #pragma unroll 1
     for (int row = 0; row < tile_rows; row += rows()) {
-      tile.load_rows(row, map, landed, table.slot(first + row), head, number(first + row, end));
+      const int own = existing(number(first + row, end));
+      tile.load_rows(row, map, landed, table.slot(first + row), head, own);
     }
   }
 };
