@@ -25,8 +25,7 @@ class KernelCache:
         self._kernels: dict[tuple[jit.KernelSource, str], jit.CompiledKernel] = {}
 
     def add(self, plan: Runnable) -> None:
-        """Hold what a compiled plan launches, and what it would with other sizes; of Hopper's
-        backward, which has up to three kernels by how much there is to do, the one for these."""
+        """Hold what a compiled plan launches, and what it would with other sizes."""
         sources, arch = [*plan.sources(), *plan.companions()], plan.target.arch
         for source, kernel in zip(sources, jit.compile_kernels(sources, arch), strict=True):
             self._kernels[source, arch] = kernel

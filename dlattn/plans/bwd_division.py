@@ -324,8 +324,12 @@ def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences
     return of_rows(1, *longest), of_rows(count, *shorter)
 
 
+def may_divide(problem: Problem) -> bool:
+    """Whether items of some sizes of a problem are divided."""
+    return not (problem.paged_k or problem.paged_v or problem.has_blocks)
+
+
 def _may_divide(problem: Problem, geometry: Geometry, *, by_heads: bool = False) -> bool:
     # In a fixed order, items take turns to add by their heads alone.
     unordered = problem.deterministic and not (problem.ragged or by_heads)
-    apart = problem.paged_k or problem.paged_v or unordered
-    return not (apart or problem.has_blocks) and geometry.heads_k == geometry.heads_v
+    return may_divide(problem) and not unordered and geometry.heads_k == geometry.heads_v

@@ -8,13 +8,16 @@ from dlattn.problem import Geometry, Problem, Scale
 LEAST_HEADS = 4
 
 
+def may_relay(problem: Problem) -> bool:
+    """Whether items of some sizes of a problem do."""
+    others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
+    return not (others or problem.edits != (Scale(positive=True),) or problem.dropout)
+
+
 def relays(problem: Problem, geometry: Geometry, tile_q: int, tile_k: int) -> bool:
     """Whether every query has a key, and at most two key tiles meet a query tile: in a narrow
     window, whose keys several heads share; or because one tile has all keys."""
-    others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
-    if others or problem.edits != (Scale(positive=True),) or problem.dropout:
-        return False
-    if geometry.has_lengths or geometry.heads_k != geometry.heads_v:
+    if not may_relay(problem) or geometry.has_lengths or geometry.heads_k != geometry.heads_v:
         return False
     left, right = geometry.band_left, geometry.band_right
     square = geometry.seq_q == geometry.seq_kv

@@ -22,7 +22,10 @@ from dlattn.plans.bwd_sm90_tiling import (
     RowTiling,
     Sm90BwdTiling,
     choose_tiling,
+    may_add_keys,
+    relaying,
     result_width,
+    tilings,
     with_few_steps,
 )
 from dlattn.plans.bwd_waves import pairs_of_causal_waves, ragged_wave
@@ -32,6 +35,7 @@ from dlattn.plans.mapped import MappedPlan, bias_rows, staged
 from dlattn.plans.ragged import Items, RaggedScratch
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Geometry, Problem
+from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 
 #: Sums of dQ that wider waves of a fixed order may add to at a time: L2 has room for more, but
@@ -60,10 +64,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
         super().__init__(problem, geometry, target)
         self.tiling = tiling or self._choose_tiling()
         self._division: Division | None = None
-        in_parts = tiling is None or tiling.adds_keys
-        if in_parts and (self._key_tiles == 1 or not self.tiling.relays):
+        if tiling is None and (self._key_tiles == 1 or not self.tiling.relays):
             self._division = self._divide()
             self.tiling = replace(self.tiling, adds_keys=self._division is not None)
+        elif self.tiling.adds_keys:
+            self._division = self._divide() or Division(super()._heads_per_block, whole_items=0)
         self.set_waves()
         items, division = self._pairs * self._key_tiles, self._division
         # KeySums numbers tiles pair by pair.
@@ -74,8 +79,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def _divide(self) -> Division | None:
         """Items in parts, if that is better."""
-        # No registers; or, in clusters and beside few steps, not tried.
-        if not self.tiling.stats_in_products or self.tiling.shares_last:
+        if not may_add_keys(self.problem, self.tiling):
             return None
         group = super()._heads_per_block
         items = self.geometry.batch * self.geometry.heads_q // group * self._key_tiles
@@ -104,14 +108,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     def _choose_tiling(self) -> Sm90BwdTiling:
         tiling = choose_tiling(self.problem)
-        fits = tiling.share_slots > 0 and tiling.cluster == 1
-        if not (fits and relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k)):
-            steps = super()._heads_per_block * -(-self.geometry.seq_q // tiling.tile_q)
-            return with_few_steps(tiling, self.problem, steps)
-        # The next item needs a piece a step at the most, and an earlier one's come two at a time.
-        if tiling.tile_q > 64:
-            tiling = replace(tiling, dq_slots=1, share_slots=2)
-        return replace(tiling, relays=True)
+        if relays(self.problem, self.geometry, tiling.tile_q, tiling.tile_k):
+            return relaying(tiling) or self._with_few_steps(tiling)
+        return self._with_few_steps(tiling)
+
+    def _with_few_steps(self, tiling: Sm90BwdTiling) -> Sm90BwdTiling:
+        steps = super()._heads_per_block * -(-self.geometry.seq_q // tiling.tile_q)
+        return with_few_steps(tiling, self.problem, steps)
 
     @classmethod
     def skipping(cls, problem: Problem) -> Problem:
@@ -193,7 +196,10 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @property
     def row_tiling(self) -> Tiling:
-        return RowTiling(self.tiling.cpp)
+        # Without what the main kernel alone is told: so its tilings share the others.
+        adds_keys = self.tiling.adds_keys and self.problem.ragged
+        its = replace(self.tiling, share_slots=0, shares_last=False, adds_keys=adds_keys)
+        return RowTiling(its.cpp)
 
     @cached_property
     def ragged(self) -> RaggedScratch | None:
@@ -251,6 +257,11 @@ class BwdSm90(MappedPlan, BackwardPlan):
                 grid = (self._key_tiles, self.geometry.heads_k, self.geometry.batch)
             kernels.insert(2, self._small_kernel("bwd_key_rows", grid))
         return kernels
+
+    def companions(self) -> list[KernelSource]:
+        given = self.problem, self.geometry, self.target
+        others = [BwdSm90(*given, it) for it in tilings(self.problem) if it != self.tiling]
+        return list(dict.fromkeys(source for it in others for source in it.sources()))
 
     def main_kernel(self, items: int) -> KernelLaunch:
         cluster, whole = self.tiling.cluster, self._params.whole_items

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import gcd
 from typing import ClassVar
 
+from dlattn.plans.bwd_division import may_divide
+from dlattn.plans.bwd_relay import may_relay
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
 from dlattn.problem import Band, GivenMask, Problem, Scale
@@ -172,6 +174,32 @@ def with_few_steps(tiling: Sm90BwdTiling, problem: Problem, steps: int) -> Sm90B
     if apart or not few or not tiling.spares_registers:
         return tiling
     return replace(tiling, shares_last=True, share_slots=0)
+
+
+def relaying(tiling: Sm90BwdTiling) -> Sm90BwdTiling | None:
+    """The tiling of items that relay dQ, if there is room for it."""
+    if tiling.share_slots == 0 or tiling.cluster > 1:
+        return None
+    # The next item needs a piece a step at the most, and an earlier one's come two at a time.
+    if tiling.tile_q > 64:
+        tiling = replace(tiling, dq_slots=1, share_slots=2)
+    return replace(tiling, relays=True)
+
+
+def may_add_keys(problem: Problem, tiling: Sm90BwdTiling) -> bool:
+    """Whether items of some sizes are divided. Without registers for it, none are; in clusters and
+    beside few steps, it was not tried."""
+    return tiling.stats_in_products and not tiling.shares_last and may_divide(problem)
+
+
+def tilings(problem: Problem) -> list[Sm90BwdTiling]:
+    """Those that sizes of a problem choose among, each with a kernel of its own."""
+    whole = choose_tiling(problem)
+    its = [whole, with_few_steps(whole, problem, steps=1)]
+    if may_relay(problem) and (tiling := relaying(whole)) is not None:
+        its.append(tiling)
+    its += [replace(it, adds_keys=True) for it in its if may_add_keys(problem, it)]
+    return list(dict.fromkeys(its))
 
 
 def choose_tiles(problem: Problem) -> Sm90BwdTiling:

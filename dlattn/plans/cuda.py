@@ -151,7 +151,7 @@ class CudaPlan(Plan):
         return [kernel.source for kernel in self._all_kernels()]
 
     def compile(self) -> list[jit.CompiledKernel]:
-        return jit.compile_kernels(self.sources(), self.target.arch, self.companions())
+        return jit.compile_kernels(self.sources(), self.target.arch, self.companions)
 
     def build(self) -> None:
         if self._operations is not None:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
 from functools import cache
 from pathlib import Path
@@ -122,16 +122,18 @@ def compile_kernel(source: KernelSource, arch: str) -> CompiledKernel:
 
 
 def compile_kernels(
-    sources: Sequence[KernelSource], arch: str, companions: Sequence[KernelSource] = ()
+    sources: Sequence[KernelSource],
+    arch: str,
+    companions: Callable[[], Sequence[KernelSource]] | None = None,
 ) -> list[CompiledKernel]:
     """Compile several kernels side by side (NVRTC releases the GIL); see :func:`compile_kernel`.
 
     Args:
-        companions: kernels that will be wanted later. If one of the sources must be compiled, they
-            are as well, in the same time.
+        companions: says which kernels will be wanted later. If one of the sources must be compiled,
+            they are as well, in the same time; else it is not called.
     """
     if companions and not all(_is_compiled(source, arch) for source in sources):
-        return compile_kernels([*sources, *companions], arch)[: len(sources)]
+        return compile_kernels([*sources, *companions()], arch)[: len(sources)]
     if len(sources) < 2:
         return [compile_kernel(source, arch) for source in sources]
     # Imported here, because it takes as long as a warm start spends on all kernels together.

@@ -1,4 +1,4 @@
-"""What README says of new sizes: kernels for them are compiled with the first, or are few."""
+"""What README says of new sizes: kernels for them are compiled with the first."""
 
 from __future__ import annotations
 
@@ -46,23 +46,26 @@ def plan(sizes: tuple[int, int, int], heads: tuple[int, int], dim: int, backward
 
 @pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("lengths", [LENGTHS, DECODED], ids=["forward", "decoding"])
-def test_a_forward_compiles_for_all_sizes(
-    lengths: tuple[tuple[int, int], ...], dim: int, heads: tuple[int, int]
+@pytest.mark.parametrize(
+    "lengths, backward",
+    [(LENGTHS, False), (DECODED, False), (LENGTHS, True)],
+    ids=["forward", "decoding", "backward"],
+)
+def test_all_sizes_are_compiled_at_once(
+    lengths: tuple[tuple[int, int], ...], backward: bool, dim: int, heads: tuple[int, int]
 ) -> None:
     """What one size takes is compiled with what any other does, by the same plan."""
-    plans = [plan((b, *of), heads, dim, False) for b, of in product(BATCHES, lengths)]
+    plans = [plan((b, *of), heads, dim, backward) for b, of in product(BATCHES, lengths)]
     for first in {it.name: it for it in plans}.values():
         with_it = {*first.sources(), *first.companions()}
         assert all(with_it.issuperset(it.sources()) for it in plans if it.name == first.name)
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_hoppers_backward_is_few_kernels(dim: int, heads: tuple[int, int]) -> None:
+def test_hoppers_backward_is_few_kernels(dim: int) -> None:
     """At most five of each of its parts, for all sizes."""
-    plans = [plan((b, *of), heads, dim, True) for b, of in product(BATCHES, LENGTHS)]
-    assert {it.name for it in plans} == {"bwd_sm90"}
-    sources = {source for it in plans for source in it.sources()}
+    it = plan((3, 1024, 1024), (8, 8), dim, True)
+    assert it.name == "bwd_sm90"
+    sources = {*it.sources(), *it.companions()}
     for name in {source.name for source in sources}:
         assert sum(source.name == name for source in sources) <= 5

@@ -52,7 +52,7 @@ def driver() -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
         driver = install(patch)
         patch.setattr(placement, "default_target", lambda: HOPPER)
-        patch.setattr(jit, "compile_kernels", lambda sources, arch, companions=(): [*sources])
+        patch.setattr(jit, "compile_kernels", lambda sources, arch, companions=None: [*sources])
         patch.setattr(jit, "remember", lambda source, kernel: None)
         patch.setattr(serial, "write_kernels", lambda them: [[s.name, s.text] for s, _ in them])
         patch.setattr(
