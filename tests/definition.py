@@ -287,9 +287,9 @@ def _repeat(x: Any, heads: int) -> Any:
     return _module(x).stack([x[h * x.shape[0] // heads] for h in range(heads)])
 
 
-def capped(case: Case, e: Entry) -> tuple[Any, Any, Any]:
+def capped(case: Case, e: Entry, off: float = 0.0) -> tuple[Any, Any, Any]:
     """What :func:`scores_of` says, of what the user's function is given."""
-    scores = case.scale_value * (e.q @ transposed(e.k))
+    scores = case.scale_value * (e.q @ transposed(e.k)) + off
     if not case.softcap:
         return scores, 1.0, 0.0
     tanh = e.xp.tanh(scores / case.softcap)
@@ -309,10 +309,10 @@ def slopes_of(case: Case, e: Entry, off: float = 0.0) -> dict[str, Any]:
     return slopes
 
 
-def scores_of(case: Case, e: Entry) -> tuple[Any, Any, Any]:
+def scores_of(case: Case, e: Entry, off: float = 0.0) -> tuple[Any, Any, Any]:
     """The scores (H, m, n) before the masks, their derivative by the scaled products, and the
-    largest number that edits round on the way."""
-    scores, slope, largest = capped(case, e)
+    largest number that edits round on the way, where those products are off by so much."""
+    scores, slope, largest = capped(case, e, off)
     if e.mod is not None:
         made = e.mod(scores)
         largest = abs(made.slope) * largest + made.error

@@ -132,6 +132,10 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         held_d_s = rounding(d_s / factor) * factor**2
         d_s_variance = held_d_s + slope**2 * (p_variance * centred**2 + p**2 * own_d_p)
         d_s_variance = d_s_variance + (eps * (1 - slope) * p * centred) ** 2
+        # The slope is taken at a score that has errors.
+        before, after = (scores_of(case, e, off)[1] for off in (-_STEP, _STEP))
+        bent = case.scale_value * (after - before) / (2 * _STEP)
+        d_s_variance = d_s_variance + (bent * p * centred) ** 2 * products
         scale = case.scale_value**2
         d_q = product(d_s, e.k, d_s_variance) + delta * ((slope * p) @ e.k) ** 2
         if case.offset and case.numbers == "sparse":

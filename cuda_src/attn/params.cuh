@@ -49,9 +49,10 @@ struct Params {
                         // decode, items that blocks walk side by side
   int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; at
                         // the most, in a Hopper forward: some of heads_together, if more than one
-  int dq_places;        // for how many pairs there are sums of dQ, or bundles of a ragged problem
-  int paged_rows;       // of dK and dV, where K or V is paged: seq_kv, up to whole pages
-  int dq_lag;           // with an item goes the share of dQ of the item, or bundle, so many before
+  int dq_places;  // for how many pairs there are sums of dQ, or bundles of a ragged problem; 0: for all
+                  // query tiles of one
+  int paged_rows;  // of dK and dV, where K or V is paged: seq_kv, up to whole pages
+  int dq_lag;      // with an item goes the share of dQ of the item, or bundle, so many before
   float attn_scale;
   float softcap, softcap_inverse;  // what soft-capped scores stay within
   uint32 dropout_addend;           // brings random bits to 2^15 where they drop, in each half

@@ -60,19 +60,16 @@ DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, in
   }
   if constexpr (Problem::ragged && Tiling::adds_keys) KeySums<Problem, Tiling>::clear(p, batch);
 
-  const int pair = Shapes::pair(p, batch, head);
-  if (pair >= p.dq_places) return;
-  int sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
-  if constexpr (Problem::ragged) {
-    if (p.dq_arrivals == nullptr) {
-      if (!has_room) return;
-      sum_tile = row_tile;
-    }
+  int sum_tile = row_tile;
+  if (Problem::ragged && p.dq_places == 0) {
+    if (!has_room) return;
+  } else {
+    const int pair = Shapes::pair(p, batch, head);
+    if (pair >= p.dq_places) return;
+    sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
+    if (threadIdx.x == 0 && p.dq_stored != nullptr) p.dq_stored[pair] = 0;
   }
-  if (threadIdx.x == 0 && p.dq_arrivals != nullptr) {
-    p.dq_arrivals[sum_tile] = 0;
-    p.dq_stored[pair] = 0;
-  }
+  if (threadIdx.x == 0 && p.dq_arrivals != nullptr) p.dq_arrivals[sum_tile] = 0;
   if constexpr (Tiling::relays) return;  // parts of dQ are stored, not added
   auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
 #pragma unroll 4

@@ -318,9 +318,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if (lane < mapped_tensors) told.mapped[lane] = p.ragged.mapped[lane * p.batch + row.z];
     if (lane == mapped_tensors) {
       const RaggedEntry entry = p.ragged.entries[row.z];
-      const int heads = (row.y - entry.groups_of(row.w, 0).first) * p.heads_per_block;
       told.entry = entry;
-      told.first_sum = Shapes::slot(p, row.w, 0, heads * entry.query_tiles);
+      told.first_sum = Shapes::first_sum(p, entry, row.w, row.y * p.heads_per_block);
     }
     if (lane == mapped_tensors + 1) told.length_q = p.seq_len_q.at(row.z, p.seq_q);
     if (lane == mapped_tensors + 2) told.length_kv = p.seq_len_kv.at(row.z, p.seq_kv);

@@ -60,6 +60,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   static constexpr int end_of_item = -1;  // in the place of a sum
 
+  // In a small ragged problem, every query tile has a sum of its own, and all shares go with no item: one of
+  // few keys would have those of a long sequence.
+  DLATTN_DEVICE bool has_places() const { return !Problem::ragged || p.dq_places > 0; }
+
   // The place of a pair's sums, or a bundle's, is its own: what had it before has stored its dQ, and
   // left zeros.
   DLATTN_DEVICE void await_place(WorkItem item) const { await_place(pair(item)); }
@@ -71,6 +75,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
   }
   DLATTN_DEVICE void await_place(int pair) const {
+    if (!has_places()) return;
     const int stored = pair / p.dq_places * query_tiles_per_pair();
     if (stored == 0) return;
     while (load_acquire(p.dq_stored + pair % p.dq_places) < stored) __nanosleep(100);
@@ -88,11 +93,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
       const auto& told = this->told();
-      const int tiles = most(1, ceil_div(told.length_kv, tile_k));
-      const Interval groups = told.entry.groups_of(told.bundle, p.heads_q / p.heads_per_block);
-      const int part = (told.item.head - groups.first) * tiles + told.item.tile;
-      prepare_ragged_share(shared.share, told.bundle - p.dq_lag, part,
-                           (groups.last - groups.first) * tiles);
+      const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
+      const int bundle = told.bundle - ragged_lag(p.ragged.items[0]);
+      prepare_ragged_share(shared.share, bundle, turn.number, turn.of);
     } else {
       prepare_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
     }
@@ -203,6 +206,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
   // A warp tells that a share has been stored.
   DLATTN_DEVICE void free_sums(const Share& share) const {
+    if (!has_places()) return;
     const int tiles = share.pieces / dq_pieces;
     const int pair = pair_of(share);
     int* arrivals = p.dq_arrivals + Base::slot(p, pair, 0, share.tile);
@@ -231,6 +235,24 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
+  // Of so many items and bundles. Where blocks have few items, and nobody waits for a place, all shares go with
+  // no item.
+  DLATTN_DEVICE int ragged_lag(int4 count) const {
+    const bool few = count.x <= 2 * int(gridDim.x) && count.y <= p.dq_places;
+    return few ? count.y : p.dq_lag;
+  }
+
+  // Which one of its bundle's items an item is, and of how many.
+  struct Turn {
+    int number, of;
+  };
+  DLATTN_DEVICE Turn turn_in_bundle(const WorkItem& item, const RaggedEntry& entry, int bundle,
+                                    int length_kv) const {
+    const int tiles = most(1, ceil_div(length_kv, tile_k));
+    const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
+    return {(item.head - groups.first) * tiles + item.tile, (groups.last - groups.first) * tiles};
+  }
+
   // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are
   // divided among the items of the bundle dq_lag later. What another share is not counted with has no
   // first tile.
@@ -253,7 +275,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
         described.bundled_tiles = tiles;
         described.batch = batch;
         described.first_head = groups.first * p.heads_per_block;
-        described.sums = sum(Base::slot(p, bundle, 0, first));
+        described.sums = sum(Base::first_sum(p, entry, bundle, described.first_head) + first);
         if (part == 0 || first < tiles) {
           described.tile = first;
           described.pieces = (least(first + each, tiles) - first) * dq_pieces;
@@ -264,7 +286,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if (uniform(described.pieces) == 0) return;
     await_place(bundle);
     const Lengths lengths = Lengths::of(p, described.length_q, described.length_kv);
-    const int* arrivals = p.dq_arrivals + Base::slot(p, bundle, 0, described.tile);
+    const int* arrivals = p.dq_arrivals + (described.sums - sum(0)) / dq_pieces;
 #pragma unroll 1
     for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
       const int tile = (described.tile + i) % described.query_tiles;
@@ -275,15 +297,30 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
+  // Of an item's own bundle, which has as many shares as items, or so many parts of them.
+  DLATTN_DEVICE void prepare_ragged_rest(int item, int part, int parts) {
+    const int4 row = p.ragged.items[1 + item];
+    const int length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
+    const Turn turn =
+        turn_in_bundle({row.x, row.y, row.z}, p.ragged.entries[row.z], row.w, length_kv);
+    prepare_ragged_share(shared.rest, row.w, turn.number * parts + part, turn.of * parts);
+  }
+
   // A share that goes with no item; where those are fewer than blocks, a part of one.
   DLATTN_DEVICE void prepare_rest(int taken) {
     bool exists;
     if constexpr (Problem::ragged) {
-      const int bundles = p.ragged.items[0].y;
-      const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
-      const int bundle = bundles - least(bundles, p.dq_lag) + taken / parts;
-      exists = bundle < bundles;
-      if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
+      const int4 count = p.ragged.items[0];
+      if (has_places()) {
+        const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
+        const int bundle = count.y - least(count.y, ragged_lag(count)) + taken / parts;
+        exists = bundle < count.y;
+        if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
+      } else {
+        const int parts = most(1, int(gridDim.x) / count.x), item = taken / parts;
+        exists = item < count.x;
+        if (exists) prepare_ragged_rest(item, taken % parts, parts);
+      }
     } else {
       const int lone = Base::item_count(p, shared) - p.lone_shares;
       const int parts = most(1, int(gridDim.x) / (Base::cluster * most(1, lone)));

@@ -112,7 +112,7 @@ struct BwdShapes {
   }
 
   // Where the sum of a query tile's dQ is: pairs share dq_places places. In ragged problems without
-  // places, where its statistics are; with places, items are told.
+  // places, where its statistics are; in others, items are told.
   static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
     const int heads = p.heads_per_block;
     if constexpr (Problem::ragged) return row_tile(p, batch, head, tile);
@@ -122,6 +122,13 @@ struct BwdShapes {
   static DLATTN_DEVICE int slot(const Params& p, int pair, int head_of_pair, int tile) {
     const int place = pair % p.dq_places * p.heads_per_block + head_of_pair;
     return place * ceil_div(p.seq_q, tile_q) + tile;
+  }
+  // Of a ragged problem, of the first query tile of a head that is in this bundle.
+  static DLATTN_DEVICE int first_sum(const Params& p, const RaggedEntry& entry, int bundle,
+                                     int head) {
+    if (p.dq_places == 0) return entry.first_tile * p.heads_q + head * entry.query_tiles;
+    const int first_head = entry.groups_of(bundle, 0).first * p.heads_per_block;
+    return slot(p, bundle, 0, (head - first_head) * entry.query_tiles);
   }
 
   // That fp32 sum.

@@ -96,7 +96,9 @@ class BackwardPlan(CudaPlan):
         stored = self._dq_lag + self._items_at_once
         waves = 1 + -(-stored // self._wave_items)
         most = waves * self._params.heads_per_wave
-        return min(self._pairs, most) if self.stores_dq else self._pairs
+        if self.stores_dq:
+            return min(self._pairs, most)
+        return 0 if self.problem.ragged else self._pairs
 
     @property
     def _key_tiles(self) -> int:
@@ -135,7 +137,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _sums(self) -> int:
-        if not self.stores_dq:
+        if not (self.stores_dq and self._dq_places):
             return self._row_tiles
         return self._dq_places * self._heads_per_block * self._query_tiles
 

@@ -26,11 +26,11 @@ MOST_HEADS = 3
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, where all items are fewer than blocks, and where the
-#: last ones are; and of how many blocks these must be for it.
+#: last ones are; and of how many blocks these are few.
 MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
-#: The least part of the whole, and the fewest steps, that are worth the two operations more; and
-#: the fewest where all items are fewer than blocks.
-LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.008, 8, 3
+#: The least part of the whole, where the last ones are few and not, and the fewest steps, that are
+#: worth the two operations more; and the fewest where all items are fewer than blocks.
+LEAST_GAIN_OF_LAST, LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.1, 0.008, 8, 3
 #: Of parts of groups, steps that an item's beginning and end take, and additions to sums; and in
 #: ragged problems, how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
@@ -64,20 +64,25 @@ def divided_group(
     sum_bytes: int,
 ) -> Division | None:
     """Under a causal mask, items of a pair differ in length, and so soon work on different heads,
-    whose sums of dQ may not fit L2; and whole groups may be too few items. By an estimate of when
-    the last item ends.
+    whose sums of dQ may not fit L2; and whole groups may be too few items, there, in a window, and
+    in a fixed order, in which queries are not divided. By an estimate of when the last item ends.
 
     Args:
         tiles: queries and keys of a tile.
         at_once: how many items run beside each other.
         sum_bytes: of a head's dQ, in fp32.
     """
-    causal = geometry.band_right is not None and geometry.band_left is None
-    if not causal or group == 1 or not _may_divide(problem, geometry, by_heads=True):
+    if group == 1 or not _may_divide(problem, geometry, by_heads=True):
         return None
     longest, _ = _sequences(geometry, *tiles)
-    if geometry.heads_q * longest.count * longest.key_tiles <= at_once:
+    causal = geometry.band_right is not None and geometry.band_left is None
+    heads = geometry.heads_q * longest.count * longest.key_tiles
+    if causal and heads <= at_once and not problem.deterministic:
         return None  # divided_causal() may divide queries, too
+    full = geometry.band_left is None and geometry.band_right is None
+    few = heads // group <= at_once and (problem.deterministic or not full)
+    if not causal and not (few and longest.key_tiles > 1):
+        return None
 
     beside = at_once * (MORE_IN_ORDER if problem.deterministic else 1) / longest.key_tiles
     beside = max(LEAST_PAIRS, beside)
@@ -199,11 +204,10 @@ def divided_end(
         steps: of a query tile, that an item takes.
     """
     last = items % at_once
-    few = last < LEAST_LAST * min(items, at_once)
     # Nobody knows which have keys.
     unknown = geometry.has_lengths and items > last
     equal = geometry.band_left is None and geometry.band_right is None
-    if few or unknown or not equal or not _may_divide(problem, geometry):
+    if last == 0 or unknown or not equal or not _may_divide(problem, geometry):
         return None
 
     def end(division: tuple[int, int]) -> float:
@@ -223,7 +227,9 @@ def divided_end(
     divisor, parts = min(divisions, key=end)
     gain = end((1, 1)) - end((divisor, parts))
     fewest = LEAST_STEPS if items > last else LEAST_STEPS_OF_FEW
-    if gain < LEAST_GAIN * (items / at_once) or gain * steps < fewest:
+    few = last < LEAST_LAST * min(items, at_once)
+    least_gain = LEAST_GAIN_OF_LAST if few else LEAST_GAIN
+    if gain < least_gain * (items / at_once) or gain * steps < fewest:
         return None
     return Division(group // divisor, items - last, parts)
 

@@ -234,14 +234,26 @@ class BwdSm90(MappedPlan, BackwardPlan):
                 return super()._dq_lag
             # The longest items end a wave, and many short ones of the next pass by meanwhile.
             return 2 * max(self._wave_items, self._items_at_once) + self._items_at_once
+        if self._own_sums:  # with no item goes any share
+            return self._pairs
         return self._params.heads_per_wave + self._places_at_once
 
     @property
-    def _dq_places(self) -> int:
+    def _own_sums(self) -> bool:
+        """Of a ragged problem, whether all query tiles have sums of dQ: no more than places would
+        have room for."""
+        return self._pairs <= self._most_places
+
+    @property
+    def _most_places(self) -> int:
         """A pair gets a place only after the last item that stores what was there before."""
+        return 2 * (self._params.heads_per_wave + self._places_at_once)
+
+    @property
+    def _dq_places(self) -> int:
         if not self.problem.ragged:
             return super()._dq_places
-        return min(self._pairs, self._dq_lag + self._params.heads_per_wave + self._places_at_once)
+        return 0 if self._own_sums else self._most_places
 
     def dbias_kernel(self) -> KernelLaunch:
         whole = self.problem.masked_by_edits

@@ -78,7 +78,22 @@ CASES = {
         CAUSAL, heads_q=5, seq_q=3500, seq_kv=3500, head_dim_qk=80, head_dim_v=80
     ),
     "causal, 64": replace(CAUSAL, head_dim_qk=64, head_dim_v=64, seq_q=3000, seq_kv=3000),
-}
+    "the last few items": replace(FEW, batch=17, heads_q=8, heads_k=4, heads_v=4, seq_kv=250),
+    "in a fixed order, a group": replace(FEW, seq_q=600, seq_kv=600, deterministic=True),
+    "causal, few, in a fixed order": replace(CAUSAL, heads_q=6, deterministic=True),
+    "a window": replace(FEW, seq_q=700, seq_kv=700, left=300, right=0),
+    "a window, three groups": replace(
+        FEW, batch=2, heads_q=12, heads_k=3, heads_v=3, seq_q=500, seq_kv=600, left=200, right=40,
+        head_dim_qk=112, head_dim_v=112, dtype="bfloat16",
+    ),
+    "a window, in a fixed order": replace(
+        FEW, heads_q=12, heads_k=3, heads_v=3, seq_q=500, seq_kv=500, left=400, right=0,
+        deterministic=True, head_dim_qk=64, head_dim_v=64,
+    ),
+    "keys after, in a fixed order": replace(
+        FEW, heads_q=8, seq_q=500, seq_kv=500, left=200, deterministic=True
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

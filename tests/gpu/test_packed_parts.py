@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.runtime.target import cuda_target
 from tests.callers import gpu_callers
 from tests.flash import FlashCase
@@ -52,6 +53,35 @@ def on_hopper() -> None:
 def test_parts_of_groups_add_up(case: FlashCase) -> None:
     """Gradients of keys are right, and nothing else is written, whoever computes which heads."""
     check(case, gpu_callers()[case.heads % len(gpu_callers())])
+
+
+#: One long sequence among many short ones, and few heads.
+LONG = replace(
+    CASE, lens_q=(60, 3, 1500, 0, 200, 17), lens_k=(60, 3, 1500, 0, 200, 17), heads=1
+)  # fmt: skip
+#: More pairs than have places at a time.
+MANY = replace(
+    CASE, heads=3, heads_k=3, lens_q=tuple(37 * i * i % 401 for i in range(60)),
+    lens_k=tuple(37 * i * i % 401 for i in range(60)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", [LONG, MANY], ids=["long", "many"])
+def test_sums_in_places_and_of_their_own(
+    case: FlashCase,
+    causal: bool,
+    deterministic: bool,
+    own: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of queries are right, whether pairs take turns at places of sums or not."""
+    monkeypatch.setattr(BwdSm90, "_own_sums", own)
+    # Calls are kept by their problems: another slack makes another one.
+    its = replace(case, causal=causal, deterministic=deterministic, slack=8 + own)
+    check(its, gpu_callers()[0])
 
 
 @pytest.mark.parametrize("causal", [False, True])

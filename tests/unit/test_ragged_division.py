@@ -56,25 +56,30 @@ def numbered(plan: BwdSm90, lengths: list[int]) -> list[tuple[int, int, int, int
 
 @given(
     lengths=LENGTHS, groups=GROUPS, heads_per_group=HEADS_PER_GROUP, causal=st.booleans(),
-    deterministic=st.booleans(),
+    deterministic=st.booleans(), in_places=st.booleans(),
 )  # fmt: skip
 def test_items_wait_for_smaller_numbers(
-    lengths, groups, heads_per_group, causal, deterministic
+    lengths, groups, heads_per_group, causal, deterministic, in_places
 ) -> None:
     """For the sums that they store as dQ, for the place of their own, and for the turn to add to
     sums of dK and dV, which goes with the heads of a group."""
     sizes = sizes_of(lengths, groups, heads_per_group)
-    plan = plan_of(causal=causal, deterministic=deterministic, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        if in_places:
+            patch.setattr(BwdSm90, "_own_sums", False)
+        plan = plan_of(causal=causal, deterministic=deterministic, **sizes)
     params, items = plan._params, numbered(plan, lengths)
     assert len(items) <= plan.ragged.items.most
     numbers: dict[int, list[int]] = {}
     for number, (bundle, *_) in enumerate(items):
         numbers.setdefault(bundle, []).append(number)
     assert sorted(numbers) == list(range(len(numbers))) and len(numbers) <= plan._pairs
+    assert params.dq_places > 0 or params.dq_lag >= len(numbers)
+    places = params.dq_places or len(numbers)
     for bundle, own in numbers.items():
-        for earlier in (bundle - params.dq_lag, bundle - params.dq_places):
+        for earlier in (bundle - params.dq_lag, bundle - places):
             assert earlier < 0 or max(numbers[earlier]) < min(own)
-        storing = bundle - params.dq_places + params.dq_lag
+        storing = bundle - places + params.dq_lag
         assert storing < params.dq_lag or storing >= bundle or max(numbers[storing]) < min(own)
     number_of = {item[1:]: number for number, item in enumerate(items)}
     assert len(number_of) == len(items)

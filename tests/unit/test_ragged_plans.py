@@ -154,15 +154,20 @@ def test_tiles_of_all_tokens_have_room(family, lengths, more) -> None:
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     groups=st.integers(1, 20),
     heads_per_group=st.integers(1, 4),
+    in_places=st.booleans(),
 )
-def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
+def test_nobody_waits_for_ever(lengths, groups, heads_per_group, in_places) -> None:
     """A Hopper item waits only for items with smaller numbers, whatever the lengths.
 
-    It waits for the sums that it stores as dQ, and for the place of its bundle's sums.
+    It waits for the sums that it stores as dQ, and for the place of its bundle's sums; for neither
+    where all have sums of their own.
     """
     longest = max(1, *lengths) if len(lengths) > 1 else max(1, lengths[0])
     heads = groups * heads_per_group
-    plan = plan_of(BwdSm90, batch=len(lengths), groups=groups, heads=heads, seq=longest)
+    with pytest.MonkeyPatch.context() as patch:
+        if in_places:
+            patch.setattr(BwdSm90, "_own_sums", False)
+        plan = plan_of(BwdSm90, batch=len(lengths), groups=groups, heads=heads, seq=longest)
     params, tile_k = plan._params, plan.tiling.tile_k
     groups = heads // params.heads_per_block
     room = -(-longest // plan.tiling.tile_q)
@@ -175,6 +180,9 @@ def test_nobody_waits_for_ever(lengths, groups, heads_per_group) -> None:
         numbers.setdefault(bundle, []).append(number)
     assert sorted(numbers) == list(range(len(numbers)))  # every bundle has items
     assert len(numbers) <= plan.ragged.items.bundles
+    if params.dq_places == 0:
+        assert not in_places and params.dq_lag >= len(numbers)
+        return
     for bundle, own in numbers.items():
         stored = bundle - params.dq_lag  # with this bundle's items
         assert stored < 0 or max(numbers[stored]) < min(own)
