@@ -86,7 +86,7 @@ def test_few_items_under_a_causal_mask(head_dim: int, dtype: data_type) -> None:
 
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("batch", [1, 40])
+@pytest.mark.parametrize("batch", [1, 66])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 def test_one_key_tile(head_dim: int, batch: int, causal: bool, dtype: data_type) -> None:
     """Items that have all of their queries' dQ, in parts or not, have registers for it."""
