@@ -87,6 +87,8 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         score = (slope * case.scale_value) ** 2 * products
         # What edits round: numbers as large as the score, and as what they add to it.
         score = score + (eps * edited) ** 2
+        # What exponentials are of, the distance from the largest, is rounded at its own size.
+        score = score + (eps * (scores - largest)) ** 2 / 3
         # What all scores of a row have in common, and what moves them against the sink.
         cut_off = abs(slope * case.scale_value) * _cut_off(case, e)
         common = row_sum(e, p * cut_off) ** 2 / 3

@@ -76,11 +76,11 @@ def divided_group(
         return None
     longest, _ = _sequences(geometry, *tiles)
     causal = geometry.band_right is not None and geometry.band_left is None
-    heads = geometry.heads_q * longest.count * longest.key_tiles
-    if causal and heads <= at_once and not problem.deterministic:
+    items_of_heads = geometry.heads_q * longest.count * longest.key_tiles
+    if causal and items_of_heads <= at_once and not problem.deterministic:
         return None  # divided_causal() may divide queries, too
     full = geometry.band_left is None and geometry.band_right is None
-    few = heads // group <= at_once and (problem.deterministic or not full)
+    few = items_of_heads // group <= at_once and (problem.deterministic or not full)
     if not causal and not (few and longest.key_tiles > 1):
         return None
 
