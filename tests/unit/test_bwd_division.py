@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -70,6 +71,22 @@ def test_who_is_divided() -> None:
     assert params(4, 16, 16, 4096, causal=True) == (1, 64 * 32, 1)
     assert params(32, 16, 16, 512, causal=False) == (1, 2048, 1)
     assert params(1, 16, 16, 4096, causal=False) == (1, 512, 1)
+    # The last 28 of 160, after one round; but not the last four of 4096, after 31.
+    assert params(1, 4, 4, 5000, causal=False) == (1, 132, 4)
+    assert params(16, 16, 16, 2048, causal=False) == (1, 4096, 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_few_groups_of_windows_are_divided(deterministic: bool) -> None:
+    """Whole groups that are fewer items than blocks are divided by heads, in a fixed order, too."""
+
+    def heads(groups: int, seq: int) -> int:
+        shape = replace(geometry(2, groups, 4 * groups, seq, seq), band_left=300, band_right=0)
+        its = BwdSm90(problem(deterministic=deterministic), shape, HOPPER)._params
+        assert its.item_parts == 1
+        return its.heads_per_block
+
+    assert [heads(2, seq) for seq in (600, 4096, 16384)] == [1, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +113,8 @@ def test_in_a_fixed_order_heads_alone_are_divided() -> None:
     assert divided(28, 1024, causal=True) == (7, 1)
     assert divided(28, 4096, causal=False) == (7, 1)
     assert divided(4, 128, causal=False) == (1, 1)
+    # Few groups.
+    assert divided(12, 500, causal=True) == divided(12, 500, causal=False) == (1, 1)
 
 
 def test_short_groups_are_items_enough() -> None:
