@@ -94,7 +94,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if constexpr (Problem::ragged) {
       const auto& told = this->told();
       const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
-      const int bundle = told.bundle - ragged_lag(p.ragged.items[0]);
+      const int bundle = told.bundle - ragged_lag();
       prepare_ragged_share(shared.share, bundle, turn.number, turn.of);
     } else {
       prepare_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
@@ -235,11 +235,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // Of so many items and bundles. Where blocks have few items, and nobody waits for a place, all shares go with
-  // no item.
-  DLATTN_DEVICE int ragged_lag(int4 count) const {
-    const bool few = count.x <= 2 * int(gridDim.x) && count.y <= p.dq_places;
-    return few ? count.y : p.dq_lag;
+  // Where blocks have few items, and nobody waits for a place, all shares go with no item.
+  DLATTN_DEVICE int ragged_lag() const {
+    if (Base::item_count(p, shared) > 2 * int(gridDim.x)) return p.dq_lag;
+    const int bundles = p.ragged.items[0].y;
+    return bundles <= p.dq_places ? bundles : p.dq_lag;
   }
 
   // Which one of its bundle's items an item is, and of how many.
@@ -313,7 +313,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const int4 count = p.ragged.items[0];
       if (has_places()) {
         const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
-        const int bundle = count.y - least(count.y, ragged_lag(count)) + taken / parts;
+        const int bundle = count.y - least(count.y, ragged_lag()) + taken / parts;
         exists = bundle < count.y;
         if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
       } else {
