@@ -1,8 +1,8 @@
-"""What holds for all tests on a GPU."""
+"""What tests on a GPU share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import pytest
 from dlattn.runtime import jit
 
 
-@pytest.fixture(autouse=True)
-def compiles_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that other sizes of a problem would take are not compiled with it: they would be most
-    of what random tests compile. A module of tests that are of them has a fixture of this name."""
+@pytest.fixture(scope="module")
+def compiles_what_it_launches() -> Iterator[None]:
+    """Kernels that other sizes of a problem would take are not compiled with it: where each test is
+    of another problem, they would be most of what is compiled."""
     compile_kernels = jit.compile_kernels
 
     def alone(
@@ -21,4 +21,6 @@ def compiles_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> list[jit.CompiledKernel]:
         return compile_kernels(sources, arch)
 
-    monkeypatch.setattr(jit, "compile_kernels", alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "compile_kernels", alone)
+        yield

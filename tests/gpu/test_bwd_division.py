@@ -10,7 +10,7 @@ from dlattn.runtime.target import cuda_target
 from tests.cases import Case
 from tests.drivers import check, gpu_library, run_graph
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 FEW = Case(
     heads_q=16, heads_k=1, heads_v=1, seq_q=2000, seq_kv=100, head_dim_qk=128, head_dim_v=128,

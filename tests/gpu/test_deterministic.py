@@ -10,7 +10,7 @@ import pytest
 import dlattn
 from dlattn.flash import mha_varlen_bwd, mha_varlen_fwd
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 #: batch, heads of q, heads of k and v, length, head dimensions, mask.
 CASES: dict[str, tuple[int, int, int, int, int, int, dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from tests.flash_check import check, given_arrays
 from tests.flash_strategies import flash_families
 from tests.nearness import ONE_KEY, check_nearness
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 
 def check_all(family: tuple[FlashCase, ...]) -> None:

@@ -19,7 +19,7 @@ from tests.few_blocks import run_on_few
 from tests.flash import FlashCase
 from tests.flash_check import check as check_flash
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 #: Tiles of very different lengths, in parts of one to six blocks, and whole ones among them. It
 #: runs twice in the same workspace, which nobody clears, and must leave the same bits.

@@ -13,7 +13,7 @@ from tests.callers import gpu_callers
 from tests.flash_strategies import cache_cases
 from tests.kvcache import SMALL, CacheCase, check_cache
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -13,7 +13,7 @@ from tests.mha_checks import check_mha
 from tests.primitive_strategies import mhas
 from tests.reference.test_mha import NAMES, SUBSETS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 
 @pytest.mark.parametrize("subset", range(len(SUBSETS)), ids=NAMES)

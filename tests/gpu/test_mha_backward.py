@@ -15,7 +15,7 @@ from tests.mha_bprop import check_bprop
 from tests.primitive_strategies import backwards
 from tests.reference.test_mha import NAMES, SUBSETS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 #: cuDNN's flash form, and its Mha-bprop.
 FORMS = (check_backward, check_bprop)

@@ -13,7 +13,7 @@ from tests.flash import FlashCase
 from tests.flash_check import check
 from tests.gpu.test_deterministic import check_packed_reruns
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 #: Sequences that end in any row of a tile, some without queries or keys; memory of the caller's,
 #: with tokens before and behind them.

@@ -13,7 +13,7 @@ from tests.cases import Case
 from tests.drivers import check, gpu_library
 from tests.serial import run_by_engine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 
 def rows() -> Iterator[Any]:

@@ -20,7 +20,7 @@ from tests.few_blocks import run_on_few
 from tests.serial import run_by_engine
 from tests.strategies import families, for_hopper
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 
 #: The best kernels for a case, here or with few blocks, or those of one family where it has some,

@@ -29,11 +29,6 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def compiles_what_it_launches() -> None:
-    """And what other sizes take."""
-
-
 def test_other_sizes_compile_nothing() -> None:
     """Batch, heads, lengths, strides, scale and bounds are run-time values."""
     check(CASE, gpu_library(), run_graph)

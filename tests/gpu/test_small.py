@@ -11,7 +11,7 @@ from tests.cases import Case
 from tests.drivers import check, run_graph
 from tests.libraries import Library
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiles_what_it_launches")]
 
 CASES = {
     "one element": Case(head_dim_qk=8, head_dim_v=8, scale=1.0),
