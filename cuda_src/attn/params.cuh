@@ -35,7 +35,8 @@ struct Params {
   const int* schedule;             // persistent forward: see dlattn/plans/schedule.py
   int* items_taken;                // else: tiles that blocks have asked for so far
   TileOrderRef tile_order;         // of a block mask
-  float* dq_accum;                 // (dq_places, heads_per_block, query tiles, tile): fp32 sums
+  float* dq_accum;    // (dq_places, heads_per_block, query tiles, tile): fp32 sums; of no
+                      // places, (query tiles of all heads, tile)
   int* dq_arrivals;   // the same without tile: key tiles added so far; in a relay, 1: a part waits
   int* dq_stored;     // (dq_places): query tiles of which dQ has been stored
   int* shares_taken;  // of those shares of dQ that belong to no item

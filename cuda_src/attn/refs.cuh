@@ -239,7 +239,7 @@ struct TileOrderRef {
 };
 
 // What blocks of a decode leave to each other (kernels/decode.cuh), or of a forward (attn/key_parts.cuh). Of
-// one whose blocks ask for tiles there is one mark: they are being counted.
+// one whose blocks ask for tiles, the first mark says that these are being counted.
 struct PartsRef {
   void* data;     // a part for each block; two for a later kernel
   uint64* marks;  // likewise: `mark` where the part is there

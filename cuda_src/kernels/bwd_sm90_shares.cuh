@@ -93,8 +93,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     // With an item goes the share of one so long ago that its sums are complete, or nearly so.
     if constexpr (Problem::ragged) {
       const auto& told = this->told();
-      const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
       const int bundle = told.bundle - ragged_lag();
+      const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
       prepare_ragged_share(shared.share, bundle, turn.number, turn.of);
     } else {
       prepare_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
@@ -237,6 +237,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // Where blocks have few items, and nobody waits for a place, all shares go with no item.
   DLATTN_DEVICE int ragged_lag() const {
+    if constexpr (Problem::Mask::by_blocks) return p.dq_lag;  // ptxas has no register to ask
     if (Base::item_count(p, shared) > 2 * int(gridDim.x)) return p.dq_lag;
     const int bundles = p.ragged.items[0].y;
     return bundles <= p.dq_places ? bundles : p.dq_lag;

@@ -15,7 +15,7 @@ struct KeyDivision {
   using Work = typename Block::Work;
 
   // Query tiles for each block up to which keys are divided; keys of a part at the least; parts of a
-  // query tile at the most, which its last block adds one by one.
+  // query tile at the most, on average, which its last block adds one by one.
   static constexpr int most_tiles = 4, least_part = 256, most_parts = 6;
   // What a query tile takes beside its products, and what parts cost a block more, in keys; and what of the
   // time may be left at the most: blocks with parts come to the same keys at different times.

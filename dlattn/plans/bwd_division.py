@@ -80,24 +80,37 @@ def divided_group(
     if causal and items_of_heads <= at_once and not problem.deterministic:
         return None  # divided_causal() may divide queries, too
     full = geometry.band_left is None and geometry.band_right is None
-    few = items_of_heads // group <= at_once and (problem.deterministic or not full)
-    if not causal and not (few and longest.key_tiles > 1):
+    few = items_of_heads // group <= at_once
+    alone = few and longest.key_tiles > 1 and (problem.deterministic or not full)
+    if not (causal or alone):
         return None
 
     beside = at_once * (MORE_IN_ORDER if problem.deterministic else 1) / longest.key_tiles
     beside = max(LEAST_PAIRS, beside)
 
+    # Where blocks have one item, nothing hides the operations more.
+    of_sums = few * _steps_of_sums(problem, items_of_heads // group)
+
     def end(heads: int) -> float:
-        items = geometry.heads_q // heads * longest.count * longest.key_tiles
+        items = items_of_heads // heads
         fixed = ITEM_STEPS + (SUM_STEPS if heads < group else 0)
         if problem.deterministic:
             fixed += TURN_STEPS * (group // heads - 1)
         at_work = min(geometry.heads_q * longest.count, heads * beside)
         steps = items * (heads * longest.mean_steps + fixed) * _slowed(at_work * sum_bytes)
-        return max(heads * longest.most_steps + fixed, steps / at_once)
+        most = max(heads * longest.most_steps + fixed, steps / at_once)
+        return most + of_sums * (heads < group)
 
     heads = min((n for n in _divisors(group) if n <= MOST_HEADS or n == group), key=end)
-    return None if heads == group else Division(heads, 0)
+    if heads == group or (few and end(group) - end(heads) < LEAST_CAUSAL_STEPS):
+        return None
+    return Division(heads, 0)
+
+
+def _steps_of_sums(problem: Problem, items: int) -> float:
+    """What it takes to clear sums of dK and dV, to add to them once more and to store them."""
+    columns = problem.head_dim_qk + problem.head_dim_v
+    return ROW_STEPS + TILE_STEPS * items * columns / 256
 
 
 def _divisors(group: int) -> list[int]:
@@ -136,8 +149,7 @@ def divided_causal(
         return None
 
     steps = _steps_of_key_tiles(geometry, *tiles)
-    columns = problem.head_dim_qk + problem.head_dim_v
-    of_sums = ROW_STEPS + TILE_STEPS * items * columns / 256
+    of_sums = _steps_of_sums(problem, items)
 
     def costs(divisor: int, parts: int) -> tuple[float, float]:
         """Steps that each part takes more, and all together."""

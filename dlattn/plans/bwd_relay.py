@@ -11,6 +11,7 @@ LEAST_HEADS = 4
 def may_relay(problem: Problem) -> bool:
     """Whether items of some sizes of a problem do."""
     others = problem.ragged or problem.paged_k or problem.paged_v or problem.has_blocks
+    others = others or any(it.left and not it.right for it in problem.bands)
     return not (others or problem.edits != (Scale(positive=True),) or problem.dropout)
 
 

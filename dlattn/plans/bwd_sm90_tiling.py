@@ -10,7 +10,7 @@ from dlattn.plans.bwd_division import may_divide
 from dlattn.plans.bwd_relay import may_relay
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
-from dlattn.problem import Band, GivenMask, Problem, Scale
+from dlattn.problem import GivenMask, Problem, Scale
 from dlattn.records import dataclass
 
 
@@ -167,7 +167,7 @@ FEW_QUERIES = 512
 def with_few_steps(tiling: Sm90BwdTiling, problem: Problem, steps: int) -> Sm90BwdTiling:
     """The tiling of items that have at most so many steps."""
     apart = problem.ragged or problem.paged_k or problem.paged_v or problem.deterministic
-    if any(isinstance(mask, Band) for mask in problem.masks):
+    if problem.bands:
         few = steps <= FEW_STEPS * tiling.cluster
     else:
         few = tiling.cluster == 1 and steps * tiling.tile_q <= FEW_QUERIES
@@ -188,8 +188,10 @@ def relaying(tiling: Sm90BwdTiling) -> Sm90BwdTiling | None:
 
 def may_add_keys(problem: Problem, tiling: Sm90BwdTiling) -> bool:
     """Whether items of some sizes are divided. Without registers for it, none are; in clusters and
-    beside few steps, it was not tried."""
-    return tiling.stats_in_products and not tiling.shares_last and may_divide(problem)
+    beside few steps, it was not tried; and what relays in a window has several key tiles."""
+    windows = tiling.relays and any(it.left for it in problem.bands)
+    apart = tiling.shares_last or windows
+    return tiling.stats_in_products and not apart and may_divide(problem)
 
 
 def tilings(problem: Problem) -> list[Sm90BwdTiling]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
-from dlattn.problem import BLOCK, Band, GivenMask, Problem, Scale
+from dlattn.problem import BLOCK, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import KNOWN
 
@@ -136,7 +136,7 @@ def is_positive(problem: Problem) -> bool:
 def alternates(problem: Problem) -> bool:
     """Whether query tiles have more keys from one to the next, and blocks do not ask for them: it
     pays above 128 columns that some are visited from the first key to the last."""
-    grow = any(isinstance(mask, Band) and mask.right and not mask.left for mask in problem.masks)
+    grow = any(band.right and not band.left for band in problem.bands)
     return grow and not (problem.ragged or problem.has_blocks)
 
 

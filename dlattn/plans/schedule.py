@@ -1,7 +1,8 @@
 """Which persistent block takes which query tiles, decided before the launch.
 
 A table that is only read, so that calls may overlap on any streams. Where lengths are known on the
-device only there is none: blocks ask for tiles, and the workspace has a counter.
+device only there is none: blocks ask for tiles, and the workspace has a counter, or each finds out
+which keys of which tiles are its own.
 """
 
 from __future__ import annotations

@@ -145,10 +145,15 @@ class Problem:
         return self.bias is not None and self.bias.aligned and not self.bias.one_row
 
     @property
+    def bands(self) -> tuple[Band, ...]:
+        """The masks that keep a diagonal band."""
+        return tuple(mask for mask in self.masks if isinstance(mask, Band))
+
+    @property
     def corner_as_given(self) -> bool:
         """Whether a band is measured from lengths as they were given: kernels then know one more
         number, and have other source text."""
-        return any(isinstance(mask, Band) and mask.corner_as_given for mask in self.masks)
+        return any(band.corner_as_given for band in self.bands)
 
     @property
     def has_blocks(self) -> bool:
