@@ -77,7 +77,8 @@ def divided_group(
     longest, _ = _sequences(geometry, *tiles)
     causal = geometry.band_right is not None and geometry.band_left is None
     items_of_heads = geometry.heads_q * longest.count * longest.key_tiles
-    if causal and items_of_heads <= at_once and not problem.deterministic:
+    in_order = problem.deterministic and longest.key_tiles > 1
+    if causal and items_of_heads <= at_once and not in_order:
         return None  # divided_causal() may divide queries, too
     full = geometry.band_left is None and geometry.band_right is None
     few = items_of_heads // group <= at_once
