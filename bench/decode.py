@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
-from bench.cases import FORWARD
-from bench.jobs import Effort, Job, on_side_stream, prepared
-from bench.measure import GRAPH, Measured
-from bench.peers import Peer
-from bench.peers.flash import load_flash3
+from bench.jobs import Effort, Job, RowJob, prepared
+from bench.measure import Measured
+from bench.peers.flash import flash3_forward
 from bench.peers.graph import like
+from bench.reference import attended
 from bench.timing import time_once
 
 #: Bytes of caches that calls take in turn: several times what L2 holds.
@@ -163,11 +162,7 @@ def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
 
 def flash3_calls(row: Row, data: Data) -> Calls:
     """FlashAttention-3, which chooses the number of splits."""
-    import torch
-
-    missing = load_flash3()
-    if missing:
-        raise RuntimeError(missing)
+    forward = flash3_forward()
     options: dict[str, Any] = {
         "softmax_scale": row.head_dim**-0.5,
         "is_causal": row.queries > 1,
@@ -176,7 +171,6 @@ def flash3_calls(row: Row, data: Data) -> Calls:
         options["seqused_k"] = data.lengths
     if data.table is not None:
         options["page_table"] = data.table
-    forward = torch.ops.flash_attn_3.fwd
     return [
         lambda q=q, k=k, v=v, o=o: forward(q, k, v, out=o, **options)[0]
         for q, k, v, o in zip(data.q, data.k, data.v, data.o, strict=True)
@@ -203,20 +197,11 @@ CONTENDERS = {"dlattn": dlattn_calls, "fa3": flash3_calls, "fa2": flash2_calls}
 
 def reference(row: Row, data: Data) -> Any:
     """The output for the first batch entry of the first copy, in fp32."""
-    import torch
-
-    q = data.q[0][0].float()
+    k, v = data.k[0], data.v[0]
     if data.table is None:
-        k, v = data.k[0][0].float(), data.v[0][0].float()
-    else:
-        order = data.table[0].long()
-        k, v = (t[0][order].flatten(0, 1).float() for t in (data.k, data.v))
-    shared = row.heads[0] // row.heads[1]
-    k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * row.head_dim**-0.5
-    last = torch.arange(row.queries, device=q.device)[:, None] + row.keys - row.queries
-    scores.masked_fill_(torch.arange(row.keys, device=q.device) > last, -math.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        return attended(data.q[0][0], k[0], v[0])
+    order = data.table[0].long()
+    return attended(data.q[0][0], *(t[order].flatten(0, 1) for t in (k, v)))
 
 
 def complaint(data: Data, call: Callable[[], Any], expected: Any) -> str:
@@ -251,40 +236,22 @@ def milliseconds(contenders: dict[str, Calls], rounds: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-class DecodeJob(Job):
+class DecodeJob(RowJob[Row]):
     """A row beside its peers."""
 
-    passes, timings = (FORWARD,), (GRAPH,)
+    def times(self, measured: Measured, names: Sequence[str], effort: Effort) -> dict[str, float]:
+        data = Data(self.row)
+        expected = reference(self.row, data)
 
-    def __init__(self, row: Row) -> None:
-        self.row, self.cases = row, (row.name,)
+        def make(name: str) -> tuple[Calls, str]:
+            calls = CONTENDERS[name](self.row, data)
+            return calls, complaint(data, calls[0], expected)
 
-    def measure(
-        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
-    ) -> Iterable[Measured]:
-        measured = Measured(self.row, FORWARD)
-        with on_side_stream():
-            _measure(measured, self.row, [peer.name for peer in peers], effort.rounds)
-        yield measured
+        makers = {name: partial(make, name) for name in names if name in CONTENDERS}
+        return milliseconds(prepared(measured, makers), effort.rounds)
 
     def compile(self, direction: str, device: Any) -> None:
         dlattn_calls(self.row, Data(self.row, "meta"), device)
-
-
-def _measure(measured: Measured, row: Row, names: Iterable[str], rounds: int) -> None:
-    """Times the contenders that are right. Their memory is free when it returns."""
-    import torch
-
-    torch.manual_seed(0)
-    data = Data(row)
-    expected = reference(row, data)
-
-    def make(name: str) -> tuple[Calls, str]:
-        calls = CONTENDERS[name](row, data)
-        return calls, complaint(data, calls[0], expected)
-
-    makers = {name: partial(make, name) for name in names if name in CONTENDERS}
-    measured.ms[GRAPH] = milliseconds(prepared(measured, makers), rounds)
 
 
 def jobs() -> list[Job]:

@@ -6,10 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from bench.cases import PASSES, Case
-from bench.measure import Measured, check_device, measure, sentence, side_stream
+from bench.cases import FORWARD, PASSES, Case
+from bench.measure import (
+    GRAPH,
+    Measured,
+    Subject,
+    check_device,
+    measure,
+    sentence,
+    side_stream,
+)
 from bench.peers import Peer
 from bench.peers.graph import Dlattn
 
@@ -79,6 +87,35 @@ class CaseJob(Job):
 
     def compile(self, direction: str, device: Any) -> None:
         Dlattn().compile(self.case, direction, device)
+
+
+_Row = TypeVar("_Row", bound=Subject)
+
+
+class RowJob(Job, Generic[_Row]):
+    """A forward that no case describes, beside its peers, by graph replay."""
+
+    passes, timings = (FORWARD,), (GRAPH,)
+
+    def __init__(self, row: _Row) -> None:
+        self.row, self.cases = row, (row.name,)
+
+    @abstractmethod
+    def times(self, measured: Measured, names: Sequence[str], effort: Effort) -> dict[str, float]:
+        """Milliseconds a call of those of these contenders that are right. Their memory is free
+        when it returns."""
+
+    def measure(
+        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
+    ) -> Iterable[Measured]:
+        import torch
+
+        measured = Measured(self.row, FORWARD)
+        with on_side_stream():
+            torch.manual_seed(0)
+            names = [peer.name for peer in peers]
+            measured.ms[GRAPH] = self.times(measured, names, effort)
+        yield measured
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,23 @@ def random_tensors(case: Case, device: str) -> Tensors:
     return Tensors(q, k, v, dO, lengths, torch.empty_like(dO), stats, extras=extras)
 
 
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output of one sequence, (Sq, H, D) float32, under a causal mask that ends in the bottom
+    right corner.
+
+    Args:
+        q: (Sq, H, D), scaled by ``D ** -0.5``.
+        k, v: (Skv, heads of keys, D).
+    """
+    import torch
+
+    k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    last = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
+    scores.masked_fill_(torch.arange(len(k), device=q.device) > last, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
 def error(got: torch.Tensor, expected: torch.Tensor, lengths: torch.Tensor | None) -> float:
     """Relative distance of an output, rows beyond the lengths aside; NaN if it holds any."""
     got = got.float()

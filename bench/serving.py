@@ -13,12 +13,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from bench.cases import FORWARD
 from bench.decode import TOLERANCE
-from bench.jobs import Effort, Job, on_side_stream, prepared
+from bench.jobs import Effort, Job, RowJob, prepared
 from bench.measure import GRAPH, Measured, time_all
-from bench.peers import Peer
-from bench.peers.flash import load_flash3
+from bench.peers.flash import flash3_forward
+from bench.reference import attended
 
 #: Queries and keys of each sequence; bottom right causal masks.
 Lengths = tuple[tuple[int, int], ...]
@@ -123,11 +122,7 @@ def dlattn_call(row: Row, data: Data) -> Callable[[], Any]:
 
 def flash3_call(splits: int, row: Row, data: Data) -> Callable[[], Any]:
     """FlashAttention-3, which divides keys into so many parts; 0 leaves it the choice."""
-    import torch
-
-    missing = load_flash3()
-    if missing:
-        raise RuntimeError(missing)
+    forward = flash3_forward()
     queries, keys = data.longest
     options: dict[str, Any] = {
         "softmax_scale": row.head_dim**-0.5,
@@ -141,7 +136,6 @@ def flash3_call(splits: int, row: Row, data: Data) -> Callable[[], Any]:
         options["cu_seqlens_k"] = data.first_k
     else:
         options |= {"seqused_k": data.used_k, "page_table": data.table}
-    forward = torch.ops.flash_attn_3.fwd
     return lambda: forward(data.q, data.k, data.v, out=data.o, **options)[0]
 
 
@@ -153,20 +147,11 @@ CONTENDERS: dict[str, Callable[[Row, Data], Callable[[], Any]]] = {
 }
 
 
-def reference(row: Row, data: Data, entry: int) -> Any:
+def reference(data: Data, entry: int) -> Any:
     """The output of the last 64 queries of a sequence, in fp32."""
-    import torch
-
-    last = int(data.first_q[entry + 1])
-    q = data.q[max(int(data.first_q[entry]), last - 64) : last].float()
-    shared = row.heads[0] // row.heads[1]
-    k, v = (
-        data.rows(kept, entry).float().repeat_interleave(shared, 1) for kept in (data.k, data.v)
-    )
-    scores = torch.einsum("qhd,khd->hqk", q, k) * row.head_dim**-0.5
-    diagonal = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
-    scores.masked_fill_(torch.arange(len(k), device=q.device) > diagonal, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    first, last = data.first_q[entry : entry + 2].tolist()
+    q = data.q[max(first, last - 64) : last]
+    return attended(q, data.rows(data.k, entry), data.rows(data.v, entry))
 
 
 def complaint(row: Row, data: Data, call: Callable[[], Any]) -> str:
@@ -175,44 +160,25 @@ def complaint(row: Row, data: Data, call: Callable[[], Any]) -> str:
     data.o.fill_(float("nan"))
     output = call().float()
     for entry in {0, len(row.lengths) - 1}:
-        expected, last = reference(row, data, entry), int(data.first_q[entry + 1])
+        expected, last = reference(data, entry), int(data.first_q[entry + 1])
         off = float((output[last - len(expected) : last] - expected).abs().max())
         if not off <= TOLERANCE * float(expected.abs().max()):
             return f"o of sequence {entry} is off by {off:.1e}"
     return "" if bool(output.isfinite().all()) else "o is not finite"
 
 
-class ServingJob(Job):
+class ServingJob(RowJob[Row]):
     """A row beside its peers."""
 
-    passes, timings = (FORWARD,), (GRAPH,)
+    def times(self, measured: Measured, names: Sequence[str], effort: Effort) -> dict[str, float]:
+        data = Data(self.row)
 
-    def __init__(self, row: Row) -> None:
-        self.row, self.cases = row, (row.name,)
+        def make(name: str) -> tuple[Callable[[], Any], str]:
+            call = CONTENDERS[name](self.row, data)
+            return call, complaint(self.row, data, call)
 
-    def measure(
-        self, directions: Sequence[str], peers: Sequence[Peer], effort: Effort
-    ) -> Iterable[Measured]:
-        measured = Measured(self.row, FORWARD)
-        with on_side_stream():
-            _measure(measured, self.row, [peer.name for peer in peers], effort)
-        yield measured
-
-
-def _measure(measured: Measured, row: Row, names: Iterable[str], effort: Effort) -> None:
-    """Times the contenders that are right. Their memory is free when it returns."""
-    import torch
-
-    torch.manual_seed(0)
-    data = Data(row)
-
-    def make(name: str) -> tuple[Callable[[], Any], str]:
-        call = CONTENDERS[name](row, data)
-        return call, complaint(row, data, call)
-
-    calls = prepared(measured, {n: partial(make, n) for n in names if n in CONTENDERS})
-    times = time_all(measured, calls, GRAPH, effort.rounds, effort.seconds)
-    measured.ms[GRAPH] = times
+        calls = prepared(measured, {n: partial(make, n) for n in names if n in CONTENDERS})
+        return time_all(measured, calls, GRAPH, effort.rounds, effort.seconds)
 
 
 def jobs() -> list[Job]:

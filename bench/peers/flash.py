@@ -119,6 +119,21 @@ def flash_window(case: Case) -> tuple[int | None, int | None, bool]:
     return None, None, case.mask == "causal"
 
 
+def flash3_forward() -> Callable[..., Any]:
+    """FlashAttention-3's own forward.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    import torch
+
+    missing = load_flash3()
+    if missing is not None:
+        raise RuntimeError(missing)
+    forward: Callable[..., Any] = torch.ops.flash_attn_3.fwd
+    return forward
+
+
 def load_flash3() -> str | None:
     """Makes ``torch.ops.flash_attn_3`` exist, or says why it does not."""
     import torch

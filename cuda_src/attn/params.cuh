@@ -2,6 +2,7 @@
 // assert the size that Python computed.
 #pragma once
 
+#include "attn/ragged_refs.cuh"
 #include "attn/refs.cuh"
 
 namespace dlattn {

@@ -142,8 +142,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   // Base::row_tile and Base::sum_tile.
   DLATTN_DEVICE int own_row_tile(int head, int tile) const {
     if constexpr (Problem::ragged) {
-      const RaggedEntry& entry = this->told().entry;
-      return entry.first_tile * p.heads_q + head * entry.query_tiles + tile;
+      return this->told().entry.tile_of_head(head, p.heads_q) + tile;
     } else {
       return Base::row_tile(p, work.batch, head, tile);
     }

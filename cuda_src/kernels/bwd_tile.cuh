@@ -88,7 +88,7 @@ struct BwdShapes {
   static DLATTN_DEVICE int row_tile(const Params& p, int batch, int head, int tile) {
     if constexpr (Problem::ragged) {
       const RaggedEntry entry = p.ragged.entries[batch];
-      return entry.first_tile * p.heads_q + head * entry.query_tiles + tile;
+      return entry.tile_of_head(head, p.heads_q) + tile;
     }
     return (batch * p.heads_q + head) * ceil_div(p.seq_q, tile_q) + tile;
   }
@@ -126,7 +126,7 @@ struct BwdShapes {
   // Of a ragged problem, of the first query tile of a head that is in this bundle.
   static DLATTN_DEVICE int first_sum(const Params& p, const RaggedEntry& entry, int bundle,
                                      int head) {
-    if (p.dq_places == 0) return entry.first_tile * p.heads_q + head * entry.query_tiles;
+    if (p.dq_places == 0) return entry.tile_of_head(head, p.heads_q);
     const int first_head = entry.groups_of(bundle, 0).first * p.heads_per_block;
     return slot(p, bundle, 0, (head - first_head) * entry.query_tiles);
   }

@@ -137,7 +137,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _sums(self) -> int:
-        if not (self.stores_dq and self._dq_places):
+        if not self._dq_places:
             return self._row_tiles
         return self._dq_places * self._heads_per_block * self._query_tiles
 

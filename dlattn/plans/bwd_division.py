@@ -26,7 +26,7 @@ MOST_HEADS = 3
 #: Steps of a query tile that a part's beginning and end take, and additions to sums.
 FIXED_STEPS = 5
 #: In how many parts an item is at the most, where all items are fewer than blocks, and where the
-#: last ones are; and of how many blocks these are few.
+#: last ones are; and below which part of the blocks these are few.
 MOST_PARTS_OF_FEW, MOST_PARTS, LEAST_LAST = 16, 5, 1 / 4
 #: The least part of the whole, where the last ones are few and not, and the fewest steps, that are
 #: worth the two operations more; and the fewest where all items are fewer than blocks.

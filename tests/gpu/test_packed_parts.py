@@ -56,14 +56,9 @@ def test_parts_of_groups_add_up(case: FlashCase) -> None:
 
 
 #: One long sequence among many short ones, and few heads.
-LONG = replace(
-    CASE, lens_q=(60, 3, 1500, 0, 200, 17), lens_k=(60, 3, 1500, 0, 200, 17), heads=1
-)  # fmt: skip
+LONG = replace(CASE, lens_q=(60, 3, 1500, 0, 200, 17), heads=1)
 #: More pairs than have places at a time.
-MANY = replace(
-    CASE, heads=3, heads_k=3, lens_q=tuple(37 * i * i % 401 for i in range(60)),
-    lens_k=tuple(37 * i * i % 401 for i in range(60)),
-)  # fmt: skip
+MANY = replace(CASE, lens_q=tuple(37 * i * i % 401 for i in range(60)), heads=3, heads_k=3)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -80,8 +75,8 @@ def test_sums_in_places_and_of_their_own(
     """Gradients of queries are right, whether pairs take turns at places of sums or not."""
     monkeypatch.setattr(BwdSm90, "_own_sums", own)
     # Calls are kept by their problems: another slack makes another one.
-    its = replace(case, causal=causal, deterministic=deterministic, slack=8 + own)
-    check(its, gpu_callers()[0])
+    changed = {"causal": causal, "deterministic": deterministic, "slack": 8 + own}
+    check(replace(case, lens_k=case.lens_q, **changed), gpu_callers()[0])
 
 
 @pytest.mark.parametrize("causal", [False, True])
