@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -108,6 +109,14 @@ class Data:
         self.o = [torch.empty_like(q) for q in self.q]
         self.lengths = torch.full((batch,), row.keys, device=device, dtype=torch.int32)
 
+    def contiguous(self) -> Data:
+        """The same queries, and the keys and values that lie in pages one behind the other."""
+        made = copy(self)
+        assert self.table is not None
+        order, made.table = self.table.long(), None
+        made.k, made.v = ([t[order].flatten(1, 2) for t in kept] for kept in (self.k, self.v))
+        return made
+
 
 Calls = list[Callable[[], Any]]
 
@@ -160,6 +169,13 @@ def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
     return [lambda pack=pack: graph.execute(pack, workspace) for pack in packs]
 
 
+def contiguous_calls(row: Row, data: Data) -> Calls:
+    """The same of contiguous caches with lengths: what pages cost, in the same rounds."""
+    if data.table is None:
+        raise ValueError("The row has no pages.")
+    return dlattn_calls(replace(row, page=None, lengths=True), data.contiguous())
+
+
 def flash3_calls(row: Row, data: Data) -> Calls:
     """FlashAttention-3, which chooses the number of splits."""
     forward = flash3_forward()
@@ -192,7 +208,12 @@ def flash2_calls(row: Row, data: Data) -> Calls:
 
 
 #: By contender: the calls, which return the output or write ``data.o``.
-CONTENDERS = {"dlattn": dlattn_calls, "fa3": flash3_calls, "fa2": flash2_calls}
+CONTENDERS = {
+    "dlattn": dlattn_calls,
+    "dlattn:contiguous": contiguous_calls,
+    "fa3": flash3_calls,
+    "fa2": flash2_calls,
+}
 
 
 def reference(row: Row, data: Data) -> Any:
