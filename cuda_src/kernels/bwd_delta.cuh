@@ -83,6 +83,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   using Shapes = BwdShapes<Problem, Tiling>;
   using T = typename Problem::Element;
   launch_dependents();
+  if constexpr (Problem::ragged) await_kernel_before();
   constexpr int units = Problem::head_dim_v / 8;
   constexpr int lanes_per_row = least(32, power_of_two_at_least(units));
   constexpr int rows_per_pass = Shapes::threads / lanes_per_row;

@@ -202,7 +202,10 @@ class BackwardPlan(CudaPlan):
     def kernels(self) -> list[KernelLaunch]:
         items = self._pairs * self._key_tiles
         grid = (self._query_tiles, self.geometry.heads_q, self.geometry.batch)
-        kernels = [self._small_kernel("bwd_delta", grid), self.main_kernel(items)]
+        # Behind the kernel that tells of a ragged problem's entries.
+        early = self.problem.ragged and self.target.capability >= (9, 0)
+        delta = replace(self._small_kernel("bwd_delta", grid), programmatic=early)
+        kernels = [delta, self.main_kernel(items)]
         if not self.stores_dq:
             dq_shared = tile_bytes(self.tiling.tile_q, self._dq_columns)
             kernels.append(self._small_kernel("bwd_dq", grid, dq_shared))

@@ -24,7 +24,7 @@ from dlattn.problem import (
     TensorSpec,
     offset_role,
 )
-from dlattn.runtime.target import KNOWN
+from dlattn.runtime.target import KNOWN, Target
 
 HOPPER = KNOWN["sm_90a"]
 ROLES = {
@@ -72,6 +72,22 @@ def test_one_kernel_tells_the_others(family) -> None:
     assert (first.source.name, first.grid) == ("dlattn_ragged", (3, 1, 1))
     dense = replace(problem(plan.problem.direction), ragged=False)
     assert not family(dense, plan.geometry, HOPPER).first_kernels()
+
+
+@pytest.mark.parametrize("family", [BwdSm80, BwdSm90])
+def test_row_statistics_begin_behind_the_entries(family) -> None:
+    """Its blocks stand ready when that first kernel ends; without it, or before Hopper, where no
+    kernel can wait for the one before, they begin as any."""
+
+    def begins_early(of_problem: Problem, target: Target = HOPPER) -> bool:
+        plan = family(of_problem, geometry(Direction.BACKWARD), target)
+        (delta,) = (it for it in plan.kernels() if "bwd_delta" in it.source.name)
+        return delta.programmatic
+
+    ragged = problem(Direction.BACKWARD)
+    assert begins_early(ragged)
+    assert not begins_early(replace(ragged, ragged=False))
+    assert not begins_early(ragged, KNOWN["sm_80"])
 
 
 @pytest.mark.parametrize("family", [FwdSm80, FwdSm90, BwdSm80, BwdSm90])
