@@ -147,12 +147,18 @@ def _kernel(
         replace(problem, edits=_edits(problem), sink=False, deterministic=False),
         tiling,
         shared,
-        constants={"gradient_of": number, "bias_pairs": int(problem.has_aligned_rows)},
+        constants={"gradient_of": number, "bias_pairs": int(_reads_pairs(problem))},
         types=types,
         definitions=definitions,
     )
     grid = _grid(problem, geometry, role, tiling, target)
     return KernelLaunch(source, grid, tiling.threads, shared, plain=True)
+
+
+def _reads_pairs(problem: Problem) -> bool:
+    """Whether elements of the bias for two neighbouring keys are a word of memory."""
+    bias = problem.bias
+    return bias is not None and problem.has_aligned_rows and not bias.is_boolean
 
 
 def _edits(problem: Problem) -> tuple[Edit, ...]:

@@ -169,7 +169,16 @@ _READ_GRADIENTS: tuple[tuple[tuple[int, int], str, dict[str, Any]], ...] = (
     ((256, 256), "bent", {"dropout": Philox()}),
     ((64, 64), "slopes", {}),
     ((128, 128), "slopes", {"dropout": Philox()}),
+    ((64, 64), "slopes beside a mask", {}),
+    ((256, 256), "slopes beside a mask", {"dropout": Philox()}),
+    ((128, 128), "slopes beside a mask of keys", {"ragged": True}),
 )
+#: What slopes that are ALiBi's, of which a function has told the gradient, are beside.
+_BESIDE = {
+    "slopes": "bias",
+    "slopes beside a mask": "mask",
+    "slopes beside a mask of keys": "mask of keys",
+}
 
 
 def _learned_slopes() -> ScoreGradient:
@@ -184,12 +193,12 @@ def read_gradients(
 ) -> list[jit.KernelSource]:
     """The kernels for gradients of all floats that a function reads, beside a soft cap and a bias
     in every second case."""
-    if name == "slopes":
-        made, gradients = (*EDITS["bias"], *EDITS["alibi"]), (_learned_slopes(),)
+    if name in _BESIDE:
+        made, gradients = (*EDITS[_BESIDE[name]], *EDITS["alibi"]), (_learned_slopes(),)
     else:
         made, gradients = with_gradients(name)
     crowded = "dropout" in more
-    bias = EDITS["rows"] if crowded and name != "slopes" else ()
+    bias = EDITS["rows"] if crowded and name not in _BESIDE else ()
     family = BwdSm90 if arch == "sm_90a" and not more else BwdSm80
     problem = Problem(
         Direction.BACKWARD, data_type.HALF, *dims,
