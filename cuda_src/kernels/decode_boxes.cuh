@@ -108,6 +108,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   // Of the rows that this warp loads of 32 tiles of the item, a lane's each; the first lane's tile.
   uint32 page_k = 0, page_v = 0;
   int looked_up = 0;
+  int next_k, next_v;  // the pages of the tile that is ordered next
 
   // What tells this warp where its first tiles are. It is read while a kernel before may still write it,
   // copies are ordered by it as soon as they may be, and then it is read again. If it is not the same, the
@@ -165,8 +166,11 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       loads.read_lengths();
     }
     if (loads.left > 0) find_first(beginning, from);
+    // Read twice, they might not be the same.
+    if (may_guess && has_one_table()) page_v = page_k;
     guess.page_k = page_k;
     guess.page_v = page_v;
+    find_next();
   }
 
   // Whether what was read early is what is there, when all that was ordered has been read.
@@ -187,7 +191,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void read_again() {
     if (may_guess && guesses) {
       told = {loads.lengths.start(From::l2), PageNumbers::start(first_numbers.k, From::l2),
-              PageNumbers::start(first_numbers.v, From::l2)};
+              guess.page_v};
+      if (!has_one_table()) told.page_v = PageNumbers::start(first_numbers.v, From::l2);
     }
   }
 
@@ -196,10 +201,12 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     for (int ahead = 0; ahead < stages; ++ahead) {
       load_keys(ahead);
       load_values(ahead);
+      find_next();
     }
   }
   DLATTN_DEVICE void load_ahead() {}
-  DLATTN_DEVICE const KTile& await_keys() const {
+  DLATTN_DEVICE const KTile& await_keys() {
+    find_next();  // while memory is waited for, and not when there is room for that tile
     mbarrier_wait(shared.full[team].k[stage], parity);
     return shared.of[team].stage[stage].k;
   }
@@ -232,12 +239,12 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load_keys(int stage) {
     if (loads.left == 0) return;
     load<Problem::paged_k>(shared.of[team].stage[stage].k, m.k, shared.full[team].k[stage],
-                           p.k_pages, head_k, page_k);
+                           p.k_pages, head_k, next_k);
   }
   DLATTN_DEVICE void load_values(int stage) {
     if (loads.left == 0) return;
     load<Problem::paged_v>(shared.of[team].stage[stage].v, m.v, shared.full[team].v[stage],
-                           p.v_pages, head_v, page_v);
+                           p.v_pages, head_v, next_v);
     loads.advance();
     if (loads.left == 0) return;
     if (loads.enters_item()) {
@@ -249,23 +256,23 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   }
   template <bool is_paged, class Tile>
   DLATTN_DEVICE void load(Tile& s_tile, const TensorMap& map, uint64& full,
-                          const PageTableRef& table, int head, uint32 pages) const {
+                          const PageTableRef& table, int head, int page) const {
     const int first = first_loaded(loads);
-    const int page = is_paged ? from_lane(pages, uniform(lane_of_tile())) : 0;
     if (elected()) {
       if (first >= loads.keys.last) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, Tile::slabs * 16 * 128);
-        // A page that the container does not have is beyond its bounds: zeros.
         s_tile.load_rows(0, map, full, is_paged ? table.slot(first) : first, head,
-                         !is_paged         ? loads.batch
-                         : table.has(page) ? page
-                                           : table.pages);
+                         is_paged ? page : loads.batch);
       }
     }
     __syncwarp();
   }
+
+  // Of keys and values, as far as this lane has read it. All blocks ask L2 for the same few sectors, so that
+  // each question counts.
+  DLATTN_DEVICE bool has_one_table() const { return first_numbers.k == first_numbers.v; }
 
   DLATTN_DEVICE void find_first(const Beginning& beginning, From from) {
     if (beginning.holds(loads)) {
@@ -287,6 +294,16 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void enter_item() {
     find_entries();
     look_up();
+  }
+  DLATTN_DEVICE void find_next() {
+    if (loads.left == 0) return;
+    if constexpr (Problem::paged_k) next_k = existing_page(p.k_pages, page_k);
+    if constexpr (Problem::paged_v) next_v = existing_page(p.v_pages, page_v);
+  }
+  // One that the container does not have is beyond its bounds: zeros.
+  DLATTN_DEVICE int existing_page(const PageTableRef& table, uint32 pages) const {
+    const int page = uniform(from_lane(pages, lane_of_tile()));
+    return table.has(page) ? page : table.pages;
   }
   DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
   // Starts loading the pages of the next tiles, so early that copies need not wait.

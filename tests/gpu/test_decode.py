@@ -133,15 +133,16 @@ extern "C" __global__ void write_late(int* to, const int* from, int count) {
 
 
 @pytest.mark.parametrize("batch, keys", [(1, 2000), (5, 700), (5, 6000), (40, 3000)])
-@pytest.mark.parametrize("written", ["lengths", "pages", "queries"])
+@pytest.mark.parametrize("written", ["lengths", "pages", "pages of k", "pages of v", "queries"])
 def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written: str) -> None:
     """Also what it writes after the decode has begun, whatever was there before: lengths and page
-    numbers are used before they may be known."""
+    numbers, of one table or of two, are used before they may be known."""
     cupy = pytest.importorskip("cupy")
     if int(cupy.cuda.Device().compute_capability) < 90:
         pytest.skip("kernels begin before the one in front has ended from sm_90 on")
     rng, page = np.random.default_rng(batch + keys), 16
-    pages = -(-keys // page)
+    pages, of_both = -(-keys // page), "pages of k"
+    written, table_v = (of_both, of_both) if written == "pages" else (written, "pages of v")
 
     def normal(*shape: int) -> Any:
         return cupy.asarray(rng.standard_normal(shape), dtype=cupy.float16)
@@ -149,7 +150,8 @@ def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written:
     def drawn() -> dict[str, Any]:
         numbers = {
             "lengths": rng.integers(0, keys + 1, (batch, 1, 1, 1)),
-            "pages": rng.permutation(batch * pages).reshape(batch, 1, pages, 1),
+            "pages of k": rng.permutation(batch * pages).reshape(batch, 1, pages, 1),
+            "pages of v": rng.permutation(batch * pages).reshape(batch, 1, pages, 1),
         }
         new = {name: cupy.asarray(of, dtype=cupy.int32) for name, of in numbers.items()}
         return {**new, "queries": normal(batch, 16, 1, 128)}
@@ -160,7 +162,8 @@ def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written:
         wild = rng.integers(-(2**31), 2**31, now[written].shape)
         now[written] = cupy.asarray(wild, dtype=cupy.int32)
     one = cupy.ones((batch, 1, 1, 1), dtype=cupy.int32)
-    given = (now["queries"], k, v, one, now["lengths"], now["pages"])
+    tables = {of: now[of] for of in ("pages of k", table_v)}
+    given = (now["queries"], k, v, one, now["lengths"], *tables.values())
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.HALF,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -170,7 +173,7 @@ def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written:
     output, _ = graph.sdpa(
         *inputs[:3], attn_scale=0.09, is_inference=True, use_padding_mask=True,
         seq_len_q=inputs[3], seq_len_kv=inputs[4], paged_attention_k_table=inputs[5],
-        paged_attention_v_table=inputs[5], paged_attention_max_seq_len_kv=keys,
+        paged_attention_v_table=inputs[-1], paged_attention_max_seq_len_kv=keys,
     )  # fmt: skip
     o = cupy.empty_like(given[0])
     output.set_output(True).set_dim(o.shape).set_stride([stride // 2 for stride in o.strides])
