@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=16,
         help="of how many problems the compile tests take one, others for each architecture; of "
-        "those for Hopper's kernels, three times as many; 1 takes all, which takes hours (16)",
+        "those for Hopper's kernels, twice as many; 1 takes all, which takes hours (16)",
     )
     group.addoption("--repro", help='the case of tests/test_repro.py: --repro "Case(...)"')
 
