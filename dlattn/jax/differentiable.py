@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,9 +13,10 @@ from jax.dtypes import float0
 
 from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
+from dlattn.jax.arguments import as_array, expect_known, options_of
 from dlattn.jax.batching import batched
 from dlattn.jax.traced import varying
-from dlattn.one_call.arguments import Options, pair, shared, whole
+from dlattn.one_call.arguments import Options, pair
 
 
 class _Static(NamedTuple):
@@ -66,10 +66,16 @@ def attention(
         Of ``"thd"``, rows of no sequence are 0, and their log-sum-exp is not written.
 
     Raises:
-        InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
+        InvalidArgumentError: arrays or arguments contradict each other, an option is traced, or an
+            array is a tensor of PyTorch's (a ``RuntimeError``).
         InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    expect_known(
+        layout=layout, causal=causal, window=window, alignment=alignment, scale=scale,
+        softcap=softcap, max_seqlens=max_seqlens, dropout_rate=dropout_rate,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
     (lengths_q, lengths_kv), (cu_q, cu_kv) = pair(lengths), pair(cu_seqlens)
     seed = offset = None
     dropout_rate = number("dropout_rate", dropout_rate)
@@ -94,22 +100,14 @@ def attention(
         "block_table": block_table,
         "dropout's seed": seed, "dropout's offset": offset,
     }  # fmt: skip
-    options = Options(
-        layout,
-        causal,
-        tuple(window) if isinstance(window, list) else window,
-        alignment,
-        scale,
-        softcap,
-        pair(max_seqlens),
-        dropout_rate,
-        shared(lengths, cu_seqlens),
-    )
-    static = _Static(options, return_lse, flag("deterministic", deterministic))
-    _check(static, arrays)
-    static = static._replace(
-        options=_told_apart(options), return_lse=flag("return_lse", return_lse)
-    )
+    for name in "qkv":
+        if arrays[name] is None:
+            raise InvalidArgumentError(f"{name}: expected an array, got None.")
+    options = options_of(
+        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_rate,
+        lengths, cu_seqlens,
+    )  # fmt: skip
+    static = _Static(options, flag("return_lse", return_lse), flag("deterministic", deterministic))
     there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
     there = dict(zip(there, varying(there.values(), there.values()), strict=True))
     run = _compiled if _is_shard() else _attention
@@ -120,47 +118,6 @@ def _is_shard() -> bool:
     """Whether this is inside of ``shard_map``, as JAX since 0.7 says."""
     mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
     return bool(getattr(mesh, "manual_axes", ()))
-
-
-def _told_apart(options: Options) -> Options:
-    """Each of the one type that it has, as JAX and its caches take what is equal for the same."""
-    scale, softcap = options.scale, options.softcap
-    return replace(
-        options,
-        causal=flag("causal", options.causal),
-        window=whole("window", options.window),
-        scale=None if scale is None else number("scale", scale),
-        softcap=None if softcap is None else number("softcap", softcap),
-        most=whole("max_seqlens", options.most),
-    )
-
-
-def as_array(name: str, value: Any) -> Any:
-    """An argument as ``jax.numpy`` takes it.
-
-    Raises:
-        InvalidArgumentError: it is no array, and nothing that JAX makes one of.
-    """
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"{name}: expected an array, got {value!r:.100}: {error}"
-        ) from error
-
-
-def _check(static: _Static, arrays: dict[str, Any]) -> None:
-    """Refuse what JAX would refuse in other words."""
-    for name in "qkv":
-        if arrays[name] is None:
-            raise InvalidArgumentError(f"{name}: expected an array, got None.")
-    try:
-        hash(static)
-    except TypeError as error:
-        raise InvalidArgumentError(
-            "layout, causal, window, alignment, scale, softcap, max_seqlens: expected values that "
-            f"are known while JAX traces, as jit's static_argnames are, got {static!r:.300}."
-        ) from error
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

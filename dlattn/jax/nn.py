@@ -10,7 +10,8 @@ import numpy as np
 
 from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
-from dlattn.jax.differentiable import as_array, attention
+from dlattn.jax.arguments import as_array, expect_known
+from dlattn.jax.differentiable import attention
 
 
 def dot_product_attention(
@@ -62,9 +63,15 @@ def dot_product_attention(
             whatever the alignment.
 
     Raises:
-        InvalidArgumentError: arrays or arguments contradict each other (a ``RuntimeError``).
+        InvalidArgumentError: arrays or arguments contradict each other, an option but the scale is
+            traced, or an array is a tensor of PyTorch's (a ``RuntimeError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
     """
+    expect_known(
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        return_residual=return_residual,
+    )
     query, key, value = (
         as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )

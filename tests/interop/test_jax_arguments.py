@@ -1,0 +1,90 @@
+"""What ``dlattn.jax`` refuses, in words that name it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from dlattn.errors import InvalidArgumentError  # noqa: E402
+from dlattn.jax import attention, dot_product_attention  # noqa: E402
+
+jnp = jax.numpy
+
+PAGES = np.zeros((4, 4, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize("argument", ["query", "key", "value", "bias", "mask", "scale"])
+def test_random_keys_are_no_numbers(argument: str) -> None:
+    """Said in a sentence, and so of ``attention``."""
+    given = dict(zip(("query", "key", "value"), (PAGES,) * 3, strict=True))
+    with pytest.raises(InvalidArgumentError, match=f"{argument}: expected .* random keys, key<"):
+        dot_product_attention(**{**given, argument: jax.random.key(0)})
+    with pytest.raises(InvalidArgumentError, match=r"sinks: .* random keys, key<fry>\[2\]"):
+        attention(PAGES, PAGES, PAGES, sinks=jax.random.split(jax.random.key(0)))
+
+
+def test_tensors_of_pytorch() -> None:
+    """They are refused, whatever they are: no gradient would come back to them."""
+    torch = pytest.importorskip("torch")
+    x = torch.randn(2, 5, 4, 8)
+    nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    for it in (x, x.clone().requires_grad_(), torch.nn.Parameter(x), nested, torch._neg_view(x)):
+        kind = re.escape(type(it).__qualname__)
+        for at, (argument, role) in enumerate(zip(("query", "key", "value"), "qkv", strict=True)):
+            arrays = [np.asarray(x)] * 3
+            arrays[at] = it
+            with pytest.raises(InvalidArgumentError, match=f"^{argument}: .*got a torch.*{kind};"):
+                dot_product_attention(*arrays)
+            with pytest.raises(InvalidArgumentError, match=f"^{role}: .*got a torch.*{kind};"):
+                attention(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("causal", True), ("softcap", 3.0), ("scale", 0.5), ("max_seqlens", 4)),
+        *(("dropout_rate", 0.5), ("deterministic", True), ("return_lse", True)),
+        *(("is_causal", True), ("local_window_size", 2), ("return_residual", True)),
+    ],
+)
+def test_an_option_that_is_traced_is_named(name: str, value: Any) -> None:
+    """And so is its type; JAX arrays that are not traced yet would be once the caller is."""
+    function = attention
+    if name in ("is_causal", "local_window_size", "return_residual"):
+        function = dot_product_attention
+    traced = jax.jit(lambda x: function(PAGES, PAGES, PAGES, **{name: x}))
+    kind = rf"{jnp.asarray(value).dtype}\[\]"
+    said = f"^{name}: expected a value that is known while JAX traces, got a "
+    with pytest.raises(InvalidArgumentError, match=f"{said}traced {kind};"):
+        traced(value)
+    with pytest.raises(InvalidArgumentError, match=f"{said}jax.Array {kind};"):
+        function(PAGES, PAGES, PAGES, **{name: jnp.asarray(value)})
+
+
+def test_a_bound_of_a_window_that_is_traced_is_named() -> None:
+    """Wherever it is in the pair; a number of NumPy's is one."""
+    for at in (0, 1):
+        for kind in (tuple, list):
+            window = [2, 0]
+
+            def run(x: Any, at: int = at, kind: Any = kind, window: Any = window) -> Any:
+                window[at] = x
+                return attention(PAGES, PAGES, PAGES, window=kind(window))
+
+            with pytest.raises(InvalidArgumentError, match=r"^window: .* got a traced int32\[\];"):
+                jax.jit(run)(2)
+    found = attention(PAGES, PAGES, PAGES, window=(np.array(2), np.int64(0)))
+    assert (found == attention(PAGES, PAGES, PAGES, window=(2, 0))).all()
+
+
+@pytest.mark.parametrize("name", ["layout", "causal", "window", "alignment", "scale", "softcap"])
+def test_an_option_that_cannot_be_hashed_is_named(name: str) -> None:
+    """A writable memoryview raises another error than a list, where a cache looks it up."""
+    for wrong in (memoryview(bytearray(4)), {}):
+        with pytest.raises(InvalidArgumentError, match=f"^{name}: expected "):
+            attention(PAGES, PAGES, PAGES, **{name: wrong})
