@@ -15,6 +15,7 @@ from dlattn.calls.arguments import flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.arguments import as_array, expect_known, options_of
 from dlattn.jax.batching import batched
+from dlattn.jax.known import check_known
 from dlattn.jax.traced import varying
 from dlattn.one_call.arguments import Options, pair
 
@@ -70,6 +71,9 @@ def attention(
             array is a tensor of PyTorch's (a ``RuntimeError``).
         InvalidVariantPackError: in host memory, a page that there is not (a ``ValueError``).
         cudnnGraphNotSupportedError: no plan runs it; the message has each one's reason.
+        JaxRuntimeError: in host memory, numbers of a ``block_table``, of ``cu_seqlens``
+            or ``lengths`` are wrong that JAX traced, and so are read when the program runs; the
+            message ends in the error that it is else (a ``RuntimeError``).
     """
     expect_known(
         layout=layout, causal=causal, window=window, alignment=alignment, scale=scale,
@@ -109,6 +113,7 @@ def attention(
     )  # fmt: skip
     static = _Static(options, flag("return_lse", return_lse), flag("deterministic", deterministic))
     there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
+    check_known(there, options, static.return_lse)
     there = dict(zip(there, varying(there.values(), there.values()), strict=True))
     run = _compiled if _is_shard() else _attention
     return run(static, there)

@@ -30,6 +30,9 @@ _DIRECTIONS: dict[str, tuple[Sequence[str], Callable[..., Wanted]]] = {
     "backward": (backward.NAMES, backward.wanted),
 }
 
+#: Name, shape and type of each array.
+Looks = tuple[tuple[str, tuple[int, ...], Any], ...]
+
 #: XLA's buffers begin at multiples of more than that.
 _ALIGNED = 16
 
@@ -44,16 +47,21 @@ def call(
         asked: what follows the options in its ``wanted``.
     """
     names, _ = _DIRECTIONS[direction]
-    given = [(name, arrays[name]) for name in names if name in arrays]
-    looks = tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in given)
+    values = [arrays[name] for name in names if name in arrays]
+    looks = looks_of(names, arrays)
     on = {
-        platform: partial(_run, _traced(direction, looks, options, asked, platform))
+        platform: partial(_run, traced_call(direction, looks, options, asked, platform))
         for platform in ("cpu", "cuda")[: 1 + (jax.default_backend() == "gpu")]
     }
-    values = [x for _, x in given]
     one, *others = on.values()
     found = jax.lax.platform_dependent(*values, **on) if others else one(*values)
     return varying(found, values)
+
+
+def looks_of(names: Sequence[str], arrays: Mapping[str, Any]) -> Looks:
+    """What chooses the plan of a call, besides its options."""
+    given = [(name, arrays[name]) for name in names if name in arrays]
+    return tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in given)
 
 
 def varying(arrays: Iterable[Any], like: Iterable[Any]) -> list[Any]:
@@ -150,9 +158,9 @@ def _clear(address: int, nbytes: int, stream: int | None) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _traced(
+def traced_call(
     direction: str,
-    looks: tuple[tuple[str, tuple[int, ...], Any], ...],
+    looks: Looks,
     options: Options,
     asked: tuple[bool, ...],
     platform: str,

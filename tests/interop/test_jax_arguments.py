@@ -1,4 +1,4 @@
-"""What ``dlattn.jax`` refuses, in words that name it."""
+"""What ``dlattn.jax`` refuses, and when: the words are those of ``dlattn.attention``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,81 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 jax = pytest.importorskip("jax")
 
-from dlattn.errors import InvalidArgumentError  # noqa: E402
+import dlattn  # noqa: E402
+from dlattn.errors import DlattnError, InvalidArgumentError, InvalidVariantPackError  # noqa: E402
 from dlattn.jax import attention, dot_product_attention  # noqa: E402
 
 jnp = jax.numpy
 
+X = np.zeros((8, 2, 4), np.float32)
 PAGES = np.zeros((4, 4, 2, 4), np.float32)
+
+
+def answer(function: Any, *given: Any, **options: Any) -> tuple[type, str] | None:
+    """How a call is refused, if it is."""
+    try:
+        jax.block_until_ready(function(*given, **options))
+    except DlattnError as error:
+        return type(error), str(error)
+    return None
+
+
+def numbers(most: int, count: int) -> Any:
+    return st.lists(st.integers(-1, most), min_size=count, max_size=count).map(
+        lambda drawn: np.array(drawn, np.int32)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_numbers_are_refused_as_they_are_elsewhere(data: st.DataObject) -> None:
+    """Cumulative lengths, lengths and tables of arrays in host memory are taken where
+    ``dlattn.attention`` takes them as arrays of NumPy, and else refused with its error."""
+    draw = data.draw
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        ends = draw(st.sampled_from([st.just(8), st.integers(0, 10)]).flatmap(lambda x: x))
+        options = {
+            "layout": "thd",
+            "cu_seqlens": np.array([0, *draw(numbers(8, 1)), ends], np.int32),
+        }
+        if draw(st.booleans()):
+            options["lengths"] = draw(numbers(8, 2))
+        if draw(st.booleans()):
+            options["max_seqlens"] = draw(st.integers(5, 8))
+        arrays = (X, X, X)
+    else:
+        options["block_table"] = draw(numbers(5, 4)).reshape(2, 2)
+        if draw(st.booleans()):
+            options["lengths"] = (None, draw(numbers(9, 2)))
+        arrays = (X.reshape(2, 4, 2, 4), PAGES, PAGES)
+    wanted = answer(dlattn.attention, *arrays, **options)
+    on_jax = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
+    assert answer(attention, *arrays, **on_jax) == wanted
+    q, k, v = map(jnp.asarray, arrays)
+    graded = jax.grad(lambda q: attention(q, k, v, **options).sum())
+    if "block_table" not in options or wanted is not None:  # which has no backward
+        assert answer(graded, q) == wanted
+
+
+def test_numbers_that_are_traced_are_refused_when_the_program_runs() -> None:
+    """By JAX's error, at whose end is dlattn's; constants are refused while JAX traces."""
+    table = jnp.full((2, 2), 9, jnp.int32)
+    q = X.reshape(2, 4, 2, 4)
+    said = r"block_table: the pages of sequence 0, of 8 rows, are \[9, 9\]; expected .* 0 to 3\."
+
+    def run(table: Any) -> Any:
+        return attention(q, PAGES, PAGES, block_table=table)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+        jax.block_until_ready(jax.jit(run)(table))
+    with pytest.raises(InvalidVariantPackError, match=said):
+        jax.jit(lambda: run(table))()
 
 
 @pytest.mark.parametrize("argument", ["query", "key", "value", "bias", "mask", "scale"])
