@@ -59,8 +59,16 @@ class CallCache(Generic[Prepared]):
         self, tensors: Sequence[Any], options: tuple[Any, ...]
     ) -> tuple[Prepared, list[int]] | None:
         """As :meth:`find`, if the last call with such options had tensors like these, and there is
-        a quick test for it."""
-        return self._quickly(tensors, self._key(*options))
+        a quick test for it.
+
+        Raises:
+            TypeError: of such options, nothing is kept.
+        """
+        try:
+            said = self._key(*options)
+        except ValueError as error:  # a memoryview's
+            raise TypeError("an option cannot be hashed") from error
+        return self._quickly(tensors, said)
 
     def _quickly(self, tensors: Sequence[Any], said: object) -> tuple[Prepared, list[int]] | None:
         latest = self._latest.get(said)
@@ -77,7 +85,7 @@ class CallCache(Generic[Prepared]):
             tensors: in the order of ``prepare``'s arguments; ``None`` for what is left out.
             options: numbers, booleans and words, and tuples of them, in which equal ones must be
                 of one type. Of a tensor in the place of a number, which is told apart by what it is
-                and not by what it holds, nothing is kept.
+                and not by what it holds, and of what cannot be hashed, nothing is kept.
 
         Raises:
             Whatever ``prepare`` does.
@@ -89,11 +97,8 @@ class CallCache(Generic[Prepared]):
                 return quickly
             key, addresses = signatures(tensors)
             kept = self._calls.get((said, key))
-        except _MayChange:
+        except (TypeError, ValueError):  # no key of the options, or what is no tensor
             return self._prepare(*tensors, options), signatures(tensors)[1]
-        except (TypeError, ValueError):  # no tensor, or an option that is none
-            self._prepare(*tensors, options)
-            raise
         if kept is None:
             kept = _Kept(self._prepare(*tensors, options), lookalikes(tensors))
             self._keep((said, key), kept)

@@ -243,6 +243,36 @@ def test_tensors_in_the_place_of_numbers() -> None:
         dlattn.attention(q, k, v, window=(4.0, 0))  # which is equal to one that was right
 
 
+def test_an_integer_in_an_array_without_dimensions() -> None:
+    """It is the number that it holds in this call, although it has no hash; nothing is kept."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 8, 2, 8))
+    cu, number = np.array([0, 8], np.int32), np.array(0)
+    packed = (q[0], k[0], v[0], None, cu, cu, None, None, None)
+    for value in (9, 8, 2, 5):
+        number[...] = value
+        for call in (
+            lambda n: mha_fwd(q, k, v, window_size_left=n, num_splits=n)[0],
+            lambda n: mha_fwd(q, k, v, window_size_right=n, window_size_left=1)[0],
+        ):
+            wanted, before = call(value), kept()
+            assert (call(number) == wanted).all() and kept() == before
+    whole = mha_varlen_fwd(*packed, 8, 8)[0]
+    assert (mha_varlen_fwd(*packed, np.array(8), np.array(8))[0] == whole).all()
+
+
+def test_an_option_that_raises_as_it_is_hashed() -> None:
+    """Of a memoryview that is a ValueError, where a quick look finds out, too."""
+    cache = CallCache(lambda tensor, options: options)
+    wrong = (memoryview(bytearray(4)),)
+    assert cache.find((array(2),), wrong)[0] == wrong and len(cache) == 0
+    with pytest.raises(TypeError, match="cannot be hashed"):
+        cache.latest((array(2),), wrong)
+    q = array(1, 3, 2, 8)
+    for name in ("layout", "alignment"):
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected one of"):
+            dlattn.attention(q, q, q, **{name: wrong[0]})
+
+
 #: By the name of an argument: what is right, and what equals it and is wrong.
 EQUAL = {
     "causal": (True, 1.0), "is_causal": (1, np.float32(1)), "return_lse": (False, 0.0),
