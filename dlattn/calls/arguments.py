@@ -108,8 +108,8 @@ class Argument:
         """
         if not self.seen.writable:
             raise InvalidArgumentError(
-                f"{self.name}: it is written to, but its framework made it read-only; pass a "
-                "writable tensor, or leave it out."
+                f"{self.name}: it is written to, but its framework made it read-only, as JAX's "
+                "arrays are; pass one that can be written to, or nothing where that is allowed."
             )
         if 0 not in self.shape and overlaps(self.shape, self.stride):
             raise InvalidArgumentError(

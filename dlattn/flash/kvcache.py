@@ -83,7 +83,8 @@ def flash_attn_with_kvcache(
             size from 1; of any strides, 1 for the last dimension.
         v_cache: the same, maybe with a head_size of its own. May share memory with k_cache if
             nothing is appended.
-        k, v: (batch_size, seqlen_new, num_heads_k, head_size): what is appended; both or neither.
+        k, v: (batch_size, seqlen_new, num_heads_k, head_size): what is appended; both or neither,
+            and neither beside caches of JAX's, which cannot be written to.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), contiguous, of q's type or fp32,
             with a row for each position of the cache: k and q are rotated, k by its position in the
             cache. Only with k.

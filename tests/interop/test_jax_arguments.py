@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax")
 
 import dlattn  # noqa: E402
 from dlattn.errors import DlattnError, InvalidArgumentError, InvalidVariantPackError  # noqa: E402
+from dlattn.flash import flash_attn_with_kvcache  # noqa: E402
 from dlattn.jax import attention, dot_product_attention  # noqa: E402
 
 jnp = jax.numpy
@@ -154,3 +155,19 @@ def test_an_option_that_cannot_be_hashed_is_named(name: str) -> None:
     for wrong in (memoryview(bytearray(4)), {}):
         with pytest.raises(InvalidArgumentError, match=f"^{name}: expected "):
             attention(PAGES, PAGES, PAGES, **{name: wrong})
+
+
+def test_a_cache_of_jaxs_is_written_by_jax() -> None:
+    """To append to it is refused, as nothing can write to such an array; a call after JAX has
+    written is what appending to arrays of NumPy's is."""
+    q, new, *caches = np.random.default_rng(0).normal(size=(4, 1, 6, 2, 8)).astype(np.float32)
+    q, new = q[:, :2], new[:, :2]
+    on_jax = [jnp.asarray(x) for x in caches]
+    with pytest.raises(
+        InvalidArgumentError, match="^k_cache: it is written to, .* as JAX's arrays"
+    ):
+        flash_attn_with_kvcache(jnp.asarray(q), *on_jax, new, new, cache_seqlens=3)
+    wanted = flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=3, causal=True)
+    written = [x.at[:, 3:5].set(new) for x in on_jax]
+    found = flash_attn_with_kvcache(jnp.asarray(q), *written, cache_seqlens=5, causal=True)
+    np.testing.assert_array_equal(found, wanted)
