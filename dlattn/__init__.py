@@ -13,6 +13,8 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from dlattn import flash as flash
+    from dlattn import jax as jax
+    from dlattn import torch as torch
     from dlattn.dtypes import data_type as data_type
     from dlattn.errors import CompileError as CompileError
     from dlattn.errors import DlattnError as DlattnError
@@ -85,4 +87,5 @@ __getattr__, __dir__, __all__ = exports(
         "dlattn.states": "merge_states",
     },
     one_at_a_time=True,
+    unlisted=("jax", "torch"),
 )

@@ -103,6 +103,44 @@ except AttributeError as error:
     assert printed(program) == "module 'dlattn' has no attribute 'nothing'"
 
 
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_subpackages_of_frameworks_are_imported_when_they_are_named(name):
+    """``import dlattn`` is enough to use them; without the framework, the error is that of
+    importing it."""
+    pytest.importorskip(name)
+    program = f"""
+import sys, dlattn
+assert callable(dlattn.{name}.attention) and dlattn.{name} is sys.modules["dlattn.{name}"]
+from dlattn import {name}
+assert {name} is dlattn.{name}
+"""
+    printed(program)
+    without = f"""
+import sys
+sys.modules["{name}"] = None
+import dlattn
+try:
+    dlattn.{name}
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert printed(without) == name
+
+
+def test_asking_for_all_names_imports_no_framework():
+    """Neither star imports nor what lists, reads and documents every name."""
+    program = """
+import inspect, pydoc, sys
+from dlattn import *
+import dlattn
+found = {name for name, _ in inspect.getmembers(dlattn)}
+assert {*dlattn.__all__} <= {*dir(dlattn)} == found
+pydoc.plaintext.document(dlattn)
+print([name for name in ("cupy", "torch", "jax") if name in sys.modules])
+"""
+    assert printed(program) == "[]"
+
+
 @pytest.mark.parametrize("package", ["dlattn", "dlattn.problem"])
 def test_type_checkers_see_the_names_that_there_are(package):
     """The imports that only they read name what asking finds, from where it is found."""
@@ -110,9 +148,10 @@ def test_type_checkers_see_the_names_that_there_are(package):
     tree = ast.parse(Path(found.__file__).read_text(encoding="utf-8"))
     imports = [it for it in ast.walk(tree) if isinstance(it, ast.ImportFrom) and it.level == 0]
     seen = {alias.name: it.module for it in imports for alias in it.names if alias.asname}
-    assert {*found.__all__} == {*seen}
+    subpackages = {name for name, module in seen.items() if module == package == "dlattn"}
+    assert {*found.__all__} == {*seen} - (subpackages - {"flash"})
     for name, module in seen.items():
-        if name not in ("flash", "graph"):
+        if name not in {*subpackages, "graph"}:
             assert getattr(found, name) is getattr(import_module(module), name)
 
 
