@@ -37,8 +37,8 @@ def merge_states(
     that of the first state.
 
     Args:
-        o1, o2: outputs, fp16, bf16 or fp32 (on the CPU also fp64), each its own; of any strides, 1
-            for the last dimension.
+        o1, o2: outputs, fp16, bf16 or fp32 (on the CPU also fp64), each its own; of any strides but
+            negative ones, 1 for the last dimension.
         lse1, lse2: natural logarithms of the sums of exponentials, fp32 (on the CPU also fp64).
         layout: ``"bshd"``, FlashAttention's: ``o`` is (..., S, H, D) and ``lse`` (..., H, S).
             ``"bhsd"``, cuDNN's: ``o`` is (..., H, S, D) and ``lse`` (..., H, S). ``"thd"``, packed

@@ -83,7 +83,7 @@ def mha_fwd(
 
     Args:
         q: (batch_size, seqlen_q, num_heads, head_size), fp16 or bf16, in host memory fp32 and fp64
-            too; as all tensors with a stride of 1 in the last dimension, and any other strides.
+            too; as all tensors with a stride of 1 in the last dimension, and others from 0 on.
         k: (batch_size, seqlen_k, num_heads_k, head_size).
         v: (batch_size, seqlen_k, num_heads_k, head_size), or with a head_size of its own.
         out_: memory for the output, of which no input is a part; ``None`` makes it.

@@ -80,7 +80,7 @@ def flash_attn_with_kvcache(
             too.
         k_cache: (batch_size_cache, seqlen_cache, num_heads_k, head_size), or with a
             ``block_table`` pages, (num_blocks, page_block_size, num_heads_k, head_size), of any
-            size from 1; of any strides, 1 for the last dimension.
+            size from 1; of any strides but negative ones, 1 for the last dimension.
         v_cache: the same, maybe with a head_size of its own. May share memory with k_cache if
             nothing is appended.
         k, v: (batch_size, seqlen_new, num_heads_k, head_size): what is appended; both or neither,

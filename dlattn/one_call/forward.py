@@ -56,8 +56,9 @@ def attention(
     it; calls whose tensors look like those of an earlier one look up its plan.
 
     Args:
-        q, k, v: fp16 or bf16, on the CPU also fp32 and fp64, of any strides with 1 for the last
-            dimension. The head dimensions D of q and k, and of v, may differ.
+        q, k, v: fp16 or bf16, on the CPU also fp32 and fp64, of any strides but negative
+            ones, with 1 for the last dimension. The head dimensions D of q and k, and of v, may
+            differ.
         layout: the order of dimensions of q, k, v and the output: ``"bshd"`` (batch, sequence,
             head, D), ``"bhsd"``, ``"sbhd"``; or ``"thd"``, (tokens, head, D) of sequences that are
             packed one behind the other, which ``cu_seqlens`` divides.

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import dlattn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text(encoding="utf-8")
 
@@ -53,6 +56,36 @@ def test_flash_attention_program() -> None:
     scores = scores.masked_fill((key > row) | (key < row - 128), -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(1, 2)
     torch.testing.assert_close(names["out"].double(), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 9])
+def test_slopes(rows: int) -> None:
+    """Under a causal mask from the bottom right corner, FlashAttention's slopes give the output of
+    ``score + slope * (kv_idx - q_idx)``, and its log-sum-exp up to what the lengths differ by;
+    without a mask they differ."""
+    q, k, v = (np.random.default_rng(n).normal(size=(1, 2, n, 8)) for n in (rows, 7, 7))
+    slopes = np.array([0.5, 0.25], np.float32)
+    row, key = np.arange(rows)[:, None], np.arange(7)
+    scores = q @ k.swapaxes(2, 3) / 8**0.5 + slopes[:, None, None] * (key - row)
+    full, _ = softmax(scores, v)
+    options: dict[str, Any] = {"layout": "bhsd", "alibi_slopes": slopes, "return_lse": True}
+    expected, expected_lse = softmax(np.where(key > row + 7 - rows, -np.inf, scores), v)
+    out, lse = dlattn.attention(q, k, v, causal=True, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    attends = np.isfinite(lse)
+    assert attends.any() and (attends == np.isfinite(expected_lse)).all()
+    shifted = expected_lse - slopes[:, None] * (7 - rows)
+    np.testing.assert_allclose(lse[attends], shifted[attends], atol=1e-6)
+    assert abs(dlattn.attention(q, k, v, **options)[0] - full).max() > 0.1
+
+
+def softmax(scores: Any, v: Any) -> tuple[Any, Any]:
+    """Its product with values, 0 of rows of -inf alone, and the logarithms of its sums."""
+    most = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isinf(most), 0, most))
+    sums = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return weights @ v / np.where(sums == 0, 1, sums), (most + np.log(sums))[..., 0]
 
 
 def test_cudnn_program() -> None:
