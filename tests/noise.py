@@ -29,6 +29,9 @@ _STEP = 1e-5
 #: How many deviations a score may be below the largest, and roundings still make it that.
 _NEAR = 8.0
 
+#: The most that a kernel's soft cap is off, of its value (`few_terms` in dlattn/plans/params.py).
+_CAP_ERROR = 2.0**-20.6
+
 #: Types that tensor cores multiply.
 SHORT = ("bfloat16", "float16")
 
@@ -55,8 +58,9 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
     that it is the log-sum-exp's, too; P does not see it, unless there is a sink beside them. What
     moves all scores against the sink is also the rounding of factors that both are multiplied by.
 
-    What edits add to a score is rounded at its own size, alike for neighbours. Dropout's scale is a
-    factor of results, after P and dS are rounded.
+    What edits add to a score is rounded at its own size, alike for neighbours. A kernel's soft cap
+    is a polynomial, whose error neighbours share, too. Dropout's scale is a factor of results,
+    after P and dS are rounded.
     """
     eps = roundoff(case)
     # Its square must not underflow here.
@@ -87,11 +91,13 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
         score = (slope * case.scale_value) ** 2 * products
         # What edits round: numbers as large as the score, and as what they add to it.
         score = score + (eps * edited) ** 2
+        bent_off = _cap_error(case, e)
+        score = score + bent_off**2 / 3
         # What exponentials are of, the distance from the largest, is rounded at its own size.
         score = score + (eps * (scores - largest)) ** 2 / 3
         # What all scores of a row have in common, and what moves them against the sink.
         cut_off = abs(slope * case.scale_value) * _cut_off(case, e)
-        common = row_sum(e, p * cut_off) ** 2 / 3
+        common = (row_sum(e, p * cut_off) ** 2 + row_sum(e, p * bent_off) ** 2) / 3
         if e.added is not None:
             # Neighbours to which alike numbers are added are rounded alike.
             alike = p * eps * edited
@@ -227,6 +233,12 @@ def _cut_off(case: Case, e: Entry) -> Any:
     """What tensor cores cut off products of q and k."""
     is_short = case.dtype in SHORT
     return roundoff(case) / 32 * e.q.shape[-1] * _first_product(case, e) * is_short
+
+
+def _cap_error(case: Case, e: Entry) -> Any:
+    """How far a kernel's soft cap may be off."""
+    has_kernels = bool(case.softcap) and case.dtype in SHORT
+    return _CAP_ERROR * capped(case, e)[2] * has_kernels
 
 
 def roundoff(case: Case) -> float:
