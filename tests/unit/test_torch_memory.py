@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dlattn.dtypes import data_type
-from dlattn.runtime import frameworks
+from dlattn.runtime import torch_tensors
 from dlattn.runtime.tensors import allocator, view
 
 torch = pytest.importorskip("torch")
@@ -18,12 +18,12 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("made", [None, lambda shape, stride, dtype: np.empty(shape)])
 def test_memory_without_the_compilers_help(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
     """Where torch.compile's way to memory is missing, or is another than it was."""
-    frameworks._quick_empty.cache_clear()
+    torch_tensors._quick_empty.cache_clear()
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", made)
     try:
         buffer = allocator(torch.zeros(1), (2, 3), (1, 2), data_type.HALF)()
     finally:
-        frameworks._quick_empty.cache_clear()
+        torch_tensors._quick_empty.cache_clear()
     assert view(buffer)[1:4] == ((2, 3), (1, 2), data_type.HALF)
 
 
@@ -36,7 +36,7 @@ def test_memory_is_on_the_device_that_is_meant(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         torch.Tensor, "new_empty_strided", lambda *given: asked.append(1) or own(*given)
     )
-    make = frameworks._Torch().allocator(like, (2, 3), (1, 2), data_type.HALF)
+    make = torch_tensors.Torch().allocator(like, (2, 3), (1, 2), data_type.HALF)
     for current in (0, 1):
         asked.clear()
         assert view(make())[1:4] == ((2, 3), (1, 2), data_type.HALF)
