@@ -22,6 +22,7 @@ from dlattn.torch.arguments import (
     real,
     truth,
 )
+from dlattn.torch.causal import refuse_causal_bias
 from dlattn.torch.derivative import is_forward_mode, refuse_tangents
 from dlattn.torch.functions import Transformed, apply_eagerly, is_observed, tensors_of
 from dlattn.torch.plain import PLAIN, attend_plainly
@@ -191,6 +192,7 @@ def _check(q: Any, k: Any, v: Any, bias: Any, sinks: Any, words: str) -> None:
             )
     given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     expect_tensors(**{said.get(name, name): it for name, it in given.items()})
+    refuse_causal_bias(bias)
     if q.is_nested:
         raise InvalidArgumentError(
             "q: expected no nested tensor, which is scaled_dot_product_attention's; or give "

@@ -16,6 +16,7 @@ from dlattn.torch.arguments import (
     real,
     truth,
 )
+from dlattn.torch.causal import alignment_of, is_causal_bias
 from dlattn.torch.differentiable import attend_in
 from dlattn.torch.nested import nested_attention
 from dlattn.torch.plain import PLAIN, attend_plainly
@@ -54,7 +55,8 @@ def scaled_dot_product_attention(
         key: (..., Hk, S, E).
         value: (..., Hk, S, Ev).
         attn_mask: broadcasts to (..., H, L, S): of booleans, true where a query attends; of floats,
-            added to the scores, with a gradient.
+            added to the scores, with a gradient. One of ``torch.nn.attention.bias`` is what it
+            says: ``is_causal=True`` with the ``alignment`` of its corner.
         dropout_p: the probability to drop.
         is_causal: query i attends to keys 0 to i. Beside a mask, both hold.
         scale: ``1 / sqrt(E)`` unless given.
@@ -86,6 +88,10 @@ def scaled_dot_product_attention(
         scale = real("scale", scale)
     if softcap is not None and type(softcap) is not float:
         softcap = real("softcap", softcap)
+    if attn_mask is not None and type(attn_mask) not in PLAIN and is_causal_bias(attn_mask):
+        _check(query, key, value)
+        alignment = alignment_of(attn_mask, query, key, is_causal, window, alignment)
+        attn_mask, is_causal = None, True
     if not dropout_p and (attn_mask is sinks is alibi_slopes is lengths is block_table is None):
         said = "bhsd", is_causal, window, alignment, scale, softcap, "torch", enable_gqa
         found = attend_plainly(query, key, value, said, deterministic, return_lse)
