@@ -156,6 +156,7 @@ def backward(
         wanted: of the bias, and of the sinks; without, theirs is ``None``.
     """
     q, k, v, *others = tensors.all
+    dlse = None if dlse is None else dlse.resolve_neg()
     given = (q, k, v, out, lse, movable(dout), *others, dlse, None, None, None)
     return backward_pass.run(given, words(options, *wanted, deterministic))
 

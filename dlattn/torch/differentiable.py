@@ -135,14 +135,14 @@ def attend(
     The hot path of most programs: arguments are passed by position, and those that most calls lack
     are looked at together.
     """
-    plain = type(q) in PLAIN
-    if not (
-        plain
+    plain = (
+        type(q) in PLAIN
         and type(k) in PLAIN
         and type(v) in PLAIN
         and (bias is None or type(bias) in PLAIN)
         and (sinks is None or type(sinks) in PLAIN)
-    ):
+    )
+    if not plain:
         _check(q, k, v, bias, sinks, options.words)
     device = q.device.type
     is_meta = device == "meta"

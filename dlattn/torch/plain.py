@@ -187,7 +187,8 @@ def _find_backward(
     tensors: tuple[Tensor, ...], asked: tuple[Known, bool]
 ) -> tuple[Known, list[int]] | None:
     """As :func:`_find`, of a backward."""
-    if is_observed() or is_of_many(tensors[-1]):
+    dout = tensors[-1]
+    if is_observed() or is_of_many(dout) or dout.is_neg():
         return None
     return _BACKWARDS.find(tensors, asked)
 

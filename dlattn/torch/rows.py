@@ -18,14 +18,15 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def is_movable(x: Tensor) -> bool:
-    """Whether the copy engine can move its rows, which cannot repeat memory, as gradients of sums
-    do."""
-    return x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())
+    """Whether the copy engine can move its rows, which can neither repeat memory, as gradients of
+    sums do, nor negate it, as those of imaginary parts do."""
+    in_place = x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())
+    return in_place and not x.is_neg()
 
 
 def movable(x: Tensor) -> Tensor:
     """As it is, or else a copy."""
-    return x if is_movable(x) else x.contiguous()
+    return x if is_movable(x) else x.resolve_neg().contiguous()
 
 
 def empty_as(x: Tensor, columns: int) -> Tensor:
