@@ -11,6 +11,7 @@ from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
+from dlattn.opaque import opaque
 from dlattn.plans.merge import STATE_TYPES, MergeStates
 from dlattn.problem import TensorSpec
 from dlattn.runtime.target import CPU, cuda_target
@@ -19,6 +20,7 @@ from dlattn.runtime.target import CPU, cuda_target
 _AXES = {"bshd": (-3, -2), "bhsd": (-2, -3), "thd": (-3, -2)}
 
 
+@opaque
 def merge_states(
     o1: Any,
     lse1: Any,

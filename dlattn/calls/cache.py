@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from dlattn.opaque import opaque
 from dlattn.runtime.framework import Look
 from dlattn.runtime.tensors import lookalikes, signatures
 
@@ -34,6 +35,7 @@ class _Kept(Generic[Prepared]):
         self.look = look
 
 
+@opaque
 class CallCache(Generic[Prepared]):
     """The most recently used kinds of one function's calls.
 

@@ -18,6 +18,7 @@ from dlattn.calls.request import Request
 from dlattn.config import settings
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
+from dlattn.opaque import opaque
 from dlattn.plans.base import Bound, Executable, Plan, bound
 from dlattn.plans.host import host_array
 from dlattn.plans.select import select
@@ -74,6 +75,7 @@ class Output:
         return compact_strides(self.shape)
 
 
+@opaque
 class Call:
     """What a function does for all calls that look alike.
 

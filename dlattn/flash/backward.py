@@ -27,6 +27,7 @@ from dlattn.flash.options import (
     scale_of,
     window_of,
 )
+from dlattn.opaque import opaque
 from dlattn.problem import Direction
 from dlattn.runtime.tensors import assign, padded, settle
 
@@ -40,6 +41,7 @@ _DENSE = (
 _PACKED = (*_DENSE, "cu_seqlens_q", "cu_seqlens_k")
 
 
+@opaque
 def mha_bwd(
     dout: Any,
     q: Any,
@@ -100,6 +102,7 @@ def mha_bwd(
     return _run(_dense_calls, tensors, options)
 
 
+@opaque
 def mha_varlen_bwd(
     dout: Any,
     q: Any,

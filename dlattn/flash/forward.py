@@ -28,6 +28,7 @@ from dlattn.flash.options import (
     scale_of,
     window_of,
 )
+from dlattn.opaque import opaque
 from dlattn.problem import Direction
 from dlattn.runtime.tensors import assign, padded
 
@@ -57,6 +58,7 @@ class Forward:
     rest: tuple[Any, Any] = (None, None)
 
 
+@opaque
 def mha_fwd(
     q: Any,
     k: Any,
@@ -136,6 +138,7 @@ def mha_fwd(
     return _run(_dense_calls, tensors, options)
 
 
+@opaque
 def mha_varlen_fwd(
     q: Any,
     k: Any,

@@ -34,6 +34,7 @@ from dlattn.flash.options import (
     scale_of,
     window_of,
 )
+from dlattn.opaque import opaque
 from dlattn.plans.append import Append, Rotation
 from dlattn.plans.cached import CachedAttention
 from dlattn.problem import Direction, TensorSpec
@@ -46,6 +47,7 @@ _NAMES = (
 )
 
 
+@opaque
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,

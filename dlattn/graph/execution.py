@@ -19,6 +19,7 @@ from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered
 from dlattn.graph.slots import NumberSlot, RaggedSlot, Sizes, Slot, said_device, slot_type
 from dlattn.graph.tensor import Device, tensor
+from dlattn.opaque import opaque
 from dlattn.plans.base import Runnable, bound
 from dlattn.plans.host import HostSequences
 from dlattn.problem import offset_role
@@ -52,6 +53,7 @@ class Addresses(NamedTuple):
     alike: bool
 
 
+@opaque
 class Execution:
     """A built plan, bound to the tensors of its graph.
 

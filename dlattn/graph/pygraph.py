@@ -14,12 +14,14 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.overrides import Overrides
 from dlattn.graph.portable import Portable
 from dlattn.graph.translate import translate
+from dlattn.opaque import opaque
 
 if TYPE_CHECKING:
     from dlattn.graph.execution import Execution
     from dlattn.graph.planning import Engine
 
 
+@opaque
 class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
     """A graph (cuDNN frontend 1.23 ``cudnn.pygraph``).
 

@@ -19,9 +19,11 @@ from dlattn.graph.pygraph import pygraph
 from dlattn.graph.ragged import allocation_model
 from dlattn.graph.tensor import Tensor
 from dlattn.graph.vocabulary import heur_mode, tensor_reordering
+from dlattn.opaque import opaque
 from dlattn.runtime.tensors import allocate, allocate_bytes, framework, to_caller
 
 
+@opaque
 class Graph(Operations):
     """A graph that is built at the end of a ``with`` block (cuDNN frontend 1.23 ``cudnn.Graph``).
 

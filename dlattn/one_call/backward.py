@@ -23,6 +23,7 @@ from dlattn.one_call.arguments import (
     describe,
     sorted_out,
 )
+from dlattn.opaque import opaque
 from dlattn.problem import Direction, TensorSpec
 
 
@@ -36,6 +37,7 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
+@opaque
 def attention_backward(
     dout: Any,
     q: Any,

@@ -22,9 +22,11 @@ from dlattn.one_call.arguments import (
     describe,
     sorted_out,
 )
+from dlattn.opaque import opaque
 from dlattn.problem import Direction
 
 
+@opaque
 def attention(
     q: Any,
     k: Any,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
+from dlattn.opaque import opaque
 from dlattn.problem.score import Array, Values, Where, read_at
 from dlattn.records import dataclass
 
@@ -209,6 +210,7 @@ class StoredSigns(GivenMask):
 ALGORITHMS: dict[str, RandomDropout] = {"philox": Philox(), "flash": FlashDropout()}
 
 
+@opaque
 def philox_dropout_mask(
     p: float,
     seed: int,

@@ -10,6 +10,7 @@ from typing import Any
 from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
+from dlattn.opaque import leave_alone
 from dlattn.runtime.buffers import array_of
 from dlattn.runtime.framework import CPU, CUDA, Dims, Framework, Look, new_view
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView
@@ -20,6 +21,7 @@ class Torch(Framework):
 
     def __init__(self) -> None:
         self._torch: Any = sys.modules["torch"]
+        leave_alone()
         self.reader = self._torch.Tensor.data_ptr
         #: How many dispatch modes are on: whether one of them traces, a view finds out.
         self._modes: Callable[[], int] = self._torch._C._len_torch_dispatch_stack

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "dlattn"
 KERNELS = ROOT / "cuda_src"
 
 #: Leaves that anyone may import; they import only each other.
-BASICS = {"config", "dtypes", "enums", "errors", "lazy", "records"}
+BASICS = {"config", "dtypes", "enums", "errors", "lazy", "opaque", "records"}
 
 #: What each room may import besides itself and the basics. A room that is not named here is a
 #: surface (flash, attention, torch, ...) and may import every room of this table.
