@@ -15,6 +15,7 @@ from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGr
 from dlattn.problem import PAGE_TABLES, TensorSpec
 from dlattn.problem.layout import canonical_stride, overlaps
 from dlattn.problem.score import SOFTCAPS, is_float32
+from dlattn.runtime.gradients import is_learned
 from dlattn.runtime.protocols import TensorView
 from dlattn.runtime.tensors import framework, view
 
@@ -28,12 +29,14 @@ class Argument:
 
     Attributes:
         position: among the tensors of the call.
+        learned: it is what gradients are for.
     """
 
     name: str
     position: int
     framework: str
     seen: TensorView
+    learned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,8 +107,14 @@ class Argument:
         """Refuse memory that cannot take results.
 
         Raises:
-            InvalidArgumentError: it is read-only, or elements may share an address.
+            InvalidArgumentError: it is read-only, gradients are for it, or elements may share an
+                address.
         """
+        if self.learned:
+            raise InvalidArgumentError(
+                f"{self.name}: it is written to, but it is a leaf that requires a gradient; pass "
+                "its detach(), or call under torch.no_grad()."
+            )
         if not self.seen.writable:
             raise InvalidArgumentError(
                 f"{self.name}: it is written to, but its framework made it read-only, as JAX's "
@@ -201,7 +210,8 @@ def admit(
             continue
         name = said.get(role, role)
         try:
-            argument = Argument(name, position, framework(value).name, view(value))
+            owner, seen = framework(value).name, view(value)
+            argument = Argument(name, position, owner, seen, is_learned(value))
         except InvalidVariantPackError as error:
             raise InvalidArgumentError(f"{name}: {error}") from error
         if any(n > 1 and step < 0 for n, step in zip(argument.shape, argument.stride, strict=True)):

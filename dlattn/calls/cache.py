@@ -13,6 +13,7 @@ import numpy as np
 
 from dlattn.opaque import opaque
 from dlattn.runtime.framework import Look
+from dlattn.runtime.gradients import warn_of_gradients
 from dlattn.runtime.tensors import lookalikes, signatures
 
 Prepared = TypeVar("Prepared")
@@ -43,10 +44,14 @@ class CallCache(Generic[Prepared]):
         prepare: of the tensors, and then a tuple of the options, of a call that looks like none
             before.
         most: how many are kept.
+        drops: positions of tensors that get no gradient from a call, of which the user is to know.
     """
 
-    def __init__(self, prepare: Callable[..., Prepared], most: int = 512) -> None:
+    def __init__(
+        self, prepare: Callable[..., Prepared], most: int = 512, drops: Sequence[int] = ()
+    ) -> None:
         self._prepare = prepare
+        self._drops = drops
         self._most = most
         #: What tells options apart: 1, 1.0 and True are equal, but not all of them are right. More
         #: are kept than calls are, so that those of no call that is kept are forgotten first.
@@ -103,6 +108,7 @@ class CallCache(Generic[Prepared]):
             return self._prepare(*tensors, options), signatures(tensors)[1]
         if kept is None:
             kept = _Kept(self._prepare(*tensors, options), lookalikes(tensors))
+            warn_of_gradients(tensors[at] for at in self._drops if at < len(tensors))
             self._keep((said, key), kept)
         elif kept.look is not None and kept.look(*tensors) is None:
             # It sees what does not matter here, such as grad mode.

@@ -23,6 +23,7 @@ from dlattn.plans.base import Bound, Executable, Plan, bound
 from dlattn.plans.host import host_array
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
+from dlattn.runtime.gradients import note_of
 from dlattn.runtime.log import log
 from dlattn.runtime.protocols import compact_strides, strides_as
 from dlattn.runtime.streams import current_stream_of
@@ -89,6 +90,7 @@ class Call:
         idle: filling the outputs is all there is to do for it.
         byte_offsets: role -> bytes from the address of its tensor.
         apart: refuses memory of the caller's that is another tensor's.
+        written: positions among the tensors of those that are written to beside the outputs.
 
     Raises:
         cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
@@ -105,6 +107,7 @@ class Call:
         byte_offsets: Mapping[str, int] | None = None,
         apart: Check | None = None,
         idle: bool = False,
+        written: Iterable[int] = (),
     ) -> None:
         kind, index = device
         on_cpu = kind == "cpu"
@@ -122,6 +125,7 @@ class Call:
         ]
         self._address = reader(like)
         given = {at for at, make in self._outputs if make is None}
+        self._note = note_of(values, sorted({*given, *written}))
         self._unordered = [
             at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
@@ -192,6 +196,8 @@ class Call:
                 # Freed as it was made, in the order of the stream.
                 scratch = self._workspace()
                 self._run(addresses, read(scratch), stream)
+        if self._note is not None:
+            self._note(values)
         if not self._hands_over:
             return results
         return [

@@ -321,5 +321,7 @@ def _fills(
     return (0.0, -inf) if flag("zero_tensors", options.zero_tensors) else (None, None)
 
 
-_dense_calls = CallCache(_prepare_dense)
-_packed_calls = CallCache(_prepare_packed)
+#: Of q, k and v.
+_LEARNED = range(3)
+_dense_calls = CallCache(_prepare_dense, drops=_LEARNED)
+_packed_calls = CallCache(_prepare_packed, drops=_LEARNED)

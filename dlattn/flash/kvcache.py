@@ -222,10 +222,11 @@ def _prepare(*given: Any) -> Call:
     if between and reason is not None:
         raise cudnnGraphNotSupportedError(f"flash_attn_with_kvcache: {reason}")
     plan = CachedAttention(writes, attention, between, read)
-    return Call(values, device, inputs, outputs, plan, apart=memory)
+    written = [there[name].position for name in ("k_cache", "v_cache") if appends]
+    return Call(values, device, inputs, outputs, plan, apart=memory, written=written)
 
 
-_calls = CallCache(_prepare)
+_calls = CallCache(_prepare, drops=range(5))
 
 #: What a number in host memory looks like.
 _HOST_NUMBER = np.array(0, np.int32)

@@ -25,10 +25,17 @@ from dlattn.plans.host import HostSequences
 from dlattn.problem import offset_role
 from dlattn.problem.layout import canonical_stride
 from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
+from dlattn.runtime.gradients import Note, note_of, note_written, warn_of_gradients
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream, current_stream_of
-from dlattn.runtime.tensors import ORDERED_TYPES, lookalikes, order_before, view
+from dlattn.runtime.tensors import (
+    ORDERED_TYPES,
+    WATCHED_TYPES,
+    lookalikes,
+    order_before,
+    view,
+)
 
 #: Alignment that plans may assume of the workspace.
 WORKSPACE_ALIGNMENT = 16
@@ -44,12 +51,14 @@ class Addresses(NamedTuple):
     Attributes:
         pointers: role -> address.
         unordered: inputs that streams do not order by themselves.
+        watched: outputs whose framework wants to know that they were written to.
         alike: every tensor looks as that of the last pack did.
     """
 
     pointers: dict[str, int]
     inputs: list[Any]
     unordered: list[Any]
+    watched: list[Any]
     alike: bool
 
 
@@ -76,6 +85,8 @@ class Execution:
         #: What every call reads of a slot lies beside it: unpacking beats attributes.
         self._slots = [(s, s.key, s.uid, s.role, s.alignment, s.is_output) for s in slots]
         self._geometry = lowered.geometry
+        #: Who wants statistics, or gives dO, sees to gradients by graphs of his own.
+        self._ends_gradients = not {"stats", "dO"} & lowered.tensors.keys()
         self._ragged = [
             (slot, specs[offset_role(slot.role)].name)
             for slot in slots
@@ -86,11 +97,13 @@ class Execution:
         self._keys = [slot.key for slot in slots]
         self._run = bound(plan, {slot.role: (at, 0) for at, slot in enumerate(slots)})
         #: Whether a quick test can stand for the checks of all tensors; what it is, for tensors
-        #: like those of the last call that was checked, and where such calls run.
+        #: like those of the last call that was checked, who hears of outputs that are written, and
+        #: where such calls run.
         self._may_look = not (self._ragged or self._numbers) and all(
             LOOK_ALIGNMENT % slot.alignment == 0 for slot in slots
         )
         self._look: Look | None = None
+        self._note: Note | None = None
         self._lessons_left = MOST_LESSONS
         self._current_stream: Callable[[], int] = lambda: 0
 
@@ -103,6 +116,7 @@ class Execution:
         pointers: dict[str, int] = {}
         inputs = []
         unordered = []
+        watched = []
         #: By role: of ragged tensors alone.
         sizes_of: dict[str, Sizes] = {}
         alike = True
@@ -125,6 +139,8 @@ class Execution:
                     value = slot.number(value)
                 pointer, sizes = slot.admit(value)
                 alike = False
+                if self._ends_gradients and not is_output:
+                    warn_of_gradients([value])
             pointers[role] = pointer
             if sizes is not None:
                 sizes_of[role] = sizes
@@ -132,13 +148,15 @@ class Execution:
                 inputs.append(value)
                 if type(value) not in ORDERED_TYPES:
                     unordered.append(value)
+            elif type(value) in WATCHED_TYPES:
+                watched.append(value)
         if self._ragged:
             sequences = HostSequences(self._geometry, pointers)
             for ragged_slot, offsets in self._ragged:
                 ragged_slot.check_sequences(sequences, offsets, sizes_of.get(ragged_slot.role))
         for number in self._numbers:
             number.check(_find(number, pack))
-        return Addresses(pointers, inputs, unordered, alike)
+        return Addresses(pointers, inputs, unordered, watched, alike)
 
     def __call__(
         self, pack: Mapping[Any, Any], workspace: Any = None, handle: int | None = None
@@ -152,26 +170,35 @@ class Execution:
             stream = self._current_stream() if stream is None else stream
             self._run(known, self.workspace_address(workspace), stream)
             self._lessons_left = MOST_LESSONS
+            if self._note is not None:
+                self._note(pack)
             return
-        pointers, inputs, unordered, alike = self.addresses(pack)
+        pointers, inputs, unordered, watched, alike = self.addresses(pack)
         if alike and self._may_look and self._lessons_left:
-            self._learn([pack.get(key) for key in self._keys])
+            self._learn(pack)
         if stream is None:
             # With addresses alone as inputs, the outputs may still tell the framework.
             stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
         if unordered:
             order_before(unordered, stream)
         self.plan.execute(pointers, self.workspace_address(workspace), stream)
+        if watched:
+            note_written(watched)
 
-    def _learn(self, values: Sequence[Any]) -> None:
+    def _learn(self, pack: Mapping[Any, Any]) -> None:
         """Makes a quick test of tensors that were found to be the graph's: the second time, as it
         takes as long as some calls."""
         self._lessons_left -= 1
+        values = [pack.get(key) for key in self._keys]
         look = lookalikes(values)
         if look is None:
             return
+        if self._ends_gradients:  # where tensors of earlier calls may have needed none
+            inputs = (key for _, key, *_, is_output in self._slots if not is_output)
+            warn_of_gradients(map(pack.get, inputs))
         if not self._on_cpu:
             self._current_stream = current_stream_of(values[0], self._index)
+        self._note = note_of(pack, [key for _, key, *_, is_output in self._slots if is_output])
         self._look = look
 
     @contextmanager

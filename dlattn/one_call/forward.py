@@ -51,7 +51,8 @@ def attention(
 ) -> Any:
     """``softmax(scale * q k^T + bias) v``, on tensors of any framework.
 
-    Its gradients: :func:`dlattn.attention_backward`.
+    Its gradients: :func:`dlattn.attention_backward`. Autograd does not see it: where PyTorch would
+    want a gradient of an input, it warns; :func:`dlattn.torch.attention` learns.
 
     Heads of k and of v divide those of q, each on its own: query head h reads head
     ``h // (H / Hk)`` of k. The first call of a kind compiles a kernel, unless the cache on disk has
@@ -158,7 +159,9 @@ def prepare(*given: Any) -> Call:
     return call_of(NAMES, NAMES[:3], wanted, given)
 
 
-_CALLS = CallCache(prepare)
+#: Of q, k, v, the bias and the sinks.
+_LEARNED = (0, 1, 2, 3, 5)
+_CALLS = CallCache(prepare, drops=_LEARNED)
 
 
 def _filled(outputs: list[Output], it: Described) -> list[Output]:

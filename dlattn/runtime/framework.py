@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,10 +34,13 @@ class Framework(ABC):
     Attributes:
         name: ``torch``, ``cupy``, ``numpy``, ``jax``, or ``dlpack`` for every other one.
         reader: a function that gives the address of all of its tensors, and of its buffers.
+        note_written: is told of tensors whose memory was written to, several at once; ``None`` if
+            nobody would ask.
     """
 
     name: ClassVar[str]
     reader: Callable[[Any], int] | None = None
+    note_written: Callable[[Iterable[Any]], object] | None = None
 
     @abstractmethod
     def view(self, obj: Any) -> TensorView:
@@ -123,6 +126,14 @@ class Framework(ABC):
         import secrets  # as hardly any call draws one here
 
         return secrets.randbits(63), 0
+
+    def wants_gradient(self, obj: Any) -> bool:
+        """See :func:`dlattn.runtime.gradients.wants_gradient`."""
+        return False
+
+    def is_learned(self, obj: Any) -> bool:
+        """See :func:`dlattn.runtime.gradients.is_learned`."""
+        return False
 
     def order_before(self, obj: Any, stream: int) -> None:
         """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""

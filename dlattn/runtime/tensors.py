@@ -28,6 +28,8 @@ _signatures: dict[type, Callable[[Any], tuple[int, Any]]] = {}
 _addresses: dict[type, Callable[[Any], int]] = {}
 #: Types for which :func:`order_before` has nothing to do, as far as seen.
 ORDERED_TYPES: set[type] = set()
+#: Types whose frameworks want to know what was written to, and what tells them.
+WATCHED_TYPES: dict[type, Callable[[Iterable[Any]], object]] = {}
 
 
 def _recognise(kind: type) -> Framework:
@@ -44,6 +46,8 @@ def _recognise(kind: type) -> Framework:
     _addresses[kind] = known.address
     if type(known).order_before is Framework.order_before:
         ORDERED_TYPES.add(kind)
+    if known.note_written is not None:
+        WATCHED_TYPES[kind] = known.note_written
     return known
 
 

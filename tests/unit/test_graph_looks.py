@@ -118,6 +118,7 @@ def packs(draw: st.DrawFn) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.filterwarnings("ignore:An input requires a gradient:UserWarning")
 @given(st.sampled_from([2, 16, 64]), st.lists(packs(), min_size=3, max_size=12))
 def test_a_pack_is_never_taken_for_the_last_one(alignment: int, calls: Any) -> None:
     """Whatever was executed before, the plan gets this pack's addresses, or the pack is refused in
