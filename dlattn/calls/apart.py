@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-
-import numpy as np
+from itertools import combinations
 
 from dlattn.calls.arguments import Argument
 from dlattn.dtypes import itemsize
 from dlattn.errors import InvalidArgumentError
+from dlattn.problem.sharing import Elements, Sharing
 
 #: Of tensors, by position.
 Addresses = Sequence[int] | Mapping[int, int]
@@ -19,30 +19,38 @@ Addresses = Sequence[int] | Mapping[int, int]
 #: addresses, so that each call asks for its own.
 Check = Callable[[Addresses], None]
 
-#: An address with more in front of it, and behind, than any tensor has.
-_SOMEWHERE = 1 << 61
-
 
 class Apart:
-    """Refuses memory for a result that begins where another tensor does. (Views that interleave,
-    such as of q, k and v in one tensor, begin apart; what else overlaps is the caller's to avoid.)
+    """Refuses memory for a result that begins where another tensor does, or shares an element with
+    another result. (What else overlaps, a result and an input, is the caller's to avoid.)
     """
 
-    def __init__(self, there: Sequence[Argument], written: Sequence[Argument]) -> None:
+    def __init__(self, there: Sequence[Argument], written: Collection[str]) -> None:
         self._names = [it.name for it in there]
         self._begins = operator.itemgetter(*(it.position for it in there))
-        self._written = [it.position for it in written]
+        self._written = [at for at, name in enumerate(self._names) if name in written]
+        self._results = [
+            (one, other, Disjoint(there[one], there[other]).check)
+            for one, other in combinations(self._written, 2)
+        ]
+        # Of the addresses of most calls, earlier ones have asked.
+        self._check_at = lru_cache(maxsize=256)(self._check)
 
     def __call__(self, addresses: Addresses) -> None:
         """See :data:`Check`.
 
         Raises:
-            InvalidArgumentError: some result's memory begins where another tensor does.
+            InvalidArgumentError: some result's memory is another tensor's.
         """
-        begins = self._begins(addresses)
-        for at in self._written:
-            if begins.count(addresses[at]) > 1:
-                self._refuse(begins, addresses[at])
+        self._check_at(self._begins(addresses))
+
+    def _check(self, begins: tuple[int, ...]) -> None:
+        if len({*begins}) < len(begins):
+            for at in self._written:
+                if begins.count(begins[at]) > 1:
+                    self._refuse(begins, begins[at])
+        for one, other, check in self._results:
+            check(begins[one], begins[other])
 
     def _refuse(self, begins: Sequence[int], address: int) -> None:
         other, name, *_ = (
@@ -61,30 +69,24 @@ def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Apart | None
         outputs: names of the results, of which those in ``given`` have the caller's memory.
 
     Raises:
-        InvalidArgumentError: in this call, some begins where another tensor does.
+        InvalidArgumentError: in this call, some is another tensor's.
     """
     there = [it for it in given.values() if 0 not in it.shape]
     names = set(outputs)
-    written = [it for it in there if it.name in names]
-    if not written or len(there) == 1:
+    if len(there) == 1 or all(it.name not in names for it in there):
         return None
-    check = Apart(there, written)
+    check = Apart(there, names)
     check({it.position: it.seen.ptr for it in there})
     return check
 
 
 class Disjoint:
-    """Refuses two tensors, of one element type, that are both written to and share memory: views
-    that interleave, such as of keys and values in one cache, do not."""
+    """Refuses two tensors that are both written to and share memory: views that interleave, such as
+    of keys and values in one cache, do not."""
 
     def __init__(self, one: Argument, other: Argument) -> None:
         self._one, self._other = one, other
-        self._size = itemsize(one.dtype)
-        (low, high), (other_low, other_high) = (_extent(it) for it in (one, other))
-        # Of the other's address less the one's: in between, they may share an element.
-        self._least = (low - other_high) * self._size
-        self._most = (high - other_low) * self._size
-        self._overlap_at = lru_cache(maxsize=256)(self._overlap)
+        self._share = Sharing(_elements(one), _elements(other))
 
     def __call__(self, addresses: Addresses) -> None:
         """See :data:`Check`.
@@ -92,45 +94,22 @@ class Disjoint:
         Raises:
             InvalidArgumentError: they share memory.
         """
-        begin = addresses[self._one.position]
-        distance = addresses[self._other.position] - begin
-        if self._least < distance < self._most and self._overlap_at(distance):
+        self.check(addresses[self._one.position], addresses[self._other.position])
+
+    def check(self, begin: int, other_begin: int) -> None:
+        """The same, of their own addresses."""
+        if self._share(other_begin - begin):
             one, other = self._one.name, self._other.name
             raise InvalidArgumentError(
                 f"{other}: expected memory that {one} has no part of, because both are written to, "
-                f"got {other} at {begin + distance:#x} and {one} at {begin:#x}, of shapes "
+                f"got {other} at {other_begin:#x} and {one} at {begin:#x}, of shapes "
                 f"{self._other.shape} and {self._one.shape}, which overlap; give each memory of "
                 "its own."
             )
 
-    def _overlap(self, distance: int) -> bool:
-        # No element is looked at, so that nothing need be there.
-        one = self._elements(self._one, _SOMEWHERE)
-        return bool(np.shares_memory(one, self._elements(self._other, _SOMEWHERE + distance)))
 
-    def _elements(self, it: Argument, address: int) -> np.ndarray:
-        return np.asarray(_Elements(it.shape, it.stride, self._size, address))
-
-
-class _Elements:
-    """Elements of any type, as NumPy finds them."""
-
-    def __init__(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], size: int, address: int
-    ) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "shape": shape,
-            "strides": tuple(size * step for step in stride),
-            "typestr": f"|V{size}",
-        }
-
-
-def _extent(it: Argument) -> tuple[int, int]:
-    """Where its first element in memory is, and where its last one ends, from its address."""
-    ends = [(size - 1) * step for size, step in zip(it.shape, it.stride, strict=True)]
-    return sum(min(0, end) for end in ends), sum(max(0, end) for end in ends) + 1
+def _elements(it: Argument) -> Elements:
+    return Elements(it.shape, it.stride, itemsize(it.dtype))
 
 
 def disjoint(one: Argument, other: Argument) -> Disjoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import dlattn
 from dlattn import flash
 from dlattn.errors import InvalidArgumentError
+from dlattn.problem.sharing import Elements, Sharing
 
 
 def tensors() -> dict[str, Any]:
@@ -148,3 +150,75 @@ def test_caches_in_one_tensor(name: str) -> None:
     appended(k_cache, v_cache)
     for number, cache in enumerate((k_cache, v_cache), 1):
         assert (cache[:, 2] == number).all() and (np.delete(cache, 2, 1) == 0).all()
+
+
+def one_call(*given: Any) -> Any:
+    *inputs, lse, dk, dv = given
+    return dlattn.attention_backward(*inputs, lse.astype("f8"), dk=dk, dv=dv)
+
+
+def dense(*given: Any) -> Any:
+    *inputs, dk, dv = given
+    return flash.mha_bwd(*inputs, None, dk, dv)
+
+
+def packed(*given: Any) -> Any:
+    """The first sequence alone."""
+    *rows, lse, dk, dv = given
+    cu = np.array([0, 5], np.int32)
+    inputs, memory = [x[0] for x in rows], (dk[0], dv[0])
+    return flash.mha_varlen_bwd(*inputs, lse[0], None, *memory, cu, cu, None, 5, 5)
+
+
+BACKWARDS = (one_call, dense, packed)
+
+
+def gradients(function: Callable[..., Any], dk: Any, dv: Any) -> None:
+    """Written to such memory, of random tensors in their shapes."""
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal(x.shape) for x in (dv, dk, dk, dv, dv)]
+    function(*inputs, rng.standard_normal((2, 2, 5)).astype("f4"), dk, dv)
+
+
+@pytest.mark.parametrize("function", BACKWARDS)
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_gradients_that_overlap(name: str, function: Callable[..., Any]) -> None:
+    """Gradients are not written to memory that two of them have, also not by a call like one whose
+    gradients are apart."""
+    dk, dv = OVERLAPPING[name](np.zeros(1000))
+    first = slice(0, 1 if function is packed else 2)
+    if function is not one_call and dk.shape != dv.shape:
+        pytest.skip("FlashAttention's functions have one head size.")
+    if not np.shares_memory(dk[first], dv[first]):
+        pytest.skip("The first sequences are apart.")
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="dv.*(dk.* no part of|begins where dk)"):
+            gradients(function, dk, dv)
+        assert not dk.any() and not dv.any()
+        other = OVERLAPPING[name](np.zeros(1000))
+        gradients(function, other[0], OVERLAPPING[name](np.zeros(1000))[1])
+        assert other[0].any()
+
+
+@pytest.mark.parametrize("function", BACKWARDS)
+@pytest.mark.parametrize("name", APART)
+def test_gradients_that_interleave(name: str, function: Callable[..., Any]) -> None:
+    """Those that share one tensor, but no element, are what they are in memory of their own."""
+    found = APART[name](np.zeros(1000))
+    if function is not one_call and found[0].shape != found[1].shape:
+        pytest.skip("FlashAttention's functions have one head size.")
+    wanted = [np.zeros(x.shape) for x in found]
+    gradients(function, *found)
+    gradients(function, *wanted)
+    for one, want in zip(found, wanted, strict=True):
+        assert (one == want).all() and want.any()
+
+
+def test_a_layout_that_takes_too_long_to_tell() -> None:
+    """Whether two tensors overlap is asked for a bounded time; NumPy alone would search for about a
+    second here, and for others for years."""
+    one = Elements((31, 127, 4096, 4096), (2132267138, 16789505, 4099, 1), 2)
+    other = Elements((4096, 127, 2, 8), (1016, 8, 4161536, 1), 2)
+    begin = time.perf_counter()
+    assert not Sharing(one, other)(120746745560)
+    assert time.perf_counter() - begin < 0.5
