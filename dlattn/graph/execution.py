@@ -15,6 +15,7 @@ import numpy as np
 
 from dlattn import dtypes
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
+from dlattn.graph.apart import apart
 from dlattn.graph.handle import explicit_stream
 from dlattn.graph.lower import Lowered
 from dlattn.graph.slots import NumberSlot, RaggedSlot, Sizes, Slot, said_device, slot_type
@@ -93,6 +94,7 @@ class Execution:
             if isinstance(slot, RaggedSlot) and self._on_cpu
         ]
         self._numbers = [NumberSlot(number, lowered.target) for number in lowered.numbers]
+        self._check_apart = apart(slots, lowered, self._workspace_size)
         self._seen_workspace: tuple[Any, ...] | None = None
         self._keys = [slot.key for slot in slots]
         self._run = bound(plan, {slot.role: (at, 0) for at, slot in enumerate(slots)})
@@ -168,12 +170,16 @@ class Execution:
         known = None if look is None else look(*map(pack.get, self._keys))
         if known is not None:
             stream = self._current_stream() if stream is None else stream
-            self._run(known, self.workspace_address(workspace), stream)
+            scratch = self.workspace_address(workspace)
+            self._check_apart(*known, scratch)
+            self._run(known, scratch, stream)
             self._lessons_left = MOST_LESSONS
             if self._note is not None:
                 self._note(pack)
             return
         pointers, inputs, unordered, watched, alike = self.addresses(pack)
+        scratch = self.workspace_address(workspace)
+        self._check_apart(*pointers.values(), scratch)
         if alike and self._may_look and self._lessons_left:
             self._learn(pack)
         if stream is None:
@@ -181,7 +187,7 @@ class Execution:
             stream = 0 if self._on_cpu else current_stream(inputs or pack.values(), self._index)
         if unordered:
             order_before(unordered, stream)
-        self.plan.execute(pointers, self.workspace_address(workspace), stream)
+        self.plan.execute(pointers, scratch, stream)
         if watched:
             note_written(watched)
 
@@ -208,7 +214,9 @@ class Execution:
         """What a call would enqueue; see :meth:`dlattn.plans.base.Runnable.operations`."""
         _check_pack(pack)
         kept = self.addresses(pack)  # numbers of the pack live as long as the inputs do
-        with self.plan.operations(kept.pointers, self.workspace_address(workspace)) as operations:
+        scratch = self.workspace_address(workspace)
+        self._check_apart(*kept.pointers.values(), scratch)
+        with self.plan.operations(kept.pointers, scratch) as operations:
             yield operations
 
     def workspace_address(self, workspace: Any) -> int:

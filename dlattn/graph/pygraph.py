@@ -133,7 +133,8 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         Args:
             variant_pack: memory of every tensor that is not virtual, under the graph's tensor or
                 its uid: tensors of any framework, checked against the graph, or raw addresses,
-                which cannot be. ``None`` keys and unknown ones are skipped.
+                which cannot be. ``None`` keys and unknown ones are skipped. Inputs may be one
+                tensor; outputs and workspace are memory of their own, though views may interleave.
             workspace: ``get_workspace_size()`` bytes, as a tensor or an address aligned to 16;
                 may be ``None`` or 0 when the size is 0.
             handle: instead of the graph's. A stream set on it wins; else torch's current stream if
@@ -153,7 +154,8 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
 
         Raises:
             InvalidVariantPackError: memory is missing, or is not what the graph, or the call,
-                declared; or the workspace is smaller than the shapes need.
+                declared; the workspace is smaller than the shapes need; an output begins where
+                another tensor does, or overlaps an output; or the workspace overlaps a tensor.
             InvalidArgumentError: no plan is built.
             InvalidGraphError: the shapes do not go together.
             cudnnGraphNotSupportedError: no plan runs the shapes.

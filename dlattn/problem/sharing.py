@@ -58,13 +58,16 @@ class _Memory:
 class Sharing:
     """Whether two tensors share memory, by the distance of their addresses: views that interleave,
     such as of keys and values in one tensor, do not. What takes too long to find out is taken not
-    to be so."""
+    to be so.
+
+    Attributes:
+        least, most: only distances in between may be those of tensors that do.
+    """
 
     def __init__(self, one: Elements, other: Elements) -> None:
         self._one, self._other = one, other
         (low, high), (other_low, other_high) = one.extent, other.extent
-        # In between, they may share an element.
-        self._least, self._most = low - other_high, high - other_low
+        self.least, self.most = low - other_high, high - other_low
         self._share_at = lru_cache(maxsize=256)(self._share)
 
     def __call__(self, distance: int) -> bool:
@@ -73,7 +76,7 @@ class Sharing:
         Args:
             distance: bytes from the address of the one to that of the other.
         """
-        return self._least < distance < self._most and self._share_at(distance)
+        return self.least < distance < self.most and self._share_at(distance)
 
     def _share(self, distance: int) -> bool:
         # No element is looked at, so that nothing need be there.
