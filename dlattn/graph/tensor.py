@@ -12,6 +12,7 @@ from dlattn import dtypes
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidGraphError
 from dlattn.graph.checks import flag, integer, integers, member, text
+from dlattn.graph.operators import Operators
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.records import dataclass
 
@@ -69,12 +70,13 @@ class Attributes:
 _UNSET = Attributes()
 
 
-class tensor:  # noqa: N801 - cuDNN's public spelling
+class tensor(Operators):  # noqa: N801 - cuDNN's public spelling
     """A tensor of a graph (cuDNN frontend 1.23 ``cudnn.tensor``).
 
     Made by ``pygraph.tensor``, ``pygraph.tensor_like`` or an operation. Setters return the tensor,
     so that they chain, and raise :class:`InvalidGraphError` once the graph is built. Tensors
-    compare and hash by identity: they are the keys of variant packs.
+    compare and hash by identity: they are the keys of variant packs. Operators such as ``+`` raise
+    a :class:`TypeError` that names the graph's method.
     """
 
     __slots__ = ("_frozen", "attributes")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import Parameter, signature
-from typing import Any, Protocol
+from inspect import Parameter, Signature, signature
+from typing import Any, NoReturn, Protocol
 
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, InvalidGraphError, cudnnGraphNotSupportedError
@@ -114,6 +114,13 @@ class ScoreGraph(Primitives):
         self.tensor_scalar = graph.tensor_scalar
         self._node = node
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"The graph that score_mod is given has no {name!r}: it has pointwise operations such "
+            "as add, mul and exp, gen_index, tensor, tensor_like and tensor_scalar. Anything else "
+            "belongs outside of the function."
+        )
+
     def _add(self, operation: str, given: dict[str, Any]) -> list[Any]:
         if operation not in POINTWISE and operation != "gen_index":
             raise cudnnGraphNotSupportedError(
@@ -125,7 +132,8 @@ class ScoreGraph(Primitives):
             if given[operand] is not None and not isinstance(given[operand], Tensor):
                 raise TypeError(
                     f"score_mod of {self._node!r}: {operation}: {operand} must be a tensor of the "
-                    f"graph; got a {type(given[operand]).__qualname__}."
+                    f"graph, or graph.tensor_scalar() of a number; got a "
+                    f"{type(given[operand]).__qualname__}."
                 )
         if given["name"] is not None:
             text("name", given["name"])
@@ -144,7 +152,7 @@ def score_mod(graph: Declaring, operation: str, given: Mapping[str, Any]) -> Sco
 
     Raises:
         InvalidArgumentError: ``score_mod_bprop`` without ``score_mod``.
-        TypeError: not a function, or it returns no tensor.
+        TypeError: not a function of as many arguments, or it returns no tensor.
     """
     function, bprop = given["score_mod"], given.get("score_mod_bprop")
     if function is None:
@@ -175,6 +183,7 @@ def _call(argument: str, function: Callback, *given: Any) -> tensor:
             f"{argument} must be a function of a graph and a tensor that returns a tensor; got "
             f"{function!r}."
         )
+    _check_arguments(argument, function, given)
     made = function(*given)
     if not isinstance(made, Tensor):
         raise TypeError(
@@ -189,12 +198,33 @@ def _call(argument: str, function: Callback, *given: Any) -> tensor:
     return made
 
 
+def _check_arguments(argument: str, function: Callback, given: Sequence[Any]) -> None:
+    taken = _signature(function)
+    if taken is None:
+        return
+    try:
+        taken.bind(*given)
+    except TypeError as error:
+        raise TypeError(
+            f"{argument} is called with {len(given)} arguments, a graph and "
+            f"{'a tensor' if len(given) == 2 else 'tensors'}, which {function!r} cannot take: "
+            f"{error}. Give a function such as lambda graph, score: graph.tanh(score)."
+        ) from None
+
+
 def _takes_three(function: Callback) -> bool:
     """Whether a third positional argument has a parameter that is there for it."""
-    try:
-        parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):  # it is no function, or one of C's that tells nothing
+    taken = _signature(function)
+    if taken is None:
         return False
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = taken.parameters.values()
     needed = [p for p in parameters if p.kind in positional and p.default is Parameter.empty]
     return len(needed) == 3
+
+
+def _signature(function: Callback) -> Signature | None:
+    try:
+        return signature(function)
+    except (TypeError, ValueError):  # it is no function, or one of C's that tells nothing
+        return None

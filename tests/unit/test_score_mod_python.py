@@ -1,0 +1,76 @@
+"""``score_mod`` as one first writes it, in plain Python: refusals say what to write."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import dlattn as cudnn
+from tests.unit.valid_graphs import Backward, Forward
+
+
+def refused(score_mod: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Forward().sdpa(score_mod=score_mod)
+
+
+#: Of two tensors, or of one and a number, and the methods in their place.
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floor": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "logical_and": operator.and_,
+    "logical_or": operator.or_,
+    "cmp_lt": operator.lt,
+    "cmp_le": operator.le,
+    "cmp_gt": operator.gt,
+    "cmp_ge": operator.ge,
+    "neg": lambda score, other: -score,
+    "abs": lambda score, other: abs(score),
+    "logical_not": lambda score, other: ~score,
+}
+REFLECTED = {"cmp_lt": "cmp_gt", "cmp_le": "cmp_ge", "cmp_gt": "cmp_lt", "cmp_ge": "cmp_le"}
+
+
+@pytest.mark.parametrize("method", OPERATORS)
+def test_operators(method: str) -> None:
+    """Python's operators name the graph's methods, which take numbers as tensors, on both sides."""
+    compute = OPERATORS[method]
+    said = r"call graph\.{}\(.* where a number is graph\.tensor_scalar"
+    refused(lambda graph, score: compute(score, 1), TypeError, said.format(method))
+    refused(lambda graph, score: compute(score, score), TypeError, said.format(method))
+    if method not in ("neg", "abs", "logical_not"):
+        reflected = said.format(REFLECTED.get(method, method))
+        refused(lambda graph, score: compute(1.0, score), TypeError, reflected)
+    graph = cudnn.pygraph()
+    assert callable(getattr(graph, method))
+    tensors = [graph.tensor((1,)) for _ in range(2)]
+    assert tensors[0] == tensors[0] != tensors[1] and len({*tensors}) == 2
+
+
+def test_functions_of_other_arguments() -> None:
+    """What cannot be called with a graph and a score, Python's own functions too, is refused as the
+    argument that it is; errors within it are its own."""
+    for function in (len, lambda score: score, lambda graph, score, b, h: score, Forward):
+        refused(function, TypeError, "score_mod is called with 2 arguments.* Give a function such")
+    identity = {"score_mod": lambda graph, score: score}
+    with pytest.raises(TypeError, match="score_mod_bprop is called with 2 arguments"):
+        Backward().sdpa(score_mod_bprop=abs, **identity)
+    refused(lambda graph, score: len(graph, score), TypeError, r"len\(\) takes exactly one")
+    refused(max, TypeError, "call graph.cmp_")
+    Forward().sdpa(score_mod=lambda *given: given[1]).validate()
+
+
+def test_other_methods() -> None:
+    """A function's graph has no attention, and says what it has."""
+    for name in ("sdpa", "execute", "exp2", "__deepcopy__"):
+        said = f"has no '{name}': it has pointwise operations such as add"
+        refused(lambda graph, score, name=name: getattr(graph, name), AttributeError, said)
