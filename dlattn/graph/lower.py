@@ -56,6 +56,9 @@ _FP32_ROLES = (
     *("dropout_scale", "dropout_scale_inv", "rng_dump"),
 )
 
+#: Of those, results: the reference engine stores them as fp64, too, as it does stats.
+_FP64_ROLES = ("score_max", "score_sum_exp", "rng_dump")
+
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
@@ -129,7 +132,7 @@ def lower(node: AttentionNode, target: Target, graph_compute_type: data_type) ->
         cudnnGraphNotSupportedError: mixed element types, or an accumulator that no plan has.
     """
     tensors = {role: t for role, t in node.tensors.items() if not t.get_is_virtual()}
-    _check_types(node, tensors)
+    _check_types(node, tensors, target)
     _check_memory(node, tensors, target)
     if _drops_nothing(node):
         tensors = {role: t for role, t in tensors.items() if not role.startswith("dropout_")}
@@ -261,7 +264,7 @@ def _is_wide(it: Attributes) -> bool:
     return is_wide(it.dim, it.stride, it.dtype, it.alignment, it.ragged_offset is not None)
 
 
-def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
+def _check_types(node: AttentionNode, tensors: Mapping[str, tensor], target: Target) -> None:
     io_type = tensors["q"].get_data_type()
     for role, t in tensors.items():
         dtype = t.get_data_type()
@@ -275,9 +278,12 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor]) -> None:
         elif role in _FP32_ROLES:
             # A number of the host's is read there, whatever its type.
             is_number = role in SCALAR_ROLES and t.get_is_pass_by_value() and dtype in _FLOATS
-            if dtype is not data_type.FLOAT and not is_number:
+            may_be_double = role in _FP64_ROLES
+            is_double = may_be_double and dtype is data_type.DOUBLE and target.kind == "cpu"
+            if dtype is not data_type.FLOAT and not is_number and not is_double:
+                more = f", or on the CPU as {data_type.DOUBLE}" if may_be_double else " only"
                 raise cudnnGraphNotSupportedError(
-                    f"{node.label(role)} is {dtype}; plans take {role} as {data_type.FLOAT} only."
+                    f"{node.label(role)} is {dtype}; plans take {role} as {data_type.FLOAT}{more}."
                 )
         elif dtype not in _TYPES.get(role, _INTEGERS):
             wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))

@@ -103,8 +103,8 @@ class Operations(Primitives):
                 tensor of one FLOAT; the backward takes ``(mask, scale, scale_inv)``, where
                 scale_inv is 1 / scale. Statistics are those before dropout. A p of 0 drops
                 nothing, and the tensors are not read.
-            rng_dump: a tensor to write, (B, Hq, Sq, Skv), fp32: 1 where dropout keeps, 0 where it
-                drops, at every position.
+            rng_dump: a tensor to write, (B, Hq, Sq, Skv), fp32 (on the CPU fp64, too): 1 where
+                dropout keeps, 0 where it drops, at every position.
             paged_attention_k_table: k lies in pages: it is a container (pages, Hk, page, Dqk) of
                 any strides, the page a power of two, and row t of sequence b is row ``t % page`` of
                 page ``table[b, 0, t // page, 0]``. The table is int32, (B, 1, ceil(Skv / page), 1)
@@ -119,9 +119,11 @@ class Operations(Primitives):
                 rows as the table has pages for.
             compute_data_type: FLOAT; the reference engine also takes DOUBLE.
             name: the node's name; outputs are called ``<name>::O`` and ``<name>::Stats``.
-            generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32.
-            score_max, score_sum_exp: tensors to write, (B, Hq, Sq, 1), fp32: a row's largest score,
-                natural, and the sum of its exponentials relative to that. Either, or both.
+            generate_stats: also return the log-sum-exp, natural, (B, Hq, Sq, 1), fp32 unless its
+                type is set: fp16 or bf16, on the CPU fp64, too.
+            score_max, score_sum_exp: tensors to write, (B, Hq, Sq, 1), fp32 (on the CPU fp64, too):
+                a row's largest score, natural, and the sum of its exponentials relative to that.
+                Either, or both.
             sink_token: (1, Hq, 1, 1), fp32: one more score of every row of its head, for which
                 there is no value. All statistics include it; a row that attends to nothing else
                 has the sink as its stats and score_max, 1 as score_sum_exp, 0 as o. Finite, or

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
-from tests.unit.valid_graphs import FLOAT, HALF, STATS, Backward, Forward
+from tests.unit.valid_graphs import FLOAT, HALF, STATS, Backward, Forward, K, Q, V
 
 HEADS = (1, 4, 1, 1)
+DOUBLE = cudnn.data_type.DOUBLE
 NotSupported = cudnn.cudnnGraphNotSupportedError
 
 
@@ -92,6 +93,52 @@ def test_refusals(kind, name, dim, attributes, error, said):
     made.sdpa(**{name: declared(made, name, dim, **attributes)})
     with pytest.raises(error, match=said):
         made.validate()
+
+
+#: What may be fp64 on the CPU.
+DOUBLES = {"score_max": STATS, "score_sum_exp": STATS, "rng_dump": (2, 4, 8, 12)}
+
+
+def with_doubles(names, dtype, **place):
+    """A graph with dropout that writes some of these in fp64; its inputs and outputs by name."""
+    graph = cudnn.pygraph(io_data_type=dtype, **place)
+    inputs = {n: graph.tensor(dim, name=n) for n, dim in zip("qkv", (Q, K, V), strict=True)}
+    state = [graph.tensor((1,) * 4, data_type=cudnn.data_type.INT64) for _ in range(2)]
+    outputs = {name: graph.tensor(DOUBLES[name], data_type=DOUBLE, name=name) for name in names}
+    arguments = {"attn_scale": 0.5, "dropout": (0.5, *state), "generate_stats": True}
+    o, stats = graph.sdpa(*inputs.values(), **arguments, **outputs, compute_data_type=FLOAT)
+    if dtype is DOUBLE:
+        stats.set_data_type(dtype)
+    outputs |= {"o": o.set_output(True), "stats": stats.set_output(True)}
+    return graph, inputs | dict(zip(("seed", "offset"), state, strict=True)), outputs
+
+
+def test_doubles_on_the_cpu():
+    """In host memory, what is told of rows and of dropout may be fp64, and is then as fine."""
+    graph, inputs, outputs = with_doubles(DOUBLES, DOUBLE, handle=cudnn.create_handle("cpu"))
+    graph.build()
+    rng = np.random.default_rng(0)
+    given = {name: rng.standard_normal(inputs[name].get_dim()) for name in "qkv"}
+    given |= {name: np.full((1,) * 4, n) for name, n in (("seed", 3), ("offset", 5))}
+    found = {name: np.zeros(t.get_dim()) for name, t in outputs.items()}
+    tensors = inputs | outputs
+    graph.execute({tensors[name]: x for name, x in (given | found).items()})
+    scores = 0.5 * given["q"] @ given["k"].repeat(2, 1).swapaxes(2, 3)
+    largest = scores.max(-1, keepdims=True)
+    total = np.exp(scores - largest).sum(-1, keepdims=True)
+    assert np.allclose(found["score_max"], largest, rtol=1e-14, atol=1e-14)
+    assert np.allclose(found["score_sum_exp"], total, rtol=1e-13, atol=0)
+    assert np.allclose(found["stats"], largest + np.log(total), rtol=1e-13, atol=1e-14)
+    kept = cudnn.philox_dropout_mask(0.5, 3, 5, DOUBLES["rng_dump"])
+    assert (found["rng_dump"] == kept).all() and 0 < kept.mean() < 1
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_doubles_elsewhere(name):
+    """GPUs write fp32."""
+    said = f"{name} is .*DOUBLE; plans take {name} as .*FLOAT, or on the CPU as .*DOUBLE"
+    with pytest.raises(NotSupported, match=said):
+        with_doubles([name], HALF, sm_version=90)[0].validate()
 
 
 def test_a_gradient_needs_its_sink():
