@@ -63,7 +63,7 @@ def merge_states(
         raise InvalidArgumentError(f"out: expected the pair (o, lse), got {out!r:.100}.")
     tensors = (o1, lse1, o2, lse2, *(out or (None, None)))
     call, addresses = _CALLS.find(tensors, (layout,))
-    o, lse = call(tensors, addresses)
+    o, lse = call.run(tensors, addresses)
     return o, lse
 
 

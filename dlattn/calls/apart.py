@@ -30,13 +30,13 @@ class Apart:
         self._begins = operator.itemgetter(*(it.position for it in there))
         self._written = [at for at, name in enumerate(self._names) if name in written]
         self._results = [
-            (one, other, Disjoint(there[one], there[other]).check)
+            (one, other, Disjoint(there[one], there[other]).compare)
             for one, other in combinations(self._written, 2)
         ]
         # Of the addresses of most calls, earlier ones have asked.
-        self._check_at = lru_cache(maxsize=256)(self._check)
+        self._check_at = lru_cache(maxsize=256)(self._compare)
 
-    def __call__(self, addresses: Addresses) -> None:
+    def check(self, addresses: Addresses) -> None:
         """See :data:`Check`.
 
         Raises:
@@ -44,13 +44,13 @@ class Apart:
         """
         self._check_at(self._begins(addresses))
 
-    def _check(self, begins: tuple[int, ...]) -> None:
+    def _compare(self, begins: tuple[int, ...]) -> None:
         if len({*begins}) < len(begins):
             for at in self._written:
                 if begins.count(begins[at]) > 1:
                     self._refuse(begins, begins[at])
-        for one, other, check in self._results:
-            check(begins[one], begins[other])
+        for one, other, compare in self._results:
+            compare(begins[one], begins[other])
 
     def _refuse(self, begins: Sequence[int], address: int) -> None:
         other, name, *_ = (
@@ -62,7 +62,7 @@ class Apart:
         )
 
 
-def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Apart | None:
+def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Check | None:
     """What refuses memory for results, in this call and those like it; ``None`` if all is made.
 
     Args:
@@ -75,7 +75,7 @@ def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Apart | None
     names = set(outputs)
     if len(there) == 1 or all(it.name not in names for it in there):
         return None
-    check = Apart(there, names)
+    check = Apart(there, names).check
     check({it.position: it.seen.ptr for it in there})
     return check
 
@@ -88,15 +88,15 @@ class Disjoint:
         self._one, self._other = one, other
         self._share = Sharing(_elements(one), _elements(other))
 
-    def __call__(self, addresses: Addresses) -> None:
+    def check(self, addresses: Addresses) -> None:
         """See :data:`Check`.
 
         Raises:
             InvalidArgumentError: they share memory.
         """
-        self.check(addresses[self._one.position], addresses[self._other.position])
+        self.compare(addresses[self._one.position], addresses[self._other.position])
 
-    def check(self, begin: int, other_begin: int) -> None:
+    def compare(self, begin: int, other_begin: int) -> None:
         """The same, of their own addresses."""
         if self._share(other_begin - begin):
             one, other = self._one.name, self._other.name
@@ -112,13 +112,13 @@ def _elements(it: Argument) -> Elements:
     return Elements(it.shape, it.stride, itemsize(it.dtype))
 
 
-def disjoint(one: Argument, other: Argument) -> Disjoint:
+def disjoint(one: Argument, other: Argument) -> Check:
     """What refuses tensors that share memory, in this call and those like it.
 
     Raises:
         InvalidArgumentError: in this call, they do.
     """
-    check = Disjoint(one, other)
+    check = Disjoint(one, other).check
     check({it.position: it.seen.ptr for it in (one, other)})
     return check
 

@@ -75,9 +75,6 @@ class CallCache(Generic[Prepared]):
             said = self._key(*options)
         except ValueError as error:  # a memoryview's
             raise TypeError("an option cannot be hashed") from error
-        return self._quickly(tensors, said)
-
-    def _quickly(self, tensors: Sequence[Any], said: object) -> tuple[Prepared, list[int]] | None:
         latest = self._latest.get(said)
         if latest is None:
             return None
@@ -99,9 +96,12 @@ class CallCache(Generic[Prepared]):
         """
         try:
             said = self._key(*options)
-            quickly = self._quickly(tensors, said)
-            if quickly is not None:
-                return quickly
+            latest = self._latest.get(said)
+            if latest is not None:
+                look, prepared = latest
+                seen = look(*tensors)
+                if seen is not None:
+                    return prepared, seen
             key, addresses = signatures(tensors)
             kept = self._calls.get((said, key))
         except (TypeError, ValueError):  # no key of the options, or what is no tensor

@@ -152,8 +152,9 @@ class Call:
             self._run = bound(self.plan, self._places)
             if size := self.plan.workspace_size:
                 self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
+        self._begins = any((self._unordered, self._check, self._fills, self._finishes))
 
-    def __call__(self, values: Sequence[Any], addresses: list[int]) -> list[Any]:
+    def run(self, values: Sequence[Any], addresses: list[int]) -> list[Any]:
         """Runs the plan on tensors that look like the first call's.
 
         Args:
@@ -178,17 +179,8 @@ class Call:
                 results.append(result)
                 addresses.append(read(result))
         stream = 0 if self._current_stream is None else self._current_stream()
-        if self._unordered:
-            order_before([values[at] for at in self._unordered], stream)
-        if self._check is not None:
-            self._check({role: addresses[at] for role, (at, _) in self._places.items()})
-        for number, filling in self._fills:
-            if isinstance(filling, Argument):
-                numbers = array_beside(values[filling.position], results[number])
-                filling = numbers.reshape(-1, 1)
-            assign(results[number], filling)
-        for number, finish, row in self._finishes:
-            finished(finish, results[number], row, values)
+        if self._begins:
+            self._begin(values, addresses, results, stream)
         if self._run is not None:
             if self._workspace is None:
                 self._run(addresses, 0, stream)
@@ -204,6 +196,22 @@ class Call:
             made if make is None else to_caller(made, values[0])
             for made, (_, make) in zip(results, self._outputs, strict=True)
         ]
+
+    def _begin(
+        self, values: Sequence[Any], addresses: Sequence[int], results: Sequence[Any], stream: int
+    ) -> None:
+        """What few calls do before the plan runs."""
+        if self._unordered:
+            order_before([values[at] for at in self._unordered], stream)
+        if self._check is not None:
+            self._check({role: addresses[at] for role, (at, _) in self._places.items()})
+        for number, filling in self._fills:
+            if isinstance(filling, Argument):
+                numbers = array_beside(values[filling.position], results[number])
+                filling = numbers.reshape(-1, 1)
+            assign(results[number], filling)
+        for number, finish, row in self._finishes:
+            finished(finish, results[number], row, values)
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:

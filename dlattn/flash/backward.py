@@ -179,7 +179,7 @@ def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[An
         if backward.apart is not None:
             backward.apart(addresses)
         return _run_padded(calls, tensors, options)
-    dq, dk, dv, softmax_d = backward.call(tensors, addresses)
+    dq, dk, dv, softmax_d = backward.call.run(tensors, addresses)
     return dq, dk, dv, softmax_d
 
 

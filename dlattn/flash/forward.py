@@ -223,12 +223,11 @@ def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any
         if forward.apart is not None:
             forward.apart(addresses)
         return _run_padded(calls, tensors, options)
-    out, lse, *more = forward.call(tensors, addresses)
+    out, lse, *more = forward.call.run(tensors, addresses)
+    q, k, v, *_ = tensors
     state = tensors[-1] if forward.state is None else forward.state
     unused, debug_softmax = forward.rest
-    if more:
-        (debug_softmax,) = more
-    return out, tensors[0], tensors[1], tensors[2], lse, state, unused, debug_softmax
+    return out, q, k, v, lse, state, unused, more[0] if more else debug_softmax
 
 
 def _run_padded(

@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
     )
     call, addresses = _calls.find(tensors, options)
-    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
+    results = call.run((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
     return tuple(results) if return_softmax_lse else results[0]
 
 

@@ -260,7 +260,7 @@ def run(
     call, addresses = calls.find(tensors, options)
     if hosts:
         tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
-    return call(tensors, addresses)
+    return call.run(tensors, addresses)
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:

@@ -35,6 +35,9 @@ class Tables:
         # Not __del__, which finds no module left when the interpreter ends.
         finalize(self, _drop, index, self._arrays).atexit = False
 
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
     def place(self, table: Any) -> int:
         """The address of a copy of a NumPy array."""
         _free_dropped()
