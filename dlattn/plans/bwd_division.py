@@ -6,10 +6,11 @@ much where blocks end at different times, or those of a pair work on different h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from math import ceil
 
-from dlattn.plans.bwd_waves import last_end, ragged_wave
+from dlattn.plans.bwd_waves import last_end, next_begin, ragged_wave
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 
@@ -34,6 +35,8 @@ LEAST_GAIN_OF_LAST, LEAST_GAIN, LEAST_STEPS, LEAST_STEPS_OF_FEW = 0.1, 0.008, 8,
 #: Of parts of groups, steps that an item's beginning and end take, and additions to sums; and in
 #: ragged problems, how many times as soon the last item must end, beside the fewest steps.
 ITEM_STEPS, SUM_STEPS, LEAST_RAGGED_GAIN = 1.5, 1.0, 1.02
+#: Items of all blocks, of so many the estimate is that they end evenly.
+MANY_ROUNDS = 4
 #: Of parts under a causal mask, steps that sums of dK and dV take to be cleared, added to once more
 #: and stored: in any case, and for each tile of 256 columns; that a block takes longer which has
 #: several; how many must be gained; and how many parts a block may have.
@@ -278,12 +281,21 @@ def divided_ragged_group(
         )
         steps = longest.count * of_longest + others.count * of_others
         if longest.differ:
-            steps *= _slowed(heads * at_once / longest.key_tiles * sum_bytes)
+            # Sequences of one tile have next to no sums.
+            of_few = groups * longest.count * longest.key_tiles
+            at_work = at_once if others.key_tiles > 1 else min(at_once, of_few)
+            steps *= _slowed(heads * at_work / longest.key_tiles * sum_bytes)
         shortest = others if others.count else longest
         last_item = heads * shortest.mean_steps + fixed
         # The longest item of the last wave begins when the waves before have been taken.
-        waves = ceil(groups / ragged_wave(groups, at_once, longest.key_tiles))
-        begins = of_longest * (1 - 1 / waves) / at_once if longest.differ else 0
+        width = ragged_wave(groups, at_once, longest.key_tiles)
+        waves = ceil(groups / width) - 1
+        begins = 0.0
+        if longest.differ and waves * width * longest.key_tiles > MANY_ROUNDS * at_once:
+            begins = of_longest * waves / (waves + 1) / at_once
+        elif longest.differ:
+            own = (heads * steps + fixed for steps in longest.steps() for _ in range(width))
+            begins = next_begin([*own] * waves, at_once)
         rounds = ceil(groups * sum(it.count * it.key_tiles for it in (longest, others)) / at_once)
         return max(begins + longest_item, steps / at_once + last_item / 2, rounds * last_item)
 
@@ -314,6 +326,11 @@ class _Sequences:
     def differ(self) -> bool:
         """Whether items of a sequence differ in length."""
         return self.mean_steps < self.most_steps
+
+    def steps(self) -> Iterator[float]:
+        """Of each item, where they differ, in their order."""
+        tiles = self.key_tiles
+        return (self.most_steps * (tiles - tile) / tiles for tile in range(tiles))
 
 
 def _sequences(geometry: Geometry, tile_q: int, tile_k: int) -> tuple[_Sequences, _Sequences]:

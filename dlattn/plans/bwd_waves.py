@@ -67,7 +67,16 @@ def last_end(steps: Iterable[float], blocks: int) -> float:
     Args:
         steps: that each takes, in their order.
     """
+    return max(_ends(steps, blocks))
+
+
+def next_begin(steps: Iterable[float], blocks: int) -> float:
+    """When an item behind those begins."""
+    return min(_ends(steps, blocks))
+
+
+def _ends(steps: Iterable[float], blocks: int) -> list[float]:
     ends = [0.0] * blocks
     for own in steps:
         heapq.heapreplace(ends, ends[0] + own)
-    return max(ends)
+    return ends
