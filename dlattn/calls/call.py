@@ -23,7 +23,7 @@ from dlattn.plans.base import Bound, Executable, Plan, bound
 from dlattn.plans.host import host_array
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
-from dlattn.runtime.gradients import note_of
+from dlattn.runtime.gradients import watched_of
 from dlattn.runtime.log import log
 from dlattn.runtime.protocols import compact_strides, strides_as
 from dlattn.runtime.streams import current_stream_of
@@ -76,6 +76,10 @@ class Output:
         return compact_strides(self.shape)
 
 
+#: What :class:`Call` does with tensors and their addresses.
+Run = Callable[[Sequence[Any], list[int]], list[Any]]
+
+
 @opaque
 class Call:
     """What a function does for all calls that look alike.
@@ -91,6 +95,12 @@ class Call:
         byte_offsets: role -> bytes from the address of its tensor.
         apart: refuses memory of the caller's that is another tensor's.
         written: positions among the tensors of those that are written to beside the outputs.
+
+    Attributes:
+        run: of tensors that look like the first call's and their addresses, to which it adds those
+            of the results, the outputs: what was made, in the framework of the first tensor. It
+            raises :class:`InvalidArgumentError` if memory for a result is another tensor's, or, in
+            host memory, cumulative lengths leave the tensors.
 
     Raises:
         cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
@@ -113,7 +123,6 @@ class Call:
         on_cpu = kind == "cpu"
         like = values[0]
         outputs = list(outputs)
-        self._apart = apart
         self._outputs = [_memory(like, output) for output in outputs]
         self._fills = [
             (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
@@ -125,7 +134,7 @@ class Call:
         ]
         self._address = reader(like)
         given = {at for at, make in self._outputs if make is None}
-        self._note = note_of(values, sorted({*given, *written}))
+        self._watched = watched_of(values, sorted({*given, *written}))
         self._unordered = [
             at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
@@ -152,50 +161,53 @@ class Call:
             self._run = bound(self.plan, self._places)
             if size := self.plan.workspace_size:
                 self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
-        self._begins = any((self._unordered, self._check, self._fills, self._finishes))
+        self.run = self._composed(apart, given, set(written))
 
-    def run(self, values: Sequence[Any], addresses: list[int]) -> list[Any]:
-        """Runs the plan on tensors that look like the first call's.
+    def _composed(self, apart: Check | None, given: set[int], written: set[int]) -> Run:
+        """``run``: a function that keeps what it needs in its own variables, because objects and
+        their attributes would take a tenth of a call's time."""
+        outputs, read = self._outputs, self._address
+        current_stream, run_plan, workspace = self._current_stream, self._run, self._workspace
+        watched = self._watched
+        begin = self._begin
+        begins = any((self._unordered, self._check, self._fills, self._finishes))
+        hands_over = self._hands_over
+        # One result has nothing but its beginning to be told apart by.
+        alone = min(given) if len(given) == 1 and not written else None
 
-        Args:
-            addresses: of ``values``; those of the results are added.
+        def run(values: Sequence[Any], addresses: list[int]) -> list[Any]:
+            if apart is not None and (alone is None or addresses.count(addresses[alone]) > 1):
+                apart(addresses)
+            results = []
+            for at, make in outputs:
+                if make is None:
+                    results.append(values[at])
+                    addresses.append(addresses[at])
+                else:
+                    result = make()
+                    results.append(result)
+                    addresses.append(read(result))
+            stream = 0 if current_stream is None else current_stream()
+            if begins:
+                begin(values, addresses, results, stream)
+            if run_plan is not None:
+                if workspace is None:
+                    run_plan(addresses, 0, stream)
+                else:
+                    # Freed as it was made, in the order of the stream.
+                    scratch = workspace()
+                    run_plan(addresses, read(scratch), stream)
+            if watched is not None:
+                tell, pick = watched
+                tell(pick(values))
+            if not hands_over:
+                return results
+            return [
+                made if make is None else to_caller(made, values[0])
+                for made, (_, make) in zip(results, outputs, strict=True)
+            ]
 
-        Returns:
-            The outputs, those that were made in the framework of the first tensor.
-
-        Raises:
-            InvalidArgumentError: memory for a result is another tensor's; in host memory,
-                cumulative lengths leave the tensors.
-        """
-        if self._apart is not None:
-            self._apart(addresses)
-        results, read = [], self._address
-        for given, make in self._outputs:
-            if make is None:
-                results.append(values[given])
-                addresses.append(addresses[given])
-            else:
-                result = make()
-                results.append(result)
-                addresses.append(read(result))
-        stream = 0 if self._current_stream is None else self._current_stream()
-        if self._begins:
-            self._begin(values, addresses, results, stream)
-        if self._run is not None:
-            if self._workspace is None:
-                self._run(addresses, 0, stream)
-            else:
-                # Freed as it was made, in the order of the stream.
-                scratch = self._workspace()
-                self._run(addresses, read(scratch), stream)
-        if self._note is not None:
-            self._note(values)
-        if not self._hands_over:
-            return results
-        return [
-            made if make is None else to_caller(made, values[0])
-            for made, (_, make) in zip(results, self._outputs, strict=True)
-        ]
+        return opaque(run)
 
     def _begin(
         self, values: Sequence[Any], addresses: Sequence[int], results: Sequence[Any], stream: int

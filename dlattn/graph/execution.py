@@ -26,7 +26,7 @@ from dlattn.plans.host import HostSequences
 from dlattn.problem import offset_role
 from dlattn.problem.layout import canonical_stride
 from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
-from dlattn.runtime.gradients import Note, note_of, note_written, warn_of_gradients
+from dlattn.runtime.gradients import Watched, note_written, warn_of_gradients, watched_of
 from dlattn.runtime.launch import Operation
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.streams import current_stream, current_stream_of
@@ -105,7 +105,7 @@ class Execution:
             LOOK_ALIGNMENT % slot.alignment == 0 for slot in slots
         )
         self._look: Look | None = None
-        self._note: Note | None = None
+        self._watched: Watched | None = None
         self._lessons_left = MOST_LESSONS
         self._current_stream: Callable[[], int] = lambda: 0
 
@@ -167,15 +167,17 @@ class Execution:
         if type(pack) is not dict:
             _check_pack(pack)
         stream, look = explicit_stream(handle), self._look
-        known = None if look is None else look(*map(pack.get, self._keys))
+        values = () if look is None else tuple(map(pack.get, self._keys))
+        known = None if look is None else look(*values)
         if known is not None:
             stream = self._current_stream() if stream is None else stream
             scratch = self.workspace_address(workspace)
             self._check_apart(*known, scratch)
             self._run(known, scratch, stream)
             self._lessons_left = MOST_LESSONS
-            if self._note is not None:
-                self._note(pack)
+            if self._watched is not None:
+                tell, pick = self._watched
+                tell(pick(values))
             return
         pointers, inputs, unordered, watched, alike = self.addresses(pack)
         scratch = self.workspace_address(workspace)
@@ -204,7 +206,8 @@ class Execution:
             warn_of_gradients(map(pack.get, inputs))
         if not self._on_cpu:
             self._current_stream = current_stream_of(values[0], self._index)
-        self._note = note_of(pack, [key for _, key, *_, is_output in self._slots if is_output])
+        outputs = [at for at, (*_, is_output) in enumerate(self._slots) if is_output]
+        self._watched = watched_of(values, outputs)
         self._look = look
 
     @contextmanager

@@ -201,8 +201,7 @@ class CudaPlan(Plan):
             return super().bind(places)
         placed = [(it, places[role][0], places[role][1] + to) for role, it, to in self._slots]
         stay = self._tables.stay_if_captured if self._tables else None
-        # Python calls a method in half the time of an object.
-        launches = [operation.__call__ for operation in operations]
+        enqueued = [operation.enqueue for operation in operations]
 
         def run(addresses: Sequence[int], workspace: int, stream: int) -> None:
             with self._turns:
@@ -212,8 +211,8 @@ class CudaPlan(Plan):
                     self.place_workspace(workspace)
                 if stay is not None:
                     stay(stream)
-                for launch in launches:
-                    launch(stream)
+                for enqueue in enqueued:
+                    enqueue(stream)
 
         return run
 

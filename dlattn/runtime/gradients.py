@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -40,30 +40,27 @@ def warn_of_gradients(objs: Iterable[Any]) -> None:
     )
 
 
-#: Of a call's tensors, as one found them at its places.
-Note = Callable[[Any], object]
+#: What tells a framework that tensors were written to, and what finds them in a call's.
+Watched = tuple[Callable[[Any], object], Callable[[Any], Any]]
 
 
-def note_of(values: Any, written: Iterable[Any]) -> Note | None:
-    """What tells frameworks that tensors were written to, in calls like this one, so that who saved
+def watched_of(values: Sequence[Any], written: Iterable[int]) -> Watched | None:
+    """How frameworks learn that tensors were written to, in calls like this one, so that who saved
     them for a gradient learns of it; ``None`` if none of theirs wants to know.
 
     Args:
-        values: of the first such call, a sequence or a dict.
-        written: positions or keys of them.
+        values: of the first such call.
+        written: positions of them.
     """
     watched = [at for at in written if type(values[at]) in WATCHED_TYPES]
     if not watched:
         return None
-    tell = WATCHED_TYPES[type(values[watched[0]])]
-    if len(watched) == 1:
-        (at,) = watched
-        return lambda given: tell((given[at],))
-    pick = itemgetter(*watched)
-    return lambda given: tell(pick(given))
+    first = watched[0]
+    pick = itemgetter(*watched) if len(watched) > 1 else itemgetter(slice(first, first + 1))
+    return WATCHED_TYPES[type(values[first])], pick
 
 
 def note_written(objs: Iterable[Any]) -> None:
-    """As what :func:`note_of` makes, of tensors that were written to."""
+    """Tells frameworks that want to know it that tensors were written to."""
     for obj in objs:
         WATCHED_TYPES[type(obj)]((obj,))

@@ -7,11 +7,12 @@ carry launch attributes (programmatic dependent launch, clusters).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from dlattn.errors import DlattnError
 
@@ -52,7 +53,8 @@ class Launch:
 
     Calling it enqueues the kernel on a stream; the driver copies the struct during the call, so
     that it may be rewritten afterwards. One launch must not be called from two threads at once:
-    hold the lock that guards the struct.
+    hold the lock that guards the struct. ``enqueue`` does the same, as a function that keeps what
+    it needs in its own variables, which Python calls in half the time.
 
     Args:
         function: the driver's ``CUfunction``.
@@ -97,14 +99,26 @@ class Launch:
             len(attributes),
         )
         self.params = (ctypes.c_void_p * 1)(params_address)
-        self._stream = 0
-        self._launch = driver().cuLaunchKernelEx
-        self._arguments = (
-            ctypes.byref(self.config),
-            ctypes.c_void_p(function),
-            self.params,
-            None,
-        )
+        self.enqueue = self._composed()
+
+    def _composed(self) -> Callable[[int], None]:
+        if self.is_empty:
+            return lambda stream: None
+        launch, config, last = driver().cuLaunchKernelEx, self.config, 0
+        arguments = ctypes.byref(config), ctypes.c_void_p(self.function), self.params, None
+
+        def enqueue(stream: int) -> None:
+            nonlocal last
+            if stream != last:
+                config.stream = last = stream
+            status = launch(*arguments)  # as every call pays for it, without a wrapper
+            if status == _ERROR_INVALID_CONTEXT:
+                make_context_current()
+                status = launch(*arguments)
+            if status:
+                self._refuse(status, stream)
+
+        return enqueue
 
     def __call__(self, stream: int) -> None:
         """Enqueue the kernel; the device of the function must be current (:func:`device_guard`).
@@ -115,21 +129,15 @@ class Launch:
         Raises:
             DlattnError: the driver refused.
         """
-        if self.is_empty:
-            return
-        if stream != self._stream:
-            self.config.stream = self._stream = stream
-        status = self._launch(*self._arguments)  # as every call pays for it, without a wrapper
-        if status == _ERROR_INVALID_CONTEXT:
-            make_context_current()
-            status = self._launch(*self._arguments)
-        if status:
-            raise DlattnError(
-                f"Launching {self.name} failed with {error_name(status)} (grid "
-                f"{tuple(self.config.grid)}, {self.config.block[0]} threads, "
-                f"{self.config.shared} bytes of shared memory, stream {stream:#x}). An earlier "
-                "asynchronous failure on the same device may also be reported here."
-            )
+        self.enqueue(stream)
+
+    def _refuse(self, status: int, stream: int) -> NoReturn:
+        raise DlattnError(
+            f"Launching {self.name} failed with {error_name(status)} (grid "
+            f"{tuple(self.config.grid)}, {self.config.block[0]} threads, "
+            f"{self.config.shared} bytes of shared memory, stream {stream:#x}). An earlier "
+            "asynchronous failure on the same device may also be reported here."
+        )
 
 
 def clear(address: int, nbytes: int, stream: int) -> None:
@@ -170,6 +178,8 @@ class Clear:
     def __call__(self, stream: int) -> None:
         """Enqueue it; see :func:`clear`."""
         clear(self.address, self.nbytes, stream)
+
+    enqueue = __call__
 
 
 #: What a plan does, one after the other: enqueued by a call, or a node of a CUDA graph.
