@@ -79,6 +79,46 @@ class Output:
 #: What :class:`Call` does with tensors and their addresses.
 Run = Callable[[Sequence[Any], list[int]], list[Any]]
 
+#: What few calls do before the plan runs: of tensors, addresses, results and the stream.
+First = Callable[[Sequence[Any], Sequence[int], Sequence[Any], int], None]
+
+
+@dataclass(frozen=True)
+class _First:
+    """See :data:`First`.
+
+    Attributes:
+        unordered: positions of tensors whose frameworks run on streams of their own.
+        check: see :func:`cu_seqlens_check`; of the addresses at these places.
+        fills: of results, by number, what they hold then; see :class:`Output`.
+        finishes: and what says more of it, with the numbers of rows.
+    """
+
+    unordered: Sequence[int]
+    check: Callable[[Mapping[str, int]], None] | None
+    places: Mapping[str, tuple[int, int]]
+    fills: Sequence[tuple[int, float | Argument]]
+    finishes: Sequence[tuple[int, Finish, Any]]
+
+    @property
+    def is_needed(self) -> bool:
+        return any((self.unordered, self.check, self.fills, self.finishes))
+
+    def do(
+        self, values: Sequence[Any], addresses: Sequence[int], results: Sequence[Any], stream: int
+    ) -> None:
+        if self.unordered:
+            order_before([values[at] for at in self.unordered], stream)
+        if self.check is not None:
+            self.check({role: addresses[at] for role, (at, _) in self.places.items()})
+        for number, filling in self.fills:
+            if isinstance(filling, Argument):
+                numbers = array_beside(values[filling.position], results[number])
+                filling = numbers.reshape(-1, 1)
+            assign(results[number], filling)
+        for number, finish, row in self.finishes:
+            finished(finish, results[number], row, values)
+
 
 @opaque
 class Call:
@@ -124,18 +164,10 @@ class Call:
         like = values[0]
         outputs = list(outputs)
         self._outputs = [_memory(like, output) for output in outputs]
-        self._fills = [
-            (n, output.fill) for n, output in enumerate(outputs) if output.fill is not None
-        ]
-        self._finishes = [
-            (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
-            for n, it in enumerate(outputs)
-            if it.finish is not None
-        ]
         self._address = reader(like)
         given = {at for at, make in self._outputs if make is None}
         self._watched = watched_of(values, sorted({*given, *written}))
-        self._unordered = [
+        unordered = [
             at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
         ]
         self._current_stream = None if on_cpu else current_stream_of(like, index)
@@ -143,10 +175,10 @@ class Call:
         self.plan: Executable | None = None
         self._run: Bound | None = None
         self._workspace: Callable[[], Any] | None = None
-        self._check: Callable[[Mapping[str, int]], None] | None = None
+        check: Callable[[Mapping[str, int]], None] | None = None
         if isinstance(request, Request):
             if on_cpu:
-                self._check = cu_seqlens_check(request.geometry)
+                check = cu_seqlens_check(request.geometry)
             if not idle:
                 self.plan = built(request, CPU if on_cpu else cuda_target(index))
         else:
@@ -161,19 +193,32 @@ class Call:
             self._run = bound(self.plan, self._places)
             if size := self.plan.workspace_size:
                 self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
-        self.run = self._composed(apart, given, set(written))
-
-    def _composed(self, apart: Check | None, given: set[int], written: set[int]) -> Run:
-        """``run``: a function that keeps what it needs in its own variables, because objects and
-        their attributes would take a tenth of a call's time."""
-        outputs, read = self._outputs, self._address
-        current_stream, run_plan, workspace = self._current_stream, self._run, self._workspace
-        watched = self._watched
-        begin = self._begin
-        begins = any((self._unordered, self._check, self._fills, self._finishes))
-        hands_over = self._hands_over
+        first = _First(
+            unordered,
+            check,
+            self._places,
+            [(n, it.fill) for n, it in enumerate(outputs) if it.fill is not None],
+            [
+                (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
+                for n, it in enumerate(outputs)
+                if it.finish is not None
+            ],
+        )
         # One result has nothing but its beginning to be told apart by.
         alone = min(given) if len(given) == 1 and not written else None
+        self.run = self._composed(apart, alone, first.do if first.is_needed else None)
+
+    def _composed(self, apart: Check | None, alone: int | None, first: First | None) -> Run:
+        """``run``: a function that keeps what it needs in its own variables, because objects and
+        their attributes would take a tenth of a call's time.
+
+        Args:
+            alone: where the only result's memory is, of which ``apart`` needs to be asked only if
+                something else begins there.
+        """
+        outputs, read, hands_over = self._outputs, self._address, self._hands_over
+        current_stream, run_plan, workspace = self._current_stream, self._run, self._workspace
+        watched = self._watched
 
         def run(values: Sequence[Any], addresses: list[int]) -> list[Any]:
             if apart is not None and (alone is None or addresses.count(addresses[alone]) > 1):
@@ -188,8 +233,8 @@ class Call:
                     results.append(result)
                     addresses.append(read(result))
             stream = 0 if current_stream is None else current_stream()
-            if begins:
-                begin(values, addresses, results, stream)
+            if first is not None:
+                first(values, addresses, results, stream)
             if run_plan is not None:
                 if workspace is None:
                     run_plan(addresses, 0, stream)
@@ -208,22 +253,6 @@ class Call:
             ]
 
         return opaque(run)
-
-    def _begin(
-        self, values: Sequence[Any], addresses: Sequence[int], results: Sequence[Any], stream: int
-    ) -> None:
-        """What few calls do before the plan runs."""
-        if self._unordered:
-            order_before([values[at] for at in self._unordered], stream)
-        if self._check is not None:
-            self._check({role: addresses[at] for role, (at, _) in self._places.items()})
-        for number, filling in self._fills:
-            if isinstance(filling, Argument):
-                numbers = array_beside(values[filling.position], results[number])
-                filling = numbers.reshape(-1, 1)
-            assign(results[number], filling)
-        for number, finish, row in self._finishes:
-            finished(finish, results[number], row, values)
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:

@@ -104,7 +104,7 @@ class Launch:
     def _composed(self) -> Callable[[int], None]:
         if self.is_empty:
             return lambda stream: None
-        launch, config, last = driver().cuLaunchKernelEx, self.config, 0
+        launch, config, name, last = driver().cuLaunchKernelEx, self.config, self.name, 0
         arguments = ctypes.byref(config), ctypes.c_void_p(self.function), self.params, None
 
         def enqueue(stream: int) -> None:
@@ -116,7 +116,7 @@ class Launch:
                 make_context_current()
                 status = launch(*arguments)
             if status:
-                self._refuse(status, stream)
+                _refuse(name, config, status)
 
         return enqueue
 
@@ -131,13 +131,14 @@ class Launch:
         """
         self.enqueue(stream)
 
-    def _refuse(self, status: int, stream: int) -> NoReturn:
-        raise DlattnError(
-            f"Launching {self.name} failed with {error_name(status)} (grid "
-            f"{tuple(self.config.grid)}, {self.config.block[0]} threads, "
-            f"{self.config.shared} bytes of shared memory, stream {stream:#x}). An earlier "
-            "asynchronous failure on the same device may also be reported here."
-        )
+
+def _refuse(name: str, config: LaunchConfig, status: int) -> NoReturn:
+    raise DlattnError(
+        f"Launching {name} failed with {error_name(status)} (grid {tuple(config.grid)}, "
+        f"{config.block[0]} threads, {config.shared} bytes of shared memory, stream "
+        f"{config.stream or 0:#x}). An earlier asynchronous failure on the same device may also be "
+        "reported here."
+    )
 
 
 def clear(address: int, nbytes: int, stream: int) -> None:
