@@ -28,7 +28,9 @@ def opaque(entry: Entry) -> Entry:
     for function in _functions(entry):
         # What torch.compiler.disable sets, read where a call would be followed.
         vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
-        _codes.append(function.__code__)
+        # A function that is made again and again has one code.
+        if function.__code__ not in _codes:
+            _codes.append(function.__code__)
     leave_alone()
     return entry
 

@@ -66,3 +66,21 @@ def test_code_of_others_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opaque.opaque(Some) is Some
     assert told == [Some.plain.__code__, Some.read.fget.__code__]  # type: ignore[attr-defined]
     assert not hasattr(Execution.operations, "_torchdynamo_disable")
+
+
+def test_what_is_made_again_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that each call of another one makes have one code, which is kept once until there
+    is a torch to tell, however many there are; each of them is marked."""
+    told: list[Any] = []
+    monkeypatch.setattr(opaque, "_codes", told)
+    monkeypatch.setattr(opaque, "leave_alone", lambda: None)
+
+    def make() -> Any:
+        def made() -> int:
+            return 1
+
+        return opaque.opaque(made)
+
+    first, second = make(), make()
+    assert told == [first.__code__]
+    assert first._torchdynamo_disable and second._torchdynamo_disable
