@@ -10,7 +10,7 @@ from itertools import combinations
 from dlattn.calls.arguments import Argument
 from dlattn.dtypes import itemsize
 from dlattn.errors import InvalidArgumentError
-from dlattn.problem.sharing import Elements, Sharing
+from dlattn.problem.sharing import Elements, Sharing, begins_alike
 
 #: Of tensors, by position.
 Addresses = Sequence[int] | Mapping[int, int]
@@ -56,10 +56,7 @@ class Apart:
         other, name, *_ = (
             name for name, begin in zip(self._names, begins, strict=True) if begin == address
         )
-        raise InvalidArgumentError(
-            f"{name}: it begins where {other} does, at {address:#x}, and one of them is written to "
-            "while the other is in use; give memory of its own."
-        )
+        raise InvalidArgumentError(begins_alike(name, other, address))
 
 
 def apart(given: Mapping[str, Argument], outputs: Iterable[str]) -> Check | None:

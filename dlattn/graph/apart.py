@@ -22,7 +22,7 @@ from dlattn.graph.lower import Lowered
 from dlattn.graph.slots import Slot
 from dlattn.graph.tensor import Tensor
 from dlattn.problem import Problem, offset_role
-from dlattn.problem.sharing import Elements, Sharing
+from dlattn.problem.sharing import Elements, Sharing, begins_alike
 
 #: Calls of which is remembered that their memory is apart, by their addresses.
 MOST_KEPT = 256
@@ -111,10 +111,7 @@ def _are_scattered(one: _Place, other: _Place) -> bool:
 def _refuse(one: _Place, other: _Place, addresses: Sequence[int]) -> None:
     begin, other_begin = addresses[one.at], addresses[other.at]
     if begin == other_begin:
-        raise InvalidVariantPackError(
-            f"{other.said}: it begins where {one.said} does, at {begin:#x}, and one of them is "
-            "written to while the other is in use; give memory of its own."
-        )
+        raise InvalidVariantPackError(begins_alike(other.said, one.said, begin))
     raise InvalidVariantPackError(
         f"{other.said}: expected memory that {one.said} has no part of, because one of them is "
         f"written to while the other is in use, got {other.size} at {other_begin:#x} and "

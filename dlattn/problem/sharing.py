@@ -86,3 +86,11 @@ class Sharing:
             return bool(np.shares_memory(one, other, max_work=_MOST_STEPS))  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return False
+
+
+def begins_alike(name: str, other: str, address: int) -> str:
+    """What is wrong where memory that is written to begins where another tensor does."""
+    return (
+        f"{name}: it begins where {other} does, at {address:#x}, and one of them is written to "
+        "while the other is in use; give memory of its own."
+    )
