@@ -237,8 +237,9 @@ def _cut_off(case: Case, e: Entry) -> Any:
 
 def _cap_error(case: Case, e: Entry) -> Any:
     """How far a kernel's soft cap may be off."""
-    has_kernels = bool(case.softcap) and case.dtype in SHORT
-    return _CAP_ERROR * capped(case, e)[2] * has_kernels
+    if not case.softcap or case.dtype not in SHORT:
+        return 0.0
+    return _CAP_ERROR * capped(case, e)[2]
 
 
 def roundoff(case: Case) -> float:
