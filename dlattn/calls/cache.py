@@ -96,6 +96,7 @@ class CallCache(Generic[Prepared]):
         """
         try:
             said = self._key(*options)
+            # What `latest` does, whose call would take 0.1 us.
             latest = self._latest.get(said)
             if latest is not None:
                 look, prepared = latest
@@ -142,14 +143,10 @@ class CallCache(Generic[Prepared]):
             self._key.cache_clear()
 
 
-class _MayChange(TypeError):
-    """A tensor is among the options."""
-
-
 def _key(*options: Any) -> object:
     """What stands for options, and equals nothing else."""
     if _may_change(options):
-        raise _MayChange
+        raise TypeError("a tensor is among the options")
     return object()
 
 

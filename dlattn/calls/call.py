@@ -185,18 +185,18 @@ class Call:
             self.plan = request
             self.plan.build()
         offsets = byte_offsets or {}
-        self._places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
+        places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
         # Addresses of results follow those of the tensors, of which some may be left out.
         results = enumerate(outputs, -len(outputs))
-        self._places |= {out.role: (at, 0) for at, out in results if out.role}
+        places |= {out.role: (at, 0) for at, out in results if out.role}
         if self.plan is not None:
-            self._run = bound(self.plan, self._places)
+            self._run = bound(self.plan, places)
             if size := self.plan.workspace_size:
                 self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
         first = _First(
             unordered,
             check,
-            self._places,
+            places,
             [(n, it.fill) for n, it in enumerate(outputs) if it.fill is not None],
             [
                 (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))

@@ -97,6 +97,8 @@ class Execution:
         self._check_apart = apart(slots, lowered, self._workspace_size)
         self._seen_workspace: tuple[Any, ...] | None = None
         self._keys = [slot.key for slot in slots]
+        self._inputs = [at for at, slot in enumerate(slots) if not slot.is_output]
+        self._outputs = [at for at, slot in enumerate(slots) if slot.is_output]
         self._run = bound(plan, {slot.role: (at, 0) for at, slot in enumerate(slots)})
         #: Whether a quick test can stand for the checks of all tensors; what it is, for tensors
         #: like those of the last call that was checked, who hears of outputs that are written, and
@@ -202,12 +204,10 @@ class Execution:
         if look is None:
             return
         if self._ends_gradients:  # where tensors of earlier calls may have needed none
-            inputs = (key for _, key, *_, is_output in self._slots if not is_output)
-            warn_of_gradients(map(pack.get, inputs))
+            warn_of_gradients(values[at] for at in self._inputs)
         if not self._on_cpu:
             self._current_stream = current_stream_of(values[0], self._index)
-        outputs = [at for at, (*_, is_output) in enumerate(self._slots) if is_output]
-        self._watched = watched_of(values, outputs)
+        self._watched = watched_of(values, self._outputs)
         self._look = look
 
     @contextmanager
