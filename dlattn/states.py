@@ -8,7 +8,7 @@ from typing import Any
 
 from dlattn.calls.arguments import Argument, Laid, admit, choice
 from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
+from dlattn.calls.call import Call, Output, prepared
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.opaque import opaque
@@ -63,7 +63,7 @@ def merge_states(
         raise InvalidArgumentError(f"out: expected the pair (o, lse), got {out!r:.100}.")
     tensors = (o1, lse1, o2, lse2, *(out or (None, None)))
     call, addresses = _CALLS.find(tensors, (layout,))
-    o, lse = call.run(tensors, addresses)
+    o, lse = call(tensors, addresses)
     return o, lse
 
 
@@ -118,7 +118,7 @@ def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, said: tup
     begins = [given[name].seen.ptr for name in ("o1", "o2", "out[0]") if name in given]
     wide = not any(begin % 16 for begin in (*begins, inside.get("o_other", 0)))
     plan = MergeStates(specs, target, wide)
-    return Call(values, device, inputs, results, plan, inside)
+    return prepared(values, device, inputs, results, plan, inside)
 
 
 _CALLS = CallCache(_prepare, drops=range(4))

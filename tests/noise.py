@@ -66,9 +66,9 @@ def noise(case: Case, given: Tensors, want: Tensors) -> dict[str, Any]:
     # Its square must not underflow here.
     flushed = max(float(np.finfo(compute_type(case)).tiny), 1e-150)
     if case.dtype in SHORT:
-        # Kernels have exponentials of up to 2^8 (`slack` in attn/softmax.cuh) before they meet a
-        # larger score or the sink, and what these are multiplied by then may be flushed.
-        flushed *= 2.0**8
+        # Kernels have exponentials of up to 2^14 (`most_sum` in attn/softmax.cuh) before they meet
+        # a larger score or the sink, and what these are multiplied by then may be flushed.
+        flushed *= 2.0**14
 
     def rounding(x: Any, dtype: str | None = None) -> Any:
         info = ml_dtypes.finfo(dtype or case.dtype)

@@ -2,5 +2,5 @@
 
 A function (:mod:`dlattn.flash`) says once for each kind of call what it wants, as a
 :class:`~dlattn.calls.request.Request`; a :class:`~dlattn.calls.cache.CallCache` keeps the
-:class:`~dlattn.calls.call.Call` that comes of it for all that look alike.
+:data:`~dlattn.calls.call.Call` that comes of it for all that look alike.
 """

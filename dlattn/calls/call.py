@@ -23,7 +23,7 @@ from dlattn.plans.base import Bound, Executable, Plan, bound
 from dlattn.plans.host import host_array
 from dlattn.plans.select import select
 from dlattn.problem import Geometry
-from dlattn.runtime.gradients import watched_of
+from dlattn.runtime.gradients import Watched, watched_of
 from dlattn.runtime.log import log
 from dlattn.runtime.protocols import compact_strides, strides_as
 from dlattn.runtime.streams import current_stream_of
@@ -76,8 +76,14 @@ class Output:
         return compact_strides(self.shape)
 
 
-#: What :class:`Call` does with tensors and their addresses.
-Run = Callable[[Sequence[Any], list[int]], list[Any]]
+#: What a function does for all calls that look alike: of tensors that look like the first call's,
+#: and their addresses, to which it adds those of the results, the results, in the first tensor's
+#: framework. It raises :class:`InvalidArgumentError` if memory for a result is another tensor's,
+#: or, in host memory, cumulative lengths leave the tensors.
+Call = Callable[[Sequence[Any], list[int]], list[Any]]
+
+#: Of a result: the position of the caller's memory, or what makes memory.
+Memory = tuple[int, Callable[[], Any] | None]
 
 #: What few calls do before the plan runs: of tensors, addresses, results and the stream.
 First = Callable[[Sequence[Any], Sequence[int], Sequence[Any], int], None]
@@ -120,9 +126,18 @@ class _First:
             finished(finish, results[number], row, values)
 
 
-@opaque
-class Call:
-    """What a function does for all calls that look alike.
+def prepared(
+    values: Sequence[Any],
+    device: tuple[str, int],
+    inputs: Mapping[str, int],
+    outputs: Sequence[Output],
+    request: Request | Executable,
+    byte_offsets: Mapping[str, int] | None = None,
+    apart: Check | None = None,
+    idle: bool = False,
+    written: Iterable[int] = (),
+) -> Call:
+    """What calls like this one do, built.
 
     Args:
         values: the tensors of the first such call, which nothing keeps; the first one's framework
@@ -136,123 +151,114 @@ class Call:
         apart: refuses memory of the caller's that is another tensor's.
         written: positions among the tensors of those that are written to beside the outputs.
 
-    Attributes:
-        run: of tensors that look like the first call's and their addresses, to which it adds those
-            of the results, the outputs: what was made, in the framework of the first tensor. It
-            raises :class:`InvalidArgumentError` if memory for a result is another tensor's, or, in
-            host memory, cumulative lengths leave the tensors.
-
     Raises:
         cudnnGraphNotSupportedError: no plan can do it; the message lists every plan's reason.
         CompileError: NVRTC refused a kernel.
     """
-
-    def __init__(
-        self,
-        values: Sequence[Any],
-        device: tuple[str, int],
-        inputs: Mapping[str, int],
-        outputs: Iterable[Output],
-        request: Request | Executable,
-        byte_offsets: Mapping[str, int] | None = None,
-        apart: Check | None = None,
-        idle: bool = False,
-        written: Iterable[int] = (),
-    ) -> None:
-        kind, index = device
-        on_cpu = kind == "cpu"
-        like = values[0]
-        outputs = list(outputs)
-        self._outputs = [_memory(like, output) for output in outputs]
-        self._address = reader(like)
-        given = {at for at, make in self._outputs if make is None}
-        self._watched = watched_of(values, sorted({*given, *written}))
-        unordered = [
-            at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES
-        ]
-        self._current_stream = None if on_cpu else current_stream_of(like, index)
-        self._hands_over = hands_over(like)
-        self.plan: Executable | None = None
-        self._run: Bound | None = None
-        self._workspace: Callable[[], Any] | None = None
-        check: Callable[[Mapping[str, int]], None] | None = None
-        if isinstance(request, Request):
-            if on_cpu:
-                check = cu_seqlens_check(request.geometry)
-            if not idle:
-                self.plan = built(request, CPU if on_cpu else cuda_target(index))
-        else:
-            self.plan = request
-            self.plan.build()
-        offsets = byte_offsets or {}
-        places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
-        # Addresses of results follow those of the tensors, of which some may be left out.
-        results = enumerate(outputs, -len(outputs))
-        places |= {out.role: (at, 0) for at, out in results if out.role}
-        if self.plan is not None:
-            self._run = bound(self.plan, places)
-            if size := self.plan.workspace_size:
-                self._workspace = allocator(like, (size,), (1,), data_type.UINT8)
-        first = _First(
-            unordered,
-            check,
-            places,
-            [(n, it.fill) for n, it in enumerate(outputs) if it.fill is not None],
-            [
-                (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
-                for n, it in enumerate(outputs)
-                if it.finish is not None
-            ],
-        )
+    kind, index = device
+    target = CPU if kind == "cpu" else cuda_target(index)
+    like = values[0]
+    memory = [_memory(like, output) for output in outputs]
+    given = {at for at, make in memory if make is None}
+    offsets = byte_offsets or {}
+    places = {role: (at, offsets.get(role, 0)) for role, at in inputs.items()}
+    # Addresses of results follow those of the tensors, of which some may be left out.
+    results = enumerate(outputs, -len(outputs))
+    places |= {out.role: (at, 0) for at, out in results if out.role}
+    check: Callable[[Mapping[str, int]], None] | None = None
+    plan: Executable | None = None
+    if isinstance(request, Request):
+        if target is CPU:
+            check = cu_seqlens_check(request.geometry)
+        if not idle:
+            plan = built(request, target)
+    else:
+        plan = request
+        plan.build()
+    first = _First(
+        [at for at in sorted({*inputs.values(), *given}) if type(values[at]) not in ORDERED_TYPES],
+        check,
+        places,
+        [(n, it.fill) for n, it in enumerate(outputs) if it.fill is not None],
+        [
+            (n, it.finish, on_device(np.arange(it.finish.rows, dtype=np.int32), like))
+            for n, it in enumerate(outputs)
+            if it.finish is not None
+        ],
+    )
+    run: Bound | None = None
+    workspace: Callable[[], Any] | None = None
+    if plan is not None:
+        run = bound(plan, places)
+        if size := plan.workspace_size:
+            workspace = allocator(like, (size,), (1,), data_type.UINT8)
+    return _composed(
+        memory,
+        like,
+        apart,
         # One result has nothing but its beginning to be told apart by.
-        alone = min(given) if len(given) == 1 and not written else None
-        self.run = self._composed(apart, alone, first.do if first.is_needed else None)
+        min(given) if len(given) == 1 and not written else None,
+        None if target is CPU else current_stream_of(like, index),
+        first.do if first.is_needed else None,
+        run,
+        workspace,
+        watched_of(values, sorted({*given, *written})),
+    )
 
-    def _composed(self, apart: Check | None, alone: int | None, first: First | None) -> Run:
-        """``run``: a function that keeps what it needs in its own variables, because objects and
-        their attributes would take a tenth of a call's time.
 
-        Args:
-            alone: where the only result's memory is, of which ``apart`` needs to be asked only if
-                something else begins there.
-        """
-        outputs, read, hands_over = self._outputs, self._address, self._hands_over
-        current_stream, run_plan, workspace = self._current_stream, self._run, self._workspace
-        watched = self._watched
+def _composed(
+    memory: Sequence[Memory],
+    like: Any,
+    apart: Check | None,
+    alone: int | None,
+    current_stream: Callable[[], int] | None,
+    first: First | None,
+    run: Bound | None,
+    workspace: Callable[[], Any] | None,
+    watched: Watched | None,
+) -> Call:
+    """The call of these parts: a function that keeps them in its own variables, because objects and
+    their attributes would take a tenth of a call's time.
 
-        def run(values: Sequence[Any], addresses: list[int]) -> list[Any]:
-            if apart is not None and (alone is None or addresses.count(addresses[alone]) > 1):
-                apart(addresses)
-            results = []
-            for at, make in outputs:
-                if make is None:
-                    results.append(values[at])
-                    addresses.append(addresses[at])
-                else:
-                    result = make()
-                    results.append(result)
-                    addresses.append(read(result))
-            stream = 0 if current_stream is None else current_stream()
-            if first is not None:
-                first(values, addresses, results, stream)
-            if run_plan is not None:
-                if workspace is None:
-                    run_plan(addresses, 0, stream)
-                else:
-                    # Freed as it was made, in the order of the stream.
-                    scratch = workspace()
-                    run_plan(addresses, read(scratch), stream)
-            if watched is not None:
-                tell, pick = watched
-                tell(pick(values))
-            if not hands_over:
-                return results
-            return [
-                made if make is None else to_caller(made, values[0])
-                for made, (_, make) in zip(results, outputs, strict=True)
-            ]
+    Args:
+        alone: where the only result's memory is, of which ``apart`` needs to be asked only if
+            something else begins there.
+    """
+    read, is_handed_over = reader(like), hands_over(like)
+    tell, pick = watched or (None, None)
 
-        return opaque(run)
+    def call(values: Sequence[Any], addresses: list[int]) -> list[Any]:
+        if apart is not None and (alone is None or addresses.count(addresses[alone]) > 1):
+            apart(addresses)
+        results = []
+        for at, make in memory:
+            if make is None:
+                results.append(values[at])
+                addresses.append(addresses[at])
+            else:
+                result = make()
+                results.append(result)
+                addresses.append(read(result))
+        stream = 0 if current_stream is None else current_stream()
+        if first is not None:
+            first(values, addresses, results, stream)
+        if run is not None:
+            if workspace is None:
+                run(addresses, 0, stream)
+            else:
+                # Freed as it was made, in the order of the stream.
+                scratch = workspace()
+                run(addresses, read(scratch), stream)
+        if tell is not None and pick is not None:
+            tell(pick(values))
+        if not is_handed_over:
+            return results
+        return [
+            made if make is None else to_caller(made, values[0])
+            for made, (_, make) in zip(results, memory, strict=True)
+        ]
+
+    return opaque(call)
 
 
 def cu_seqlens_check(geometry: Geometry) -> Callable[[Mapping[str, int]], None] | None:
@@ -308,8 +314,7 @@ def _expect_lengths(name: str, lengths: Any, sizes: Any) -> None:
         )
 
 
-def _memory(like: Any, output: Output) -> tuple[int, Callable[[], Any] | None]:
-    """Position of the caller's memory, or what makes memory."""
+def _memory(like: Any, output: Output) -> Memory:
     if output.given is not None:
         return output.given.position, None
     return -1, allocator(like, output.shape, output.stride, output.dtype)

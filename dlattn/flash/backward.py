@@ -9,7 +9,7 @@ from typing import Any
 from dlattn.calls.apart import Check, apart
 from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
+from dlattn.calls.call import Call, Output, prepared
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
@@ -179,7 +179,7 @@ def _run(calls: CallCache[Backward], tensors: tuple[Any, ...], options: tuple[An
         if backward.apart is not None:
             backward.apart(addresses)
         return _run_padded(calls, tensors, options)
-    dq, dk, dv, softmax_d = backward.call.run(tensors, addresses)
+    dq, dk, dv, softmax_d = backward.call(tensors, addresses)
     return dq, dk, dv, softmax_d
 
 
@@ -282,7 +282,7 @@ def _prepare(
     positions |= {role: it.position for role, it in inputs.items()}
     outputs, idle = (d_q, d_k, d_v, delta), layout.is_empty
     return Backward(
-        Call(tensors, q.seen.device, positions, outputs, request, offsets, memory, idle)
+        prepared(tensors, q.seen.device, positions, outputs, request, offsets, memory, idle)
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dlattn.calls.apart import Check, apart
 from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
+from dlattn.calls.call import Call, Output, prepared
 from dlattn.calls.keyless import past_lengths
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
@@ -48,14 +48,13 @@ class Forward:
     Attributes:
         call: gives out and softmax_lse; ``None`` if q, k and v must be padded first.
         apart: of those, refuses memory for out that is another tensor's.
-        state: the philox state, if nothing is dropped.
-        rest: what follows that.
+        rest: what follows softmax_lse; no philox state if the tensors have one, which drops, and no
+            debug_softmax yet if it is another result.
     """
 
     call: Call | None
     apart: Check | None = None
-    state: Any = None
-    rest: tuple[Any, Any] = (None, None)
+    rest: tuple[Any, Any, Any] = (None, None, None)
 
 
 @opaque
@@ -135,6 +134,11 @@ def mha_fwd(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
         return_softmax, attention_chunk,
     )  # fmt: skip
+    if state is None:
+        forward, addresses = _dense_calls.find(tensors, options)
+        if forward.call is not None:
+            out, lse = forward.call(tensors, addresses)
+            return out, q, k, v, lse, *forward.rest
     return _run(_dense_calls, tensors, options)
 
 
@@ -205,6 +209,11 @@ def mha_varlen_fwd(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
         return_softmax, attention_chunk, max_seqlen_q, max_seqlen_k, zero_tensors,
     )  # fmt: skip
+    if state is None:
+        forward, addresses = _packed_calls.find(tensors, options)
+        if forward.call is not None:
+            out, lse = forward.call(tensors, addresses)
+            return out, q, k, v, lse, *forward.rest
     return _run(_packed_calls, tensors, options)
 
 
@@ -218,15 +227,17 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
 
 
 def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
+    """A call of any kind; most are of one that needs less, and do not come here."""
     forward, addresses = calls.find(tensors, options)
     if forward.call is None:
         if forward.apart is not None:
             forward.apart(addresses)
         return _run_padded(calls, tensors, options)
-    out, lse, *more = forward.call.run(tensors, addresses)
+    out, lse, *more = forward.call(tensors, addresses)
     q, k, v, *_ = tensors
-    state = tensors[-1] if forward.state is None else forward.state
-    unused, debug_softmax = forward.rest
+    state, unused, debug_softmax = forward.rest
+    if state is None:
+        state = tensors[-1]
     return out, q, k, v, lse, state, unused, more[0] if more else debug_softmax
 
 
@@ -303,12 +314,12 @@ def _prepare(
         aligned=are_aligned(given.values()),
     )
     positions = {**positions, "q": q.position, "k": k.position, "v": v.position}
-    call = Call(
+    call = prepared(
         tensors, q.seen.device, positions, results, request, offsets, memory, layout.is_empty
     )
     like = tensors[0]
     state = no_state(like) if dropout is None else None
-    return Forward(call, None, state, unused(like, dtype))
+    return Forward(call, None, (state, *unused(like, dtype)))
 
 
 def _fills(

@@ -20,7 +20,7 @@ from dlattn.calls.arguments import (
     soft_cap,
 )
 from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output, built
+from dlattn.calls.call import Call, Output, built, prepared
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
     )
     call, addresses = _calls.find(tensors, options)
-    results = call.run((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
+    results = call((*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)])
     return tuple(results) if return_softmax_lse else results[0]
 
 
@@ -208,7 +208,7 @@ def _prepare(*given: Any) -> Call:
     if not between and target is not CPU:  # in host memory, it looks at what tensors say
         # Positions of what the caller's tensors are to the attention plan.
         alone = {role: inputs[read.get(role, role)] for role in attended if role not in _RESULTS}
-        return Call(values, device, alone, outputs, attention, apart=memory)
+        return prepared(values, device, alone, outputs, attention, apart=memory)
     rotation = Rotation(interleaved, _queries_move(causal, (left, right), sizes))
     writes = Append(
         {**append, **between},
@@ -223,7 +223,7 @@ def _prepare(*given: Any) -> Call:
         raise cudnnGraphNotSupportedError(f"flash_attn_with_kvcache: {reason}")
     plan = CachedAttention(writes, attention, between, read)
     written = [there[name].position for name in ("k_cache", "v_cache") if appends]
-    return Call(values, device, inputs, outputs, plan, apart=memory, written=written)
+    return prepared(values, device, inputs, outputs, plan, apart=memory, written=written)
 
 
 _calls = CallCache(_prepare, drops=range(5))

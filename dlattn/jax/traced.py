@@ -19,7 +19,7 @@ from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.one_call import backward, forward
 from dlattn.one_call.arguments import Options, Wanted
 from dlattn.plans.base import Plan
-from dlattn.runtime.launch import clear
+from dlattn.runtime.launch import Clear
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, compact_strides
 from dlattn.runtime.target import CPU, cuda_target
 from dlattn.runtime.tensors import view
@@ -154,7 +154,7 @@ def _clear(address: int, nbytes: int, stream: int | None) -> None:
     if stream is None:
         ctypes.memset(address, 0, nbytes)
     else:
-        clear(address, nbytes, stream)
+        Clear(nbytes, address)(stream)
 
 
 @lru_cache(maxsize=1024)

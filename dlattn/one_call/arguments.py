@@ -23,7 +23,7 @@ from dlattn.calls.arguments import (
     soft_cap,
 )
 from dlattn.calls.cache import CallCache
-from dlattn.calls.call import Call, Output
+from dlattn.calls.call import Call, Output, prepared
 from dlattn.calls.request import CPU_TYPES, KERNEL_TYPES, Request
 from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, plain_sizes
 from dlattn.dtypes import data_type, itemsize
@@ -243,7 +243,7 @@ def call_of(
     found = wanted(there, values, said, *options[_OPTIONS:])
     device = there["q"].seen.device
     memory = apart(there, (it.name for it in found.outputs if it.given is not None))
-    return Call(
+    return prepared(
         found.values, device, found.positions, found.outputs, found.request,
         apart=memory, idle=found.idle,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def run(
     call, addresses = calls.find(tensors, options)
     if hosts:
         tensors, addresses = (*tensors, *hosts), [*addresses, *(x.ctypes.data for x in hosts)]
-    return call.run(tensors, addresses)
+    return call(tensors, addresses)
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:

@@ -201,18 +201,26 @@ class CudaPlan(Plan):
             return super().bind(places)
         placed = [(it, places[role][0], places[role][1] + to) for role, it, to in self._slots]
         stay = self._tables.stay_if_captured if self._tables else None
-        enqueued = [operation.enqueue for operation in operations]
+        enqueued = [operation for operation in operations if not operation.is_empty]
+        begin, end = self._turns.__enter__, self._turns.__exit__
 
         def run(addresses: Sequence[int], workspace: int, stream: int) -> None:
-            with self._turns:
+            begin()  # as `with` does, in half the time
+            try:
                 for slot, at, more in placed:
                     slot.value = addresses[at] + more
                 if workspace:
                     self.place_workspace(workspace)
                 if stay is not None:
                     stay(stream)
-                for enqueue in enqueued:
-                    enqueue(stream)
+                for operation in enqueued:
+                    # What its `__call__` does.
+                    if operation.stream != stream:
+                        operation.move(stream)
+                    if status := operation.function(*operation.arguments):
+                        operation.retry(status)
+            finally:
+                end(None, None, None)
 
         return run
 

@@ -178,9 +178,10 @@ def _add(graph: int, operation: Operation, before: Operation | None, after: Sequ
 def _params(operation: Operation) -> ctypes.Structure:
     if isinstance(operation, Clear):
         return MemsetNodeParams(operation.address, 0, 0, 1, operation.nbytes, 1)
+    assert isinstance(operation, Launch)
     config = operation.config
     params = ctypes.addressof(operation.params)
-    return KernelNodeParams(operation.function, config.grid, config.block, config.shared, params)
+    return KernelNodeParams(operation.kernel, config.grid, config.block, config.shared, params)
 
 
 def _type_of(operation: Operation) -> int:

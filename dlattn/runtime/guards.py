@@ -10,13 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 from dlattn.runtime.framework import LOOK_ALIGNMENT, Look
-
-#: torch's test ends the process at a nested tensor, which has no strides.
-_is_nested = attrgetter("is_nested")
 
 
 def lookalikes(tensors: Sequence[Any]) -> Look | None:
@@ -41,18 +37,21 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         return None
 
     def look(*given: Any) -> list[int] | None:
-        try:
-            if any(map(_is_nested, given)) or modes() or not check(*given):
-                return None
-        except AttributeError:  # one is no tensor of torch's
+        if modes():
             return None
         addresses = []
-        for x in given:
-            address: int = x.data_ptr()
-            if address % LOOK_ALIGNMENT or not address:
-                return None
-            addresses.append(address)
-        return addresses
+        try:
+            for x in given:
+                # torch's test ends the process at a nested tensor, which has no strides.
+                if x.is_nested:
+                    return None
+                address: int = x.data_ptr()
+                if address % LOOK_ALIGNMENT or not address:
+                    return None
+                addresses.append(address)
+        except (AttributeError, RuntimeError):  # one is no tensor of torch's, or has no memory
+            return None
+        return addresses if check(*given) else None
 
     return None if look(*tensors) is None else look
 

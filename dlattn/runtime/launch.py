@@ -7,12 +7,12 @@ carry launch attributes (programmatic dependent launch, clusters).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import Lock
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from dlattn.errors import DlattnError
 
@@ -48,16 +48,70 @@ def cluster_attribute(blocks: int) -> LaunchAttribute:
     return LaunchAttribute(_CLUSTER_DIMENSION, b"", (blocks, 1, 1))
 
 
-class Launch:
+class Operation(ABC):
+    """What a plan does in one call of the driver: enqueued on a stream, or a node of a CUDA graph.
+
+    Calling it enqueues it. One operation must not be called from two threads at once: hold the
+    lock that guards what it reads.
+
+    Attributes:
+        is_empty: it does nothing, so that there is nothing to enqueue.
+        function, arguments: of the driver, and all that it is given, made once.
+        stream: what is among the arguments; see :meth:`move`.
+    """
+
+    is_empty = False
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.stream = 0
+
+    @abstractmethod
+    def move(self, stream: int) -> None:
+        """Sets the stream of the calls from now on; 0 is the legacy default stream."""
+
+    @abstractmethod
+    def refusal(self, status: int) -> str:
+        """What to say of a status that is not 0."""
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it; the device that it is for must be current (:func:`device_guard`).
+
+        Args:
+            stream: CUDA stream handle; 0 is the legacy default stream.
+
+        Raises:
+            DlattnError: the driver refused.
+        """
+        if self.is_empty:
+            return
+        if self.stream != stream:
+            self.move(stream)
+        if status := self.function(*self.arguments):
+            self.retry(status)
+
+    def retry(self, status: int) -> None:
+        """What follows a call with a status that is not 0: another one, if that was the thread's
+        first of CUDA.
+
+        Raises:
+            DlattnError: the driver refused.
+        """
+        if status == _ERROR_INVALID_CONTEXT:
+            make_context_current()
+            status = self.function(*self.arguments)
+        if status:
+            raise DlattnError(self.refusal(status))
+
+
+class Launch(Operation):
     """A kernel with its grid and its one parameter, a struct whose address is fixed.
 
-    Calling it enqueues the kernel on a stream; the driver copies the struct during the call, so
-    that it may be rewritten afterwards. One launch must not be called from two threads at once:
-    hold the lock that guards the struct. ``enqueue`` does the same, as a function that keeps what
-    it needs in its own variables, which Python calls in half the time.
+    The driver copies the struct during the call, so that it may be rewritten afterwards.
 
     Args:
-        function: the driver's ``CUfunction``.
+        kernel: the driver's ``CUfunction``.
         grid: blocks in x, y and z; an empty grid launches nothing.
         block: threads per block.
         shared: bytes of dynamic shared memory per block.
@@ -71,7 +125,7 @@ class Launch:
 
     def __init__(
         self,
-        function: int,
+        kernel: int,
         grid: tuple[int, int, int],
         block: int,
         shared: int,
@@ -82,7 +136,7 @@ class Launch:
         name: str = "kernel",
     ) -> None:
         self.name = name
-        self.function = function
+        self.kernel = kernel
         self.programmatic = programmatic
         self.cluster = cluster_attribute(cluster) if cluster > 1 else None
         self.is_empty = 0 in grid
@@ -99,92 +153,58 @@ class Launch:
             len(attributes),
         )
         self.params = (ctypes.c_void_p * 1)(params_address)
-        self.enqueue = self._composed()
+        super().__init__(
+            driver().cuLaunchKernelEx,
+            (ctypes.byref(self.config), ctypes.c_void_p(kernel), self.params, None),
+        )
 
-    def _composed(self) -> Callable[[int], None]:
-        if self.is_empty:
-            return lambda stream: None
-        launch, config, name, last = driver().cuLaunchKernelEx, self.config, self.name, 0
-        arguments = ctypes.byref(config), ctypes.c_void_p(self.function), self.params, None
+    def move(self, stream: int) -> None:
+        self.config.stream = self.stream = stream
 
-        def enqueue(stream: int) -> None:
-            nonlocal last
-            if stream != last:
-                config.stream = last = stream
-            status = launch(*arguments)  # as every call pays for it, without a wrapper
-            if status == _ERROR_INVALID_CONTEXT:
-                make_context_current()
-                status = launch(*arguments)
-            if status:
-                _refuse(name, config, status)
-
-        return enqueue
-
-    def __call__(self, stream: int) -> None:
-        """Enqueue the kernel; the device of the function must be current (:func:`device_guard`).
-
-        Args:
-            stream: CUDA stream handle; 0 is the legacy default stream.
-
-        Raises:
-            DlattnError: the driver refused.
-        """
-        self.enqueue(stream)
-
-
-def _refuse(name: str, config: LaunchConfig, status: int) -> NoReturn:
-    raise DlattnError(
-        f"Launching {name} failed with {error_name(status)} (grid {tuple(config.grid)}, "
-        f"{config.block[0]} threads, {config.shared} bytes of shared memory, stream "
-        f"{config.stream or 0:#x}). An earlier asynchronous failure on the same device may also be "
-        "reported here."
-    )
-
-
-def clear(address: int, nbytes: int, stream: int) -> None:
-    """Enqueue setting bytes of device memory to zero.
-
-    Raises:
-        DlattnError: the driver refused.
-    """
-    status = call_in_context(
-        driver().cuMemsetD8Async,
-        ctypes.c_uint64(address),
-        ctypes.c_ubyte(0),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_void_p(stream),
-    )
-    if status:
-        raise DlattnError(
-            f"Clearing {nbytes} bytes of workspace at {address:#x} failed with "
-            f"{error_name(status)} (stream {stream:#x}). The workspace must be device memory of "
-            "at least the size that the graph asks for."
+    def refusal(self, status: int) -> str:
+        config = self.config
+        return (
+            f"Launching {self.name} failed with {error_name(status)} (grid {tuple(config.grid)}, "
+            f"{config.block[0]} threads, {config.shared} bytes of shared memory, stream "
+            f"{self.stream:#x}). An earlier asynchronous failure on the same device may also be "
+            "reported here."
         )
 
 
-class Clear:
-    """Bytes of device memory that are set to zero; called as a :class:`Launch` is.
+class Clear(Operation):
+    """Bytes of device memory that are set to zero.
 
-    Attributes:
-        address: where they are; it may be set anew before each call.
+    Args:
         nbytes: how many.
+        address: where they are; it may be set anew before each call.
     """
 
-    is_empty = False
-
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, address: int = 0) -> None:
         self.nbytes = nbytes
-        self.address = 0
+        self._address = ctypes.c_uint64(address)
+        self._stream = ctypes.c_void_p()
+        super().__init__(
+            driver().cuMemsetD8Async,
+            (self._address, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), self._stream),
+        )
 
-    def __call__(self, stream: int) -> None:
-        """Enqueue it; see :func:`clear`."""
-        clear(self.address, self.nbytes, stream)
+    @property
+    def address(self) -> int:
+        return self._address.value
 
-    enqueue = __call__
+    @address.setter
+    def address(self, address: int) -> None:
+        self._address.value = address
 
+    def move(self, stream: int) -> None:
+        self._stream.value = self.stream = stream
 
-#: What a plan does, one after the other: enqueued by a call, or a node of a CUDA graph.
-Operation = Launch | Clear
+    def refusal(self, status: int) -> str:
+        return (
+            f"Clearing {self.nbytes} bytes at {self.address:#x} failed with {error_name(status)} "
+            f"(stream {self.stream:#x}). It must be device memory, a workspace of at least the "
+            "size that the graph asks for."
+        )
 
 
 class device_guard:  # noqa: N801 - used as a statement, like a function

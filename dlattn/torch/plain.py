@@ -76,7 +76,7 @@ def attend_plainly(
     if known.call is None:
         return None
     if not learns:
-        results = known.call.run(tensors, addresses)
+        results = known.call(tensors, addresses)
         return tuple(results) if return_lse else results[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -137,7 +137,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         known, addresses, deterministic, return_lse = constants
         assert known.call is not None
-        out, lse = known.call.run((q, k, v), addresses)
+        out, lse = known.call((q, k, v), addresses)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.asked = known, deterministic
         if not return_lse:
@@ -153,7 +153,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
             # Which looks at transforms, too.
             found = _BACKWARDS.latest(tensors, asked) or _find_backward(tensors, asked)
             if found is not None and found[0].call is not None:
-                return (*found[0].call.run(tensors, found[1]), None)
+                return (*found[0].call(tensors, found[1]), None)
         if dout is dlse is None:
             return None, None, None, None
         known, deterministic = ctx.asked

@@ -127,6 +127,17 @@ def _padded(call: FlashCall, role: str, placed: Any) -> Any:
     return call.gather(call.caller.host(placed), lens, 0, call.arrays[name], 0.0)
 
 
+def test_rows_far_below_their_sink() -> None:
+    """Rows that have 2^-114 of their sink's weight, where kernels' factors may be flushed, are off
+    by no more than that allows."""
+    case = FlashCase(
+        dtype="bfloat16", heads=6, heads_k=3, head_size=200, head_size_v=200, lens_q=(321, 569),
+        lens_k=(192, 191), used=True, softcap=3.0, alibi="BH", scale=0.0, sinks=True, dropout=0.1,
+        logits=0.01, seed=8806,
+    )  # fmt: skip
+    check(case, gpu_callers()[0])
+
+
 def test_a_call_in_a_cuda_graph() -> None:
     """A captured call runs again on what its tensors hold by then, lengths included."""
     torch = pytest.importorskip("torch")
