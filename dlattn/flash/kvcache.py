@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.calls.apart import apart, disjoint, every
+from dlattn.calls.apart import apart
 from dlattn.calls.arguments import (
     Argument,
     admit,
@@ -177,8 +177,7 @@ def _prepare(*given: Any) -> Call:
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
     appends = "k" in there and 0 not in there["k"].shape
-    caches = disjoint(there["k_cache"], there["v_cache"]) if appends else None
-    memory = every(apart(there, ("out",)), caches)
+    memory = apart(there, ("out",), [("k_cache", "v_cache")] if appends else ())
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))

@@ -1,7 +1,13 @@
-"""Whether tensors share memory: element by element, wherever they begin."""
+"""Whether tensors share memory: element by element, wherever they begin.
+
+Memory that is written to begins where no other tensor does, and shares no element with what else is
+written to; who knows which is which says so in pairs (:func:`apart`). (What else overlaps, an
+output and an input, is the caller's to avoid.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -88,9 +94,88 @@ class Sharing:
             return False
 
 
-def begins_alike(name: str, other: str, address: int) -> str:
-    """What is wrong where memory that is written to begins where another tensor does."""
-    return (
-        f"{name}: it begins where {other} does, at {address:#x}, and one of them is written to "
-        "while the other is in use; give memory of its own."
-    )
+@dataclass(frozen=True)
+class Place:
+    """A tensor in memory, or a workspace.
+
+    Attributes:
+        said, size: what it is called, and how large it is, in words.
+        elements: those that it has from its address on; ``None`` if that is not known.
+    """
+
+    said: str
+    size: str
+    elements: Elements | None
+
+
+#: Two places, by number.
+Pair = tuple[int, int]
+
+#: Calls of which is remembered that their memory is apart, by their addresses.
+MOST_KEPT = 256
+
+
+def apart(
+    places: Sequence[Place],
+    begins: Iterable[Pair],
+    disjoint: Iterable[Pair],
+    error: type[Exception],
+) -> Callable[..., None]:
+    """What is given an address for each place, and refuses some.
+
+    It takes 0.1 to 0.2 us for the addresses of an earlier call, and 1 to 2 us for others.
+
+    Args:
+        begins: those that must not begin alike.
+        disjoint: those that must not share an element, as far as their elements are known.
+        error: what it raises.
+    """
+    return lru_cache(maxsize=MOST_KEPT)(_Apart(places, begins, disjoint, error))
+
+
+class _Apart:
+    """See :func:`apart`."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        begins: Iterable[Pair],
+        disjoint: Iterable[Pair],
+        error: type[Exception],
+    ) -> None:
+        self._places = places
+        self._error = error
+        self._begins = [*begins]
+        self._disjoint = []
+        for one, other in disjoint:
+            elements, others = places[one].elements, places[other].elements
+            if elements is not None and others is not None:
+                share = Sharing(elements, others)
+                # Unpacking beats attributes, and a comparison a call.
+                self._disjoint.append((one, other, share.least, share.most, share))
+
+    def __call__(self, *addresses: int) -> None:
+        if len({*addresses}) < len(addresses):
+            for one, other in self._begins:
+                if addresses[one] == addresses[other]:
+                    self._refuse_beginning(one, other, addresses[one])
+        for one, other, least, most, share in self._disjoint:
+            distance = addresses[other] - addresses[one]
+            if least < distance < most and share(distance):
+                self._refuse_sharing(one, other, addresses)
+
+    def _refuse_beginning(self, one: int, other: int, address: int) -> None:
+        raise self._error(
+            f"{self._places[other].said}: it begins where {self._places[one].said} does, at "
+            f"{address:#x}, and one of them is written to while the other is in use; give memory "
+            "of its own."
+        )
+
+    def _refuse_sharing(self, number: int, other_number: int, addresses: Sequence[int]) -> None:
+        one, other = self._places[number], self._places[other_number]
+        raise self._error(
+            f"{other.said}: expected memory that {one.said} has no part of, because one of them is "
+            f"written to while the other is in use, got {other.size} at "
+            f"{addresses[other_number]:#x} and {one.said} of {one.size} at {addresses[number]:#x}, "
+            "which overlap; give each memory of its own."
+        )
