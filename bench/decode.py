@@ -7,6 +7,7 @@ counts is bandwidth: keys and values, once.
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from bench.jobs import Effort, Job, RowJob, prepared
 from bench.measure import Measured
 from bench.peers.flash import flash3_forward
-from bench.peers.graph import like
+from bench.peers.graph import Cudnn, Dlattn, GraphPeer, like
 from bench.reference import attended
 from bench.timing import time_once
 
@@ -121,28 +122,32 @@ class Data:
 Calls = list[Callable[[], Any]]
 
 
-def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
+def graph_calls(peer: GraphPeer, row: Row, data: Data, **of_graph: Any) -> Calls:
     """``execute`` of one graph, on each copy.
 
     Args:
-        device: of ``create_device_properties``, for tensors that are on ``meta``.
+        of_graph: what ``pygraph`` is given besides.
     """
     import torch
 
-    import dlattn
-
-    graph = dlattn.pygraph(
-        io_data_type=dlattn.data_type.BFLOAT16,
-        intermediate_data_type=dlattn.data_type.FLOAT,
-        compute_data_type=dlattn.data_type.FLOAT,
-        device_property=device,
+    api = importlib.import_module(peer.module)
+    handle = peer.make_handle(api)
+    handles = {} if handle is None else {"handle": handle}
+    graph = api.pygraph(
+        io_data_type=api.data_type.BFLOAT16,
+        intermediate_data_type=api.data_type.FLOAT,
+        compute_data_type=api.data_type.FLOAT,
+        **handles,
+        **of_graph,
     )
     first = [t[0].transpose(1, 2) for t in (data.q, data.k, data.v)]
-    inputs = [like(dlattn, graph, t) for t in first]
-    options: dict[str, Any] = {
-        "diagonal_alignment": dlattn.diagonal_alignment.BOTTOM_RIGHT,
-        "diagonal_band_right_bound": 0,
-    }
+    inputs = [like(api, graph, t) for t in first]
+    options: dict[str, Any] = {}
+    # One query sees all keys; programs that decode ask for a causal mask all the same, and ours is
+    # timed with it.
+    if row.queries > 1 or isinstance(peer, Dlattn):
+        options["diagonal_alignment"] = api.diagonal_alignment.BOTTOM_RIGHT
+        options["diagonal_band_right_bound"] = 0
     given = {}
     if row.reads_lengths:
         options["use_padding_mask"] = True
@@ -152,13 +157,17 @@ def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
         options["paged_attention_max_seq_len_kv"] = row.keys
         for role in ("paged_attention_k_table", "paged_attention_v_table"):
             given[role] = data.table.view(row.batch, 1, -1, 1)
-    declared = {role: like(dlattn, graph, t) for role, t in given.items()}
+    declared = {role: like(api, graph, t) for role, t in given.items()}
     fixed = {declared[role]: t for role, t in given.items()}
     options |= declared
-    output, _ = graph.sdpa(*inputs, attn_scale=row.head_dim**-0.5, is_inference=True, **options)
+    q, k, v = inputs
+    output, _ = graph.sdpa(
+        q=q, k=k, v=v, attn_scale=row.head_dim**-0.5, generate_stats=False, **options
+    )
     o = data.o[0].transpose(1, 2)
     output.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride()))
-    graph.build([dlattn.heur_mode.A])
+    output.set_data_type(api.data_type.BFLOAT16)
+    graph.build([api.heur_mode.A])
     workspace = torch.empty(
         max(1, graph.get_workspace_size()), device=data.q[0].device, dtype=torch.uint8
     )
@@ -166,14 +175,14 @@ def dlattn_calls(row: Row, data: Data, device: Any = None) -> Calls:
         dict(zip((*inputs, output), (t.transpose(1, 2) for t in tensors), strict=True)) | fixed
         for tensors in zip(data.q, data.k, data.v, data.o, strict=True)
     ]
-    return [lambda pack=pack: graph.execute(pack, workspace) for pack in packs]
+    return [lambda pack=pack: graph.execute(pack, workspace, **handles) for pack in packs]
 
 
 def contiguous_calls(row: Row, data: Data) -> Calls:
     """The same of contiguous caches with lengths: what pages cost, in the same rounds."""
     if data.table is None:
         raise ValueError("The row has no pages.")
-    return dlattn_calls(replace(row, page=None, lengths=True), data.contiguous())
+    return graph_calls(Dlattn(), replace(row, page=None, lengths=True), data.contiguous())
 
 
 def flash3_calls(row: Row, data: Data) -> Calls:
@@ -209,8 +218,9 @@ def flash2_calls(row: Row, data: Data) -> Calls:
 
 #: By contender: the calls, which return the output or write ``data.o``.
 CONTENDERS = {
-    "dlattn": dlattn_calls,
+    "dlattn": partial(graph_calls, Dlattn()),
     "dlattn:contiguous": contiguous_calls,
+    "cudnn": partial(graph_calls, Cudnn()),
     "fa3": flash3_calls,
     "fa2": flash2_calls,
 }
@@ -272,7 +282,7 @@ class DecodeJob(RowJob[Row]):
         return milliseconds(prepared(measured, makers), effort.rounds)
 
     def compile(self, direction: str, device: Any) -> None:
-        dlattn_calls(self.row, Data(self.row, "meta"), device)
+        graph_calls(Dlattn(), self.row, Data(self.row, "meta"), device_property=device)
 
 
 def jobs() -> list[Job]:

@@ -8,7 +8,7 @@ import pytest
 
 from bench import decode, host, plots, score_mod, serving
 from bench.cases import FORWARD, PASSES, case
-from bench.decode import Data, Row, complaint, dlattn_calls, reference
+from bench.decode import CONTENDERS, Data, Row, complaint, reference
 from bench.presets import MODELS, PRESETS
 from bench.reference import error, is_off, make_tensors, outputs_of
 from bench.results import BANDWIDTH, MS, TFLOPS, US, decode_bytes, tables, unit_of, write_csv
@@ -93,7 +93,7 @@ def test_decode(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "COPIES", 2)
     torch.manual_seed(0)
     data = Data(row, "cpu")
-    calls, expected = dlattn_calls(row, data), reference(row, data)
+    calls, expected = CONTENDERS["dlattn"](row, data), reference(row, data)
     assert len(calls) == len(data.q) == 2
     assert complaint(data, calls[0], expected) == ""
     assert "off by" in complaint(data, calls[1], expected)  # of other tensors
