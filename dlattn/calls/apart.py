@@ -26,12 +26,12 @@ def apart(
     disjoint: Iterable[tuple[str, str]] = (),
 ) -> Check | None:
     """What refuses memory that is written to and is another tensor's, in this call and those like
-    it; ``None`` if all is made.
+    it; ``None`` if nothing may be.
 
     Args:
         outputs: names of the results, of which those in ``given`` have the caller's memory: each
             begins where no other tensor does, and shares no element with another result.
-        disjoint: names of what shares no element, either.
+        disjoint: pairs of names of other tensors that share no element, either.
 
     Raises:
         InvalidArgumentError: in this call, some is another tensor's.

@@ -76,10 +76,10 @@ class Output:
         return compact_strides(self.shape)
 
 
-#: What a function does for all calls that look alike: of tensors that look like the first call's,
-#: and their addresses, to which it adds those of the results, the results, in the first tensor's
-#: framework. It raises :class:`InvalidArgumentError` if memory for a result is another tensor's,
-#: or, in host memory, cumulative lengths leave the tensors.
+#: What a function does for all calls that look alike. It takes tensors that look like the first
+#: call's and the list of their addresses, appends those of the results to it, and returns the
+#: results in the first tensor's framework. It raises :class:`InvalidArgumentError` if memory for a
+#: result is another tensor's, or, in host memory, cumulative lengths leave the tensors.
 Call = Callable[[Sequence[Any], list[int]], list[Any]]
 
 #: Of a result: the position of the caller's memory, or what makes memory.
@@ -156,7 +156,7 @@ def prepared(
         CompileError: NVRTC refused a kernel.
     """
     kind, index = device
-    target = CPU if kind == "cpu" else cuda_target(index)
+    on_cpu = kind == "cpu"
     like = values[0]
     memory = [_memory(like, output) for output in outputs]
     given = {at for at, make in memory if make is None}
@@ -168,10 +168,10 @@ def prepared(
     check: Callable[[Mapping[str, int]], None] | None = None
     plan: Executable | None = None
     if isinstance(request, Request):
-        if target is CPU:
+        if on_cpu:
             check = cu_seqlens_check(request.geometry)
         if not idle:
-            plan = built(request, target)
+            plan = built(request, CPU if on_cpu else cuda_target(index))
     else:
         plan = request
         plan.build()
@@ -198,7 +198,7 @@ def prepared(
         apart,
         # One result has nothing but its beginning to be told apart by.
         min(given) if len(given) == 1 and not written else None,
-        None if target is CPU else current_stream_of(like, index),
+        None if on_cpu else current_stream_of(like, index),
         first.do if first.is_needed else None,
         run,
         workspace,

@@ -48,8 +48,9 @@ class Forward:
     Attributes:
         call: gives out and softmax_lse; ``None`` if q, k and v must be padded first.
         apart: of those, refuses memory for out that is another tensor's.
-        rest: what follows softmax_lse; no philox state if the tensors have one, which drops, and no
-            debug_softmax yet if it is another result.
+        rest: what follows softmax_lse: the philox state, or ``None`` if it is among the tensors of
+            a call that drops; an unused tensor; and an empty debug_softmax, whose place a third
+            result takes.
     """
 
     call: Call | None
@@ -134,12 +135,11 @@ def mha_fwd(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
         return_softmax, attention_chunk,
     )  # fmt: skip
-    if state is None:
-        forward, addresses = _dense_calls.find(tensors, options)
-        if forward.call is not None:
-            out, lse = forward.call(tensors, addresses)
-            return out, q, k, v, lse, *forward.rest
-    return _run(_dense_calls, tensors, options)
+    forward, addresses = _dense_calls.find(tensors, options)
+    if forward.call is None or state is not None:
+        return _run(_dense_calls, forward, addresses, tensors, options)
+    out, lse = forward.call(tensors, addresses)
+    return out, q, k, v, lse, *forward.rest
 
 
 @opaque
@@ -209,12 +209,11 @@ def mha_varlen_fwd(
         p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
         return_softmax, attention_chunk, max_seqlen_q, max_seqlen_k, zero_tensors,
     )  # fmt: skip
-    if state is None:
-        forward, addresses = _packed_calls.find(tensors, options)
-        if forward.call is not None:
-            out, lse = forward.call(tensors, addresses)
-            return out, q, k, v, lse, *forward.rest
-    return _run(_packed_calls, tensors, options)
+    forward, addresses = _packed_calls.find(tensors, options)
+    if forward.call is None or state is not None:
+        return _run(_packed_calls, forward, addresses, tensors, options)
+    out, lse = forward.call(tensors, addresses)
+    return out, q, k, v, lse, *forward.rest
 
 
 def _state(generator: Any, q: Any, entries: Any) -> Any:
@@ -226,9 +225,14 @@ def _state(generator: Any, q: Any, entries: Any) -> Any:
         return None
 
 
-def _run(calls: CallCache[Forward], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Results:
-    """A call of any kind; most are of one that needs less, and do not come here."""
-    forward, addresses = calls.find(tensors, options)
+def _run(
+    calls: CallCache[Forward],
+    forward: Forward,
+    addresses: list[int],
+    tensors: tuple[Any, ...],
+    options: tuple[Any, ...],
+) -> Results:
+    """A call of any kind, as it was found."""
     if forward.call is None:
         if forward.apart is not None:
             forward.apart(addresses)
@@ -249,7 +253,8 @@ def _run_padded(
     p_dropout, softmax_scale, *others = options
     wide = [padded(x, padded_size(x.shape[-1])) for x in (q, k, v)]
     scale = scale_of(softmax_scale, q.shape[-1])
-    out, *rest = _run(calls, (*wide, None, *more), (p_dropout, scale, *others))
+    tensors, options = (*wide, None, *more), (p_dropout, scale, *others)
+    out, *rest = _run(calls, *calls.find(tensors, options), tensors, options)
     out = out[..., : v.shape[-1]]
     if out_ is not None:
         assign(out_, out)

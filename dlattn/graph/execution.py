@@ -200,7 +200,8 @@ class Execution:
         takes as long as some calls."""
         self._lessons_left -= 1
         values = [pack.get(key) for key in self._keys]
-        look = lookalikes(values)
+        # None is what the pack names by uid.
+        look = None if any(value is None for value in values) else lookalikes(values)
         if look is None:
             return
         if self._ends_gradients:  # where tensors of earlier calls may have needed none

@@ -1,8 +1,9 @@
 """Whether tensors share memory: element by element, wherever they begin.
 
-Memory that is written to begins where no other tensor does, and shares no element with what else is
-written to; who knows which is which says so in pairs (:func:`apart`). (What else overlaps, an
-output and an input, is the caller's to avoid.)
+Which tensors must not begin alike, and which must not share an element, who knows them says in
+pairs (:func:`apart`). As a rule, memory that is written to begins where no other tensor does, and
+shares no element with what else is written to; what else overlaps, an output and an input, is the
+caller's to avoid.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def apart(
 ) -> Callable[..., None]:
     """What is given an address for each place, and refuses some.
 
-    It takes 0.1 to 0.2 us for the addresses of an earlier call, and 1 to 2 us for others.
+    What is returned takes 0.1 to 0.2 us for the addresses of an earlier call, and 1 to 2 us for
+    others.
 
     Args:
         begins: those that must not begin alike.

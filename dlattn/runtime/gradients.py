@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from dlattn.runtime.tensors import WATCHED_TYPES, framework
+from dlattn.runtime.tensors import WATCHED_TYPES, framework, picker
 
 #: What the files of dlattn begin with.
 _PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
@@ -55,9 +54,7 @@ def watched_of(values: Sequence[Any], written: Iterable[int]) -> Watched | None:
     watched = [at for at in written if type(values[at]) in WATCHED_TYPES]
     if not watched:
         return None
-    first = watched[0]
-    pick = itemgetter(*watched) if len(watched) > 1 else itemgetter(slice(first, first + 1))
-    return WATCHED_TYPES[type(values[first])], pick
+    return WATCHED_TYPES[type(values[watched[0]])], picker(watched)
 
 
 def note_written(objs: Iterable[Any]) -> None:

@@ -39,19 +39,22 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
     def look(*given: Any) -> list[int] | None:
         if modes():
             return None
-        addresses = []
+        addresses: list[int] = []
         try:
             for x in given:
                 # torch's test ends the process at a nested tensor, which has no strides.
                 if x.is_nested:
                     return None
-                address: int = x.data_ptr()
-                if address % LOOK_ALIGNMENT or not address:
-                    return None
-                addresses.append(address)
-        except (AttributeError, RuntimeError):  # one is no tensor of torch's, or has no memory
+        except AttributeError:  # one is no tensor of torch's
             return None
-        return addresses if check(*given) else None
+        if not check(*given):
+            return None
+        for x in given:
+            address: int = x.data_ptr()
+            if address % LOOK_ALIGNMENT or not address:
+                return None
+            addresses.append(address)
+        return addresses
 
     return None if look(*tensors) is None else look
 

@@ -1,16 +1,15 @@
-"""Launching kernels through the driver's ``cuLaunchKernelEx``, by ctypes.
+"""What plans enqueue, by ctypes and the driver's own functions, and the device that it needs.
 
-A launch is configured once and then costs about a microsecond of Python; unlike CuPy's, it can
-carry launch attributes (programmatic dependent launch, clusters).
+An operation is configured once and then costs a microsecond of Python. ``cuLaunchKernelEx``, unlike
+CuPy's launches, takes attributes (programmatic dependent launch, clusters).
 """
 
 from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from functools import cache
-from threading import Lock
+from collections.abc import Callable
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -57,7 +56,7 @@ class Operation(ABC):
     Attributes:
         is_empty: it does nothing, so that there is nothing to enqueue.
         function, arguments: of the driver, and all that it is given, made once.
-        stream: what is among the arguments; see :meth:`move`.
+        stream: the handle that the arguments hold now; see :meth:`move`.
     """
 
     is_empty = False
@@ -202,8 +201,8 @@ class Clear(Operation):
     def refusal(self, status: int) -> str:
         return (
             f"Clearing {self.nbytes} bytes at {self.address:#x} failed with {error_name(status)} "
-            f"(stream {self.stream:#x}). It must be device memory, a workspace of at least the "
-            "size that the graph asks for."
+            f"(stream {self.stream:#x}). They must be memory of the device; if they are in a "
+            "workspace, it must be of at least the size that the graph asks for."
         )
 
 
@@ -232,33 +231,9 @@ class device_guard:  # noqa: N801 - used as a statement, like a function
             _runtime().setDevice(self._previous)
 
 
-def turns(index: int, devices: int) -> AbstractContextManager[object]:
-    """``with`` it: one thread at a time, with a CUDA device current, which of one device it is."""
-    return _DeviceTurns(index) if devices > 1 else Lock()
-
-
-class _DeviceTurns(device_guard):
-    """Its number of the device before is one thread's at a time."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self._lock = Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            super().__enter__()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            super().__exit__(*raised)
-        finally:
-            self._lock.release()
+def guards_of(index: int, devices: int) -> Callable[[], device_guard] | None:
+    """What makes a guard of a CUDA device for each call; ``None`` if there is no other device."""
+    return partial(device_guard, index) if devices > 1 else None
 
 
 @cache

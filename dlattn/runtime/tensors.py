@@ -7,6 +7,7 @@ on, reading a tensor costs one dictionary look-up and a few attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from dlattn.dtypes import data_type
@@ -113,13 +114,48 @@ def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
 def lookalikes(objs: Sequence[Any]) -> Look | None:
     """A quick test for objects of which :func:`signatures` would say the same, if there is one.
 
+    Args:
+        objs: ``None`` for what is left out, as in every call that looks alike; and an object in
+            several places is one object there, too.
+
     Returns:
         A function of as many objects: their addresses, or ``None`` if they look otherwise, or if it
         cannot tell.
     """
-    if any(obj is None for obj in objs):
+    first = {id(obj): at for at, obj in reversed([*enumerate(objs)]) if obj is not None}
+    distinct = sorted(first.values())
+    if not distinct:
         return None
-    return framework(objs[0]).lookalikes(objs)
+    look = framework(objs[distinct[0]]).lookalikes([objs[at] for at in distinct])
+    if look is None or len(distinct) == len(objs):
+        return look
+    missing = [at for at, obj in enumerate(objs) if obj is None]
+    again = [(at, first[id(obj)]) for at, obj in enumerate(objs) if first.get(id(obj), at) != at]
+    pick = picker(distinct)
+    # Behind the addresses of what is distinct comes that of what is not there.
+    number = {at: n for n, at in enumerate(distinct)}
+    spread = picker([number.get(first.get(id(obj), -1), len(distinct)) for obj in objs])
+
+    def look_at_some(*given: Any) -> list[int] | None:
+        for at in missing:
+            if given[at] is not None:
+                return None
+        for at, other in again:
+            if given[at] is not given[other]:
+                return None
+        addresses = look(*pick(given))
+        if addresses is None:
+            return None
+        addresses.append(0)
+        return [*spread(addresses)]
+
+    return look_at_some
+
+
+def picker(positions: Sequence[int]) -> Callable[[Any], Any]:
+    """What finds these, of which there is one at least, in a sequence: several, or a part of it."""
+    first, *more = positions
+    return itemgetter(*positions) if more else itemgetter(slice(first, first + 1))
 
 
 def order_before(objs: Iterable[Any], stream: int) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from dlattn.plans import cuda
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.problem import Alibi, Direction, Scale
+from dlattn.problem import Alibi, Direction, Geometry, Scale
+from dlattn.runtime import launch
 from tests.cuda_driver import install
 from tests.unit.test_ragged_plans import HOPPER, geometry, problem
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("family", [FwdSm80, FwdSm90, BwdSm80, BwdSm90])
-def test_a_bound_call_enqueues_what_execute_does(
-    family, ragged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same kernels, grids and arguments in the same order, of addresses in any order, call
-    after call, on another stream, too; with tables of the plan's own."""
-    driver = install(monkeypatch)
+def built(family: type[CudaPlan], ragged: bool) -> tuple[CudaPlan, Geometry]:
+    """A plan with slopes of its own, on the stand-in driver."""
     direction = Direction.FORWARD if family in (FwdSm80, FwdSm90) else Direction.BACKWARD
     wanted = replace(problem(direction), edits=(Scale(), Alibi(symmetric=False)))
     shape = geometry(direction)
@@ -35,6 +36,18 @@ def test_a_bound_call_enqueues_what_execute_does(
         wanted, shape = replace(wanted, ragged=False), replace(shape, tensors=roles)
     plan = family(wanted, shape, HOPPER)
     plan.build()
+    return plan, shape
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("family", [FwdSm80, FwdSm90, BwdSm80, BwdSm90])
+def test_a_bound_call_enqueues_what_execute_does(
+    family, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernels, grids and arguments in the same order, of addresses in any order, call
+    after call, on another stream, too; with tables of the plan's own."""
+    driver = install(monkeypatch)
+    plan, shape = built(family, ragged)
     backwards = list(reversed(list(shape.tensors)))
     run = plan.bind({role: (at, 64) for at, role in enumerate(backwards)})
     for stream in (0, 0, 7):
@@ -52,3 +65,43 @@ def test_a_bound_call_enqueues_what_execute_does(
             call()
             calls.append((list(driver.done), list(driver.streams)))
         assert calls[0] == calls[1] and calls[0][0]
+
+
+@pytest.mark.parametrize("way", ["bound", "executed"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_interrupted_call_leaves_the_plan_free(
+    devices: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in a call a signal comes, the next one, of any thread, need not wait for it."""
+    install(monkeypatch)
+    monkeypatch.setattr(cuda, "cuda_device_count", lambda: devices)
+    runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda index: None)
+    monkeypatch.setattr(launch, "_runtime", lambda: runtime)
+    plan, shape = built(FwdSm90, False)
+    for operation in plan._operations or ():
+        operation.function = lambda *arguments: 0
+    roles = list(shape.tensors)
+    addresses = [(1 << 30) + 4096 * at for at in range(len(roles))]
+    pointers = dict(zip(roles, addresses, strict=True))
+    run = plan.bind({role: (at, 0) for at, role in enumerate(roles)})
+    call = {"bound": lambda: run(addresses, 0, 0), "executed": lambda: plan.execute(pointers, 0, 0)}
+    is_armed = False
+
+    def interrupt(*about: object) -> None:
+        if is_armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for delay in np.random.default_rng(0).uniform(2e-5, 8e-5, 1000):
+            with suppress(KeyboardInterrupt):
+                is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                while True:
+                    call[way]()
+            is_armed = False
+            assert plan._lock.acquire(blocking=False)
+            plan._lock.release()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

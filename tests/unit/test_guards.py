@@ -36,10 +36,19 @@ def tensors(draw: st.DrawFn) -> Any:
 pairs = st.tuples(tensors(), tensors())
 
 
-@given(pairs, pairs)
-def test_lookalikes_have_one_signature(some: Any, others: Any) -> None:
+@st.composite
+def places(draw: st.DrawFn) -> Any:
+    """Five places of two tensors, some of which have none, or the same one."""
+    some = draw(pairs)
+    kinds = st.sampled_from([some[0], some[0], some[1], None])
+    return tuple(draw(kinds) for _ in range(5))
+
+
+@given(st.one_of(st.tuples(pairs, pairs), st.tuples(places(), places())))
+def test_lookalikes_have_one_signature(both: Any) -> None:
     """What a guard takes for alike, looking at each tensor does, too, and says the same of where
     they are; what was guarded is alike."""
+    some, others = both
     look = lookalikes(some)
     if look is None:
         return
@@ -50,19 +59,29 @@ def test_lookalikes_have_one_signature(some: Any, others: Any) -> None:
 
 
 def test_what_a_guard_cannot_tell_has_none() -> None:
-    """Missing tensors, those of another framework or at odd addresses, and one tensor in two
-    places are looked at."""
+    """Tensors of another framework or at odd addresses are looked at."""
     x, y = torch.zeros(2, 64)
     assert lookalikes((x, y)) is not None
     for others in (
-        (x, None),
+        (None, None),
         (x, y.numpy()),
         (x.numpy(), y.numpy()),
         (x, y[1:]),
         (x, y[:0]),
-        (x, x),
     ):
         assert lookalikes(others) is None
+
+
+def test_missing_and_repeated_tensors() -> None:
+    """What is left out has address 0, and is left out of what looks alike; one tensor in two places
+    is one there, too."""
+    x, y, z = torch.zeros(3, 64)
+    look = lookalikes((None, x, y, x, None))
+    assert look is not None
+    assert look(None, z, x, z, None) == [0, z.data_ptr(), x.data_ptr(), z.data_ptr(), 0]
+    assert look(None, x, x, x, None) is None  # the guard sees one tensor in two places
+    for others in ((z, x, y, x, None), (None, x, y, z, None), (None, None, y, None, None)):
+        assert look(*others) is None
 
 
 @pytest.mark.parametrize("answer", [True, False])
@@ -100,13 +119,11 @@ def test_a_nested_tensor_looks_like_no_other() -> None:
     assert look(torch.nested.nested_tensor(list(x))) is None
 
 
-@given(st.lists(st.tuples(pairs, st.booleans(), st.booleans()), max_size=12))
+@given(st.lists(st.tuples(places(), st.booleans(), st.booleans()), max_size=12))
 def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
     """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
     and options like these, with the addresses of these."""
-    cache: CallCache[Any] = CallCache(
-        lambda x, y, options: (signatures((x, y))[0], *options), most=4
-    )
+    cache: CallCache[Any] = CallCache(lambda *call: (signatures(call[:-1])[0], *call[-1]), most=4)
     for given_tensors, option, learns in calls:
         with torch.set_grad_enabled(learns):
             prepared, addresses = cache.find(given_tensors, (option,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from dlattn.errors import DlattnError
 from dlattn.runtime import launch
-from dlattn.runtime.launch import Launch, LaunchAttribute, LaunchConfig, device_guard, turns
+from dlattn.runtime.launch import Launch, LaunchAttribute, LaunchConfig, device_guard, guards_of
 
 PROTOTYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
@@ -175,21 +174,8 @@ def test_device_guard(runtime: Runtime) -> None:
     assert runtime.calls == [1, 0]
 
 
-@pytest.mark.parametrize(("devices", "switches"), [(1, []), (2, [1, 0])])
-def test_turns_are_one_threads_at_a_time(runtime: Runtime, devices: int, switches: list) -> None:
-    """Of one device, none is switched to; and the next thread has its turn after an error, too."""
-    turn, done = turns(1, devices), []
-
-    def take() -> None:
-        with turn:
-            done.append(runtime.device)
-
-    with pytest.raises(ZeroDivisionError), turn:
-        other = Thread(target=take)
-        other.start()
-        other.join(0.05)
-        assert not done
-        raise ZeroDivisionError
-    other.join()
-    assert done == [int(devices > 1)]
-    assert runtime.calls == 2 * switches
+def test_guards_of_a_device() -> None:
+    """Where there is no other, none is made."""
+    assert guards_of(0, 1) is None
+    made = guards_of(1, 2)
+    assert made is not None and made() is not made()
