@@ -13,7 +13,7 @@ from pathlib import Path
 import dlattn
 from dlattn import config
 from dlattn.cli.machine import cuda_devices, install_hint
-from dlattn.errors import CompileError
+from dlattn.errors import CompileError, DlattnError
 from dlattn.runtime import nvrtc
 
 #: Distributions that matter, by the name that people know; the first that is installed is shown.
@@ -90,11 +90,17 @@ def _nvrtc() -> str:
         library = nvrtc.load(config.settings().cache_dir)
     except CompileError:
         return "not found"
+    except DlattnError:  # a variable's value, of which the last section tells
+        return "not looked for"
     return f"{library.version} ({library.path or 'found by the system loader'})"
 
 
 def _cache() -> Rows:
-    folder = config.settings().cache_dir
+    try:
+        folder = config.settings().cache_dir
+    except DlattnError as error:
+        yield "none", str(error)
+        return
     kernels = list(folder.glob("*/kernel.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     yield "folder", str(folder)

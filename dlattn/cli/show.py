@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=_DTYPES, default="bf16", help="element type (default: bf16)")
     add("--head-dim", type=size, default=128, help="elements per head of q and k (default: 128)")
     add("--head-dim-v", type=size, help="elements per head of v and o (default: --head-dim)")
-    add("--causal", action="store_true", help="the same as --right 0")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--causal", action="store_true", help="the same as --right 0")
     add("--left", type=int, help="left bound of the diagonal band")
-    add("--right", type=int, help="right bound of the diagonal band")
+    one("--right", type=int, help="right bound of the diagonal band")
     add("--block-mask", action="store_true", help="blocks of 128 x 128 are kept or dropped")
     add("--softcap", action="store_true", help="scores have a soft cap")
     add("--bias", choices=_BIASES, help="a bias of this type, with contiguous keys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,15 @@ def flash_attn_with_kvcache(
             ``block_table`` pages, (num_blocks, page_block_size, num_heads_k, head_size), of any
             size from 1; of any strides but negative ones, 1 for the last dimension.
         v_cache: the same, maybe with a head_size of its own. May share memory with k_cache if
-            nothing is appended.
+            nothing is appended; if something is, q, k and v share none with either.
         k, v: (batch_size, seqlen_new, num_heads_k, head_size): what is appended; both or neither,
             and neither beside caches of JAX's, which cannot be written to.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), contiguous, of q's type or fp32,
             with a row for each position of the cache: k and q are rotated, k by its position in the
-            cache. Only with k.
+            cache. Only with k. A query at a position without a row, past the cache's end, is NaN.
         cache_seqlens: (batch_size,), int32 or int64, or a number for all: tokens in the cache
-            before the call, those of ``cache_leftpad`` included. Without it, the cache is full.
+            before the call, those of ``cache_leftpad`` included; more than it has room for count as
+            that. Without it, the cache is full.
         cache_batch_idx: (batch_size,), int32: which entry of the cache a sequence has. No two
             sequences that append may have the same: in host memory, those that would write the same
             row are refused; on a device, either's tokens are there, or some of each. Not with a
@@ -177,7 +179,10 @@ def _prepare(*given: Any) -> Call:
     interleaved = flag("rotary_interleaved", interleaved)
     check_output(there.get("out"), sizes.queries(columns), "that of q, of v_cache's head_size")
     appends = "k" in there and 0 not in there["k"].shape
-    memory = apart(there, ("out",), [("k_cache", "v_cache")] if appends else ())
+    # What is written is read by no other part of the call.
+    caches = ("k_cache", "v_cache")
+    besides = [caches, *product(("q", "k", "v"), caches)] if appends else []
+    memory = apart(there, ("out",), besides)
     outputs = [Output("o", sizes.queries(columns), dtype, there.get("out"), order=q)]
     if flag("return_softmax_lse", wants_lse):
         outputs.append(Output("stats", sizes.lse, data_type.FLOAT))

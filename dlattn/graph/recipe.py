@@ -282,7 +282,8 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
     """What the arguments of ``execute`` say, by uid.
 
     Raises:
-        InvalidGraphError: they differ in length, or name no tensor of the graph, or one twice.
+        InvalidGraphError: they differ in length, or name no tensor of the graph, or one twice, or
+            say nothing of those that they name.
     """
     known = {t.attributes.uid: t for t in graph._tensors}
     said: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -303,6 +304,11 @@ def overridden(graph: Portable, uids: Any, shapes: Any, strides: Any) -> dict[in
             )
         for uid, sizes in zip(uids, given, strict=True):
             said.setdefault(uid, {})[field] = integers(f"override_{what} of uid {uid}", sizes)
+    if uids and shapes is strides is None:
+        raise InvalidGraphError(
+            "override_uids names tensors without override_shapes or override_strides; give what is "
+            "other."
+        )
     unknown = [uid for uid in uids if uid not in known]
     if unknown:
         raise InvalidGraphError(

@@ -154,8 +154,8 @@ def _bytes(data: Any) -> bytes:
         except (TypeError, ValueError):
             pass
     raise TypeError(
-        "deserialize takes the list of bytes that serialize() returned, or a graph's JSON text; "
-        f"got a {type(data).__qualname__}."
+        "deserialize takes the list of bytes that serialize() returned, numbers from 0 to 255, or "
+        f"a graph's JSON text; got {data!r:.100} ({type(data).__qualname__})."
     )
 
 

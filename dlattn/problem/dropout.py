@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlattn.dtypes import data_type, to_cpp
+from dlattn.errors import InvalidVariantPackError
 from dlattn.opaque import opaque
 from dlattn.problem.score import Array, Values, Where, read_at
 from dlattn.records import dataclass
@@ -189,7 +190,16 @@ class GivenMask(Dropout):
 
     def keep(self, where: Where, values: Values) -> Array:
         assert values.dropout_mask is not None
-        kept: Array = read_at(values.dropout_mask, where) != 0
+        mask = read_at(values.dropout_mask, where)
+        kept: Array = mask != 0
+        # Past the lengths there may be anything, such as NaN.
+        others = mask[kept & (mask != 1) & (mask == mask)]
+        if others.size and self.dtype not in (data_type.BOOLEAN, data_type.UINT8):
+            raise InvalidVariantPackError(
+                f"The mask of dropout: expected 0 where a probability is dropped and 1 where it is "
+                f"kept, got {float(others[0]):g}; give what those that are kept are multiplied by "
+                "as a scale of one number."
+            )
         return kept
 
 

@@ -52,7 +52,9 @@ _CUBE = 0.044715
 
 
 def _sigmoid(x: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
+    below = np.exp(-abs(x))
+    result: Array = np.where(x < 0, below, 1) / (1 + below)
+    return result
 
 
 def _softplus(x: Array) -> Array:
@@ -81,8 +83,10 @@ def _gelu_approx_tanh_backward(loss: Array, x: Array) -> Array:
 def _relu(
     x: Array, negative_slope: float = 0, lower_clip: float = 0, upper_clip: float = math.inf
 ) -> Array:
-    below = lower_clip + negative_slope * (x - lower_clip)
-    return np.minimum(np.where(x > lower_clip, x, below.astype(x.dtype)), x.dtype.type(upper_clip))
+    below = np.full_like(x, lower_clip)
+    if negative_slope:  # or else 0 times -inf would be added
+        below += x.dtype.type(negative_slope) * (x - x.dtype.type(lower_clip))
+    return np.minimum(np.where(x <= lower_clip, below, x), x.dtype.type(upper_clip))
 
 
 def _relu_backward(
@@ -93,7 +97,7 @@ def _relu_backward(
     upper_clip: float = math.inf,
 ) -> Array:
     slope = np.where(x > lower_clip, 1, negative_slope).astype(x.dtype)
-    return loss * np.where(x < upper_clip, slope, x.dtype.type(0))
+    return loss * np.where((x < upper_clip) | (upper_clip == math.inf), slope, x.dtype.type(0))
 
 
 def _swish(x: Array, swish_beta: float = 1) -> Array:

@@ -113,6 +113,17 @@ def test_env_prints_versions_and_variables(
         assert variable.meaning in printed
 
 
+def test_env_goes_on_where_a_variable_means_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report of a bug has everything else, and says what is wrong with it."""
+    monkeypatch.setenv("DLATTN_LOG", "loud")
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert "DLATTN_LOG is 'loud', but expected one of" in printed
+    assert config.VARIABLES[-1].meaning in printed
+
+
 def test_env_imports_no_framework() -> None:
     """Asking for versions does not pay for importing torch or JAX."""
     script = (
@@ -193,7 +204,8 @@ def test_show_refuses_heads_without_a_group(capsys: pytest.CaptureFixture[str]) 
     "arguments",
     [
         [], ["fly"], ["show", "--arch", "sm_10"], ["show", "--head-dim", "0"],
-        ["show", "--seq", "-1"], ["demo", "--heads", "-3"], ["demo", "--batch", "many"],
+        ["show", "--seq", "-1"], ["show", "--causal", "--right", "2"],
+        ["demo", "--heads", "-3"], ["demo", "--batch", "many"],
     ],
 )  # fmt: skip
 def test_meaningless_arguments_exit_with_2(

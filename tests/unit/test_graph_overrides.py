@@ -172,6 +172,7 @@ def test_tensors_of_numbers(framework):
         (shapes(DIM, uids=(0, 1, 0)), ValueError, "override_uids has 0 more than once; give one"),
         ({"override_uids": [0, 1], "override_shapes": iter([DIM, 7])}, TypeError, "uid 1 must be"),
         ({"override_uids": [0], "override_shapes": [iter([[2]])]}, TypeError, "uid 0 must be"),
+        ({"override_uids": [0]}, ValueError, "without override_shapes or override_strides"),
         ({"override_shapes": [DIM]}, ValueError, "has 1 entries for 0 override_uids"),
     ],
 )

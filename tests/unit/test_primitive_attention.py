@@ -207,7 +207,7 @@ def _nine_masks(made: Any) -> None:
 
 MISFITS = {
     _nine_masks: "matmul 'bmm2' ends an attention with 9 tensors that are added or that mask",
-    _mask_of_integers: "mul 'drop' multiplies weights by another mask than one of floats",
+    _mask_of_integers: "mul 'drop' multiplies weights by something else than a mask",
     _rounded_bias: "identity 'whole' rounds to data_type.INT8",
     _rounded_positions: "gen_index 'rows' rounds to data_type.HALF",
     _length_without_mask: "matmul 'bmm2' ends an attention of which a product has the length n",
@@ -253,6 +253,42 @@ def test_types_that_kernels_lack(on_gpu: None) -> None:
     """Attention in a type that no kernel has is refused with every plan's reason."""
     with pytest.raises(NotSupported, match="No plan runs this graph"):
         mha(Mha(dtype="float32")).graph.validate()
+
+
+def gated(gate: Any) -> Any:
+    """Attention whose probabilities a tensor multiplies, and what it is by definition."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 4, 6, 8))
+    types = dict.fromkeys(
+        ("io_data_type", "intermediate_data_type", "compute_data_type"), cudnn.data_type.DOUBLE
+    )
+    graph = cudnn.pygraph(**types)
+    given = (q, k.swapaxes(2, 3), v, gate)
+    tensors = [graph.tensor_like(x) for x in given]
+    weights = graph.softmax(graph.matmul(*tensors[:2]))
+    weights = weights[0] if isinstance(weights, (list, tuple)) else weights
+    o = graph.matmul(graph.mul(weights, tensors[3]), tensors[2]).set_output(True)
+    out = np.empty_like(q)
+    graph.build()
+    graph.execute({**dict(zip(tensors, given, strict=True)), o: out})
+    p = np.exp(q @ k.swapaxes(2, 3))
+    return out, (p / p.sum(-1, keepdims=True) * gate) @ v
+
+
+@pytest.mark.parametrize("dim", [(1, 4, 1, 1), (1, 4, 6, 1)])
+def test_a_factor_is_no_mask(dim: tuple[int, ...]) -> None:
+    """Floats that are one for all keys multiply, and drop nothing."""
+    found, wanted = gated(np.random.default_rng(1).random(dim))
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+def test_a_mask_is_of_zeros_and_ones() -> None:
+    """Floats with one for each key are a mask; in host memory, of others is told."""
+    mask = np.random.default_rng(1).integers(0, 2, (1, 4, 6, 6)).astype(float)
+    found, wanted = gated(mask)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    with pytest.raises(InvalidVariantPackError, match=r"expected 0 where .* got 0.5; give what"):
+        gated(0.5 * mask)
 
 
 def test_numbers_in_packs() -> None:

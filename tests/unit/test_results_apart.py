@@ -143,6 +143,18 @@ def test_caches_that_overlap(name: str) -> None:
     flash.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=2)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_appended_is_no_part_of_the_caches(name: str) -> None:
+    """It would be read while the caches are written; what appends nothing may attend so."""
+    k_cache, v_cache = np.zeros((2, 2, 5, 4, 16))
+    given = {x: np.ones((2, 1, 4, 16)) for x in "qkv"} | {name: k_cache[:, 2:3]}
+    q, k, v = (given[x] for x in "qkv")
+    with pytest.raises(InvalidArgumentError, match="overlap; give each memory of its own"):
+        flash.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=2)
+    assert not k_cache.any() and not v_cache.any()
+    flash.flash_attn_with_kvcache(k_cache[:, 2:3], k_cache, v_cache, cache_seqlens=2)
+
+
 @pytest.mark.parametrize("name", APART)
 def test_caches_in_one_tensor(name: str) -> None:
     """Caches that interleave, however, get what is appended to each."""

@@ -112,7 +112,7 @@ def _mul(node: PrimitiveNode, a: Any, b: Any) -> Meaning | None:
     if is_one(b):
         return None
     for x, y in ((a, b), (b, a)):
-        if isinstance(y, Drawn) or (isinstance(y, Given) and is_keep_mask(y)):
+        if isinstance(y, Drawn) or (isinstance(y, Given) and is_keep_mask(node, y)):
             x = _gradient(x)
             if isinstance(x, (Probabilities, OfProbabilities)):
                 return _dropped(node, x, y)

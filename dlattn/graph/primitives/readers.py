@@ -115,9 +115,13 @@ def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
         assert isinstance(b, Given)
         return _scaled(node, a, Factor(b.tensor))
     if isinstance(a, Weights) and isinstance(b, (Drawn, Given)):
-        if a.mask is None and (isinstance(b, Drawn) or is_keep_mask(b)):
+        if a.mask is None and (isinstance(b, Drawn) or is_keep_mask(node, b)):
             return replace(a, mask=b)
-        _refuse(node, "multiplies weights by another mask than one of floats or booleans.")
+        _refuse(
+            node,
+            "multiplies weights by something else than a mask of booleans, or of floats with one "
+            "for each key.",
+        )
     pair = [x.what for x in (a, b) if isinstance(x, OfScores)]
     if sorted(pair) == ["exp", "inverse"]:
         return _softmax_of(node, a, b)
@@ -128,10 +132,15 @@ def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
     )
 
 
-def is_keep_mask(x: Given) -> bool:
-    """Whether it may be what probabilities are multiplied by, to drop some."""
+def is_keep_mask(node: PrimitiveNode, x: Given) -> bool:
+    """Whether it may be what a node multiplies probabilities by, to drop some. Floats that are one
+    for all keys are a factor of rows or heads."""
     it = x.tensor.attributes
-    return x.is_plain and len(it.dim) == 4 and it.dtype in (*FLOATS, *_BOOLEANS)
+    if not x.is_plain or len(it.dim) != 4:
+        return False
+    return it.dtype in _BOOLEANS or (
+        it.dtype in FLOATS and it.dim[3] == node.result.attributes.dim[3]
+    )
 
 
 def _div(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
