@@ -98,11 +98,12 @@ class Operations(Primitives):
                 multiplies those that are kept by ``1 / (1 - p)``. Seed and offset are integers,
                 or tensors of one INT32 or INT64 on the device or the host; with position they
                 decide alone (see :func:`dlattn.philox_dropout_mask`), so that the backward, given
-                the same, drops the same. Or ``(mask, scale)``: keeps what is not 0 in a mask, of
-                the types and shapes that bias has, and multiplies it by scale, a number or a
-                tensor of one FLOAT; the backward takes ``(mask, scale, scale_inv)``, where
-                scale_inv is 1 / scale. Statistics are those before dropout. A p of 0 drops
-                nothing, and the tensors are not read.
+                the same, drops the same. Or ``(mask, scale)``: keeps what is 1 in a mask, of the
+                types and shapes that bias has, drops what is 0, and multiplies what it keeps by
+                scale, a number or a tensor of one FLOAT; the backward takes ``(mask, scale,
+                scale_inv)``, where scale_inv is 1 / scale. In host memory other floats are
+                refused; on a device they count as 1. Statistics are those before dropout. A p of 0
+                drops nothing, and the tensors are not read.
             rng_dump: a tensor to write, (B, Hq, Sq, Skv), fp32 (on the CPU fp64, too): 1 where
                 dropout keeps, 0 where it drops, at every position.
             paged_attention_k_table: k lies in pages: it is a container (pages, Hk, page, Dqk) of
