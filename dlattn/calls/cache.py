@@ -22,18 +22,32 @@ Prepared = TypeVar("Prepared")
 _caches: WeakSet[CallCache[Any]] = WeakSet()
 
 
+#: Calls of a kind that a quick test may not know before there is another one.
+_MOST_PATIENCE = 64
+
+
 class _Kept(Generic[Prepared]):
     """What is kept of a kind of calls.
 
     Attributes:
-        look: a quick test for tensors of such a call, if there is one.
+        look: a quick test for tensors of such a call, if there is one. It sees what does not matter
+            here, such as grad mode, or one tensor in two places.
     """
 
-    __slots__ = ("look", "prepared")
+    __slots__ = ("_patience", "_unknown", "look", "prepared")
 
     def __init__(self, prepared: Prepared, look: Look | None) -> None:
         self.prepared = prepared
         self.look = look
+        self._unknown, self._patience = 0, 1
+
+    def look_at(self, tensors: Sequence[Any]) -> None:
+        """Makes a test that knows these, of which this one does not: after the first such call, and
+        then after ever more, as it takes as long as some calls do."""
+        self._unknown += 1
+        if self._unknown >= self._patience:
+            self.look = lookalikes(tensors) or self.look
+            self._unknown, self._patience = 0, min(2 * self._patience, _MOST_PATIENCE)
 
 
 @opaque
@@ -112,8 +126,7 @@ class CallCache(Generic[Prepared]):
             warn_of_gradients(tensors[at] for at in self._drops if at < len(tensors))
             self._keep((said, key), kept)
         elif kept.look is not None and kept.look(*tensors) is None:
-            # It sees what does not matter here, such as grad mode.
-            kept.look = lookalikes(tensors)
+            kept.look_at(tensors)
         if kept.look is not None:
             self._latest[said] = kept.look, kept.prepared
         if len(self._calls) > self._most // 2:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlattn.calls import cache
 from dlattn.calls.cache import CallCache
 from dlattn.runtime import guards
 from dlattn.runtime.tensors import lookalikes, signatures
@@ -119,13 +120,33 @@ def test_a_nested_tensor_looks_like_no_other() -> None:
     assert look(torch.nested.nested_tensor(list(x))) is None
 
 
+def test_calls_that_take_turns_make_few_tests(monkeypatch: Any) -> None:
+    """Where one tensor is in two places in every other call, half of them are known at a glance,
+    and what only they do is known at one again soon after."""
+    made, looked = [], []
+    monkeypatch.setattr(cache, "lookalikes", lambda it: made.append(1) or lookalikes(it))
+    monkeypatch.setattr(cache, "signatures", lambda it: looked.append(1) or signatures(it))
+    calls: CallCache[Any] = CallCache(lambda *call: None)
+    x, y = torch.zeros(2, 64)
+    for _ in range(500):
+        for pair in ((x, x), (x, y)):
+            assert calls.find(pair, ())[1] == signatures(pair)[1]
+    assert len(made) < 20 and len(looked) < 550
+    for pair in ((x, x), (x, y)):
+        for _ in range(65):
+            calls.find(pair, ())
+        looked.clear()
+        calls.find(pair, ())
+        assert not looked
+
+
 @given(st.lists(st.tuples(places(), st.booleans(), st.booleans()), max_size=12))
 def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
     """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
     and options like these, with the addresses of these."""
-    cache: CallCache[Any] = CallCache(lambda *call: (signatures(call[:-1])[0], *call[-1]), most=4)
+    kept: CallCache[Any] = CallCache(lambda *call: (signatures(call[:-1])[0], *call[-1]), most=4)
     for given_tensors, option, learns in calls:
         with torch.set_grad_enabled(learns):
-            prepared, addresses = cache.find(given_tensors, (option,))
+            prepared, addresses = kept.find(given_tensors, (option,))
         key, expected = signatures(given_tensors)
         assert prepared == (key, option) and addresses == expected
