@@ -232,7 +232,7 @@ def _run(
     tensors: tuple[Any, ...],
     options: tuple[Any, ...],
 ) -> Results:
-    """A call of any kind, as it was found."""
+    """A call of any kind, as it was found; most need less, and do without this function."""
     if forward.call is None:
         if forward.apart is not None:
             forward.apart(addresses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from dlattn.problem import Alibi, Direction, Geometry, Problem, alibi_slopes
 from dlattn.problem.layout import LONGEST
 from dlattn.problem.problem import BROADCAST_ROLES
 from dlattn.runtime import jit
-from dlattn.runtime.launch import Clear, Launch, Operation, device_guard, guards_of
+from dlattn.runtime.launch import Clear, Launch, Operation, guards_of
 from dlattn.runtime.tables import Tables
 from dlattn.runtime.target import Target, cuda_device_count
 
@@ -45,7 +45,7 @@ class CudaPlan(Plan):
         #: Held by one call at a time, by ``with`` alone: what interrupts an ``acquire()``, or an
         #: ``__enter__`` of Python's, would leave it held.
         self._lock = Lock()
-        self._guard: Callable[[], device_guard] | None = None
+        self._guard: Callable[[], AbstractContextManager[object]] = nullcontext
         self._clear: Clear | None = None
         self._operations: list[Operation] | None = None
         self._tables = Tables(target.index)
@@ -192,15 +192,8 @@ class CudaPlan(Plan):
             self._params.alibi_slopes = SlopeRef(self._tables.place(slopes), 0, 1)
 
     def execute(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        if self._guard is None:
-            self._enqueue(pointers, workspace, stream)
-        else:
-            with self._guard():
-                self._enqueue(pointers, workspace, stream)
-
-    def _enqueue(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
-        # The driver copies Params during the launch call, so this covers no device work.
-        with self._lock:
+        # The driver copies Params during the launch call, so the lock covers no device work.
+        with self._guard(), self._lock:
             self._tables.stay_if_captured(stream)
             for operation in self._placed(pointers, workspace):
                 operation(stream)
@@ -223,13 +216,13 @@ class CudaPlan(Plan):
                 if stay is not None:
                     stay(stream)
                 for operation in enqueued:
-                    # What its `__call__` does.
+                    # `operation(stream)`, but for a frame.
                     if operation.stream != stream:
                         operation.move(stream)
                     if status := operation.function(*operation.arguments):
                         operation.retry(status)
 
-        if guard is None:
+        if guard is nullcontext:
             return run
 
         def guarded(addresses: Sequence[int], workspace: int, stream: int) -> None:
@@ -242,7 +235,7 @@ class CudaPlan(Plan):
     def operations(
         self, pointers: Mapping[str, int], workspace: int
     ) -> Iterator[Sequence[Operation]]:
-        with nullcontext() if self._guard is None else self._guard(), self._lock:
+        with self._guard(), self._lock:
             yield self._placed(pointers, workspace)
 
     def _placed(self, pointers: Mapping[str, int], workspace: int) -> Sequence[Operation]:

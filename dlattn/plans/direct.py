@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ from dlattn.problem import TensorSpec
 from dlattn.problem.layout import WIDEST_ACCESS, is_wide
 from dlattn.problem.score import Array
 from dlattn.runtime import jit
-from dlattn.runtime.launch import Launch, device_guard, guards_of
+from dlattn.runtime.launch import Launch, guards_of
 from dlattn.runtime.target import Target, cuda_device_count
 
 #: Lanes of a warp, and the fewest that have a row: threads with rows of their own go more ways than
@@ -56,7 +56,7 @@ class DirectPlan(ABC):
             if spec.by_value
         ]
         self._lock = Lock()  # by `with` alone; see CudaPlan
-        self._guard: Callable[[], device_guard] | None = None
+        self._guard: Callable[[], AbstractContextManager[object]] = nullcontext
         self._launch: Launch | None = None
 
     @abstractmethod
@@ -102,7 +102,7 @@ class DirectPlan(ABC):
             self.on_host({role: host_array(pointers[role], spec) for role, spec in tensors})
             return
         assert self._launch is not None, "build() comes before execute()"
-        with nullcontext() if self._guard is None else self._guard(), self._lock:
+        with self._guard(), self._lock:
             for role, slot in self._slots:
                 slot.value = pointers[role]
             for role, number in self._numbers:

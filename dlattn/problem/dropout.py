@@ -20,6 +20,9 @@ from dlattn.opaque import opaque
 from dlattn.problem.score import Array, Values, Where, read_at
 from dlattn.records import dataclass
 
+#: Types of masks of which anything but 0 is true.
+_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
+
 #: Rounds of Philox: the fewest that pass BigCrush (Salmon et al., table 2), and FlashAttention's.
 ROUNDS = 7
 
@@ -184,8 +187,7 @@ class GivenMask(Dropout):
 
     @property
     def cpp(self) -> str:
-        booleans = (data_type.BOOLEAN, data_type.UINT8)
-        element = "bool" if self.dtype in booleans else to_cpp(self.dtype)
+        element = "bool" if self.dtype in _BOOLEANS else to_cpp(self.dtype)
         return f"GivenMask<{element}, {str(self.contiguous).lower()}>"
 
     def keep(self, where: Where, values: Values) -> Array:
@@ -193,8 +195,8 @@ class GivenMask(Dropout):
         mask = read_at(values.dropout_mask, where)
         kept: Array = mask != 0
         # Past the lengths there may be anything, such as NaN.
-        others = mask[kept & (mask != 1) & (mask == mask)]
-        if others.size and self.dtype not in (data_type.BOOLEAN, data_type.UINT8):
+        others: Any = [] if self.dtype in _BOOLEANS else mask[kept & (mask != 1) & ~np.isnan(mask)]
+        if len(others):
             raise InvalidVariantPackError(
                 f"The mask of dropout: expected 0 where a probability is dropped and 1 where it is "
                 f"kept, got {float(others[0]):g}; give what those that are kept are multiplied by "

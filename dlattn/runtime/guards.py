@@ -39,7 +39,6 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
     def look(*given: Any) -> list[int] | None:
         if modes():
             return None
-        addresses: list[int] = []
         try:
             for x in given:
                 # torch's test ends the process at a nested tensor, which has no strides.
@@ -49,6 +48,7 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
             return None
         if not check(*given):
             return None
+        addresses = []
         for x in given:
             address: int = x.data_ptr()
             if address % LOOK_ALIGNMENT or not address:

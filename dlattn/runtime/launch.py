@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import TracebackType
 from typing import Any
@@ -231,9 +232,9 @@ class device_guard:  # noqa: N801 - used as a statement, like a function
             _runtime().setDevice(self._previous)
 
 
-def guards_of(index: int, devices: int) -> Callable[[], device_guard] | None:
-    """What makes a guard of a CUDA device for each call; ``None`` if there is no other device."""
-    return partial(device_guard, index) if devices > 1 else None
+def guards_of(index: int, devices: int) -> Callable[[], AbstractContextManager[object]]:
+    """What makes a guard of a CUDA device for each call; ``nullcontext`` if there is no other."""
+    return partial(device_guard, index) if devices > 1 else nullcontext
 
 
 @cache

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,24 +70,66 @@ def test_a_bound_call_enqueues_what_execute_does(
         assert calls[0] == calls[1] and calls[0][0]
 
 
-@pytest.mark.parametrize("way", ["bound", "executed"])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_interrupted_call_leaves_the_plan_free(
-    devices: int, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever in a call a signal comes, the next one, of any thread, need not wait for it."""
+@dataclass
+class Called:
+    """A plan of the first of some devices, while another one is current, and a call of it.
+
+    Attributes:
+        enqueue: what stands for the driver's functions.
+        switches: to which devices, so far.
+    """
+
+    plan: CudaPlan
+    call: Callable[[], None]
+    enqueue: Callable[[], None] = lambda: None
+    switches: list[int] = field(default_factory=list)
+
+
+@pytest.fixture(params=["bound", "executed"])
+def called(request: Any, devices: int, monkeypatch: pytest.MonkeyPatch) -> Called:
+    """Of a plan that is bound, or executed."""
     install(monkeypatch)
     monkeypatch.setattr(cuda, "cuda_device_count", lambda: devices)
-    runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda index: None)
-    monkeypatch.setattr(launch, "_runtime", lambda: runtime)
     plan, shape = built(FwdSm90, False)
-    for operation in plan._operations or ():
-        operation.function = lambda *arguments: 0
     roles = list(shape.tensors)
     addresses = [(1 << 30) + 4096 * at for at in range(len(roles))]
     pointers = dict(zip(roles, addresses, strict=True))
     run = plan.bind({role: (at, 0) for at, role in enumerate(roles)})
-    call = {"bound": lambda: run(addresses, 0, 0), "executed": lambda: plan.execute(pointers, 0, 0)}
+    way = {"bound": lambda: run(addresses, 0, 0), "executed": lambda: plan.execute(pointers, 0, 0)}
+    made = Called(plan, way[request.param])
+    runtime = SimpleNamespace(getDevice=lambda: 1, setDevice=made.switches.append)
+    monkeypatch.setattr(launch, "_runtime", lambda: runtime)
+    for operation in plan._operations or ():
+        operation.function = lambda *arguments: made.enqueue() or 0
+    return made
+
+
+@pytest.mark.parametrize(("devices", "switches"), [(1, []), (2, [0, 1])])
+def test_one_thread_calls_at_a_time(called: Called, devices: int, switches: list) -> None:
+    """Of one device, none is switched to; and the next thread has its turn after an error, too."""
+    done: list[str] = []
+    other = Thread(target=called.call)
+
+    def fail() -> None:
+        called.enqueue = lambda: done.append("other")
+        other.start()
+        other.join(0.05)
+        assert not done
+        raise ZeroDivisionError
+
+    called.enqueue = fail
+    with pytest.raises(ZeroDivisionError):
+        called.call()
+    other.join()
+    assert {*done} == {"other"}
+    # The second thread's device is made current before it waits.
+    assert sorted(called.switches) == sorted(2 * switches)
+    assert called.switches[-1:] == switches[-1:]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_interrupted_call_leaves_the_plan_free(called: Called, devices: int) -> None:
+    """Wherever in a call a signal comes, the next one, of any thread, need not wait for it."""
     is_armed = False
 
     def interrupt(*about: object) -> None:
@@ -98,10 +143,10 @@ def test_an_interrupted_call_leaves_the_plan_free(
                 is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, delay)
                 while True:
-                    call[way]()
+                    called.call()
             is_armed = False
-            assert plan._lock.acquire(blocking=False)
-            plan._lock.release()
+            assert called.plan._lock.acquire(blocking=False)
+            called.plan._lock.release()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -265,8 +265,7 @@ def gated(gate: Any) -> Any:
     graph = cudnn.pygraph(**types)
     given = (q, k.swapaxes(2, 3), v, gate)
     tensors = [graph.tensor_like(x) for x in given]
-    weights = graph.softmax(graph.matmul(*tensors[:2]))
-    weights = weights[0] if isinstance(weights, (list, tuple)) else weights
+    weights, *_ = graph.softmax(graph.matmul(*tensors[:2]))
     o = graph.matmul(graph.mul(weights, tensors[3]), tensors[2]).set_output(True)
     out = np.empty_like(q)
     graph.build()
