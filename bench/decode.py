@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -35,7 +36,8 @@ TOLERANCE = 0.02
 @dataclass(frozen=True)
 class Row:
     """One problem: ``heads`` of q, and of k and v; ``page`` rows of a page, or none. Lengths are
-    on the device if ``lengths``, and of pages always."""
+    on the device if ``lengths``, and of pages always; ``uneven``, they are spread evenly from
+    ``keys / batch`` to ``keys``."""
 
     batch: int
     heads: tuple[int, int]
@@ -44,26 +46,36 @@ class Row:
     page: int | None = None
     head_dim: int = 128
     lengths: bool = False
+    uneven: bool = False
 
     @property
     def reads_lengths(self) -> bool:
         return self.lengths or self.page is not None
 
     @property
+    def keys_of_each(self) -> list[int]:
+        """Of each batch entry, in an order that says nothing."""
+        if not self.uneven:
+            return [self.keys] * self.batch
+        parts = random.Random(0).sample(range(1, self.batch + 1), self.batch)
+        return [part * self.keys // self.batch for part in parts]
+
+    @property
     def bytes(self) -> int:
         """Of keys and values, bf16."""
-        return self.batch * self.heads[1] * self.keys * self.head_dim * 4
+        return sum(self.keys_of_each) * self.heads[1] * self.head_dim * 4
 
     @property
     def name(self) -> str:
         heads = "/".join(map(str, self.heads))
-        kind = " lengths" if self.lengths else "" if self.page is None else f" page{self.page}"
-        return f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}{kind}"
+        kinds = {"uneven": self.uneven, "lengths": self.lengths, f"page{self.page}": self.page}
+        size = f"b{self.batch} h{heads} s{self.keys} q{self.queries} d{self.head_dim}"
+        return " ".join([size, *(kind for kind, given in kinds.items() if given)])
 
     def tflops(self, direction: str, ms: float) -> float:
         """TFLOP/s of a call that took ``ms`` milliseconds: two products."""
-        pairs = self.batch * self.heads[0] * sum(self.keys - i for i in range(self.queries))
-        return 4 * pairs * self.head_dim / ms * 1e-9
+        pairs = sum(keys - i for keys in self.keys_of_each for i in range(self.queries))
+        return 4 * pairs * self.heads[0] * self.head_dim / ms * 1e-9
 
 
 _SIZES = {
@@ -73,8 +85,12 @@ _SIZES = {
                (64, 8192)),
 }  # fmt: skip
 _KINDS: tuple[dict[str, Any], ...] = ({}, {"lengths": True}, {"page": 64})
+_UNEVEN = (
+    *product(((64, 8),), ((8, 8192), (16, 8192), (32, 1024), (64, 1024), (64, 8192))),
+    *product(((32, 32),), ((8, 8192), (16, 4096), (64, 1024))),
+)  # fmt: skip
 #: Those of one query: plain, with lengths on the device, and with these in pages of 64; smaller
-#: pages; several queries.
+#: pages; several queries; uneven lengths.
 ROWS = (
     *(
         Row(batch, heads, keys, **kind)
@@ -84,6 +100,11 @@ ROWS = (
     *(Row(batch, (64, 8), keys, page=16) for batch, keys in ((8, 8192), (64, 1024))),
     *(Row(8, (64, 8), 8192, 8, **kind) for kind in _KINDS),
     Row(16, (32, 32), 4096, 8),
+    *(
+        Row(batch, heads, keys, uneven=True, **kind)
+        for heads, (batch, keys) in _UNEVEN
+        for kind in _KINDS[1:]
+    ),
 )
 
 
@@ -108,7 +129,7 @@ class Data:
         self.q = [normal(batch, row.queries, heads, dim) for _ in range(copies)]
         self.k, self.v = ([normal(*shape) for _ in range(copies)] for _ in range(2))
         self.o = [torch.empty_like(q) for q in self.q]
-        self.lengths = torch.full((batch,), row.keys, device=device, dtype=torch.int32)
+        self.lengths = torch.tensor(row.keys_of_each, device=device, dtype=torch.int32)
 
     def contiguous(self) -> Data:
         """The same queries, and the keys and values that lie in pages one behind the other."""
@@ -228,11 +249,10 @@ CONTENDERS = {
 
 def reference(row: Row, data: Data) -> Any:
     """The output for the first batch entry of the first copy, in fp32."""
-    k, v = data.k[0], data.v[0]
-    if data.table is None:
-        return attended(data.q[0][0], k[0], v[0])
-    order = data.table[0].long()
-    return attended(data.q[0][0], *(t[order].flatten(0, 1) for t in (k, v)))
+    first = (data.k[0][:1], data.v[0][:1])
+    if data.table is not None:
+        first = tuple(t[data.table[0].long()] for t in (data.k[0], data.v[0]))
+    return attended(data.q[0][0], *(t.flatten(0, 1)[: row.keys_of_each[0]] for t in first))
 
 
 def complaint(data: Data, call: Callable[[], Any], expected: Any) -> str:

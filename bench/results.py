@@ -87,8 +87,9 @@ def decode_bytes(name: str) -> int:
     words = {word[0]: word[1:] for word in name.split()}
     if not words.get("q", "").isdigit():
         return 0
-    heads_kv = int(words["h"].split("/")[1])
-    return int(words["b"]) * heads_kv * int(words["s"]) * int(words["d"]) * 4
+    heads_kv, batch, keys = int(words["h"].split("/")[1]), int(words["b"]), int(words["s"])
+    rows = keys * (batch + 1) // 2 if "u" in words else keys * batch
+    return rows * heads_kv * int(words["d"]) * 4
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ struct Share {
 };
 
 // The tiles of one item that a block of a cluster has: the cluster has the item, and its blocks divide it
-// evenly. The clusters of the heads of a batch entry are neighbours.
+// evenly. The clusters of the heads of a batch entry are neighbours. A block alone is a cluster of one.
 template <class Mask, int tile_k>
 struct ClusterShare {
   using Keys = ItemKeys<Mask, tile_k>;

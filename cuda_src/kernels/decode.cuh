@@ -121,18 +121,22 @@ struct Decode : DecodeParts<Problem, Tiling> {
     Output output;
     output.clear();
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
-    if constexpr (Tiling::clusters) {
-      if (work.left > 0) walk(full, queries, row, softmax, output);
-      if (!Base::began_right()) return false;
-      Base::share(softmax, output);
-      Base::conclude_together();
-    } else {
+    if constexpr (Tiling::shares) {
       const bool completes = work.completes();
       const int first_team = work.first_team();
       walk(full, queries, row, softmax, output);
       Base::share(softmax, output);
       Base::conclude(completes, first_team);
       work.advance();
+    } else {
+      if (work.left > 0) walk(full, queries, row, softmax, output);
+      if (!Base::began_right()) return false;
+      Base::share(softmax, output);
+      if constexpr (Tiling::clusters) {
+        Base::conclude_together();
+      } else {
+        Base::conclude_alone();
+      }
     }
     return true;
   }
@@ -154,12 +158,12 @@ struct Decode : DecodeParts<Problem, Tiling> {
   // False if it was begun too early.
   DLATTN_DEVICE bool run() {
     Base::start();
-    if constexpr (Tiling::clusters) {
-      return visit_item();
-    } else {
+    if constexpr (Tiling::shares) {
 #pragma unroll 1
       while (work.left > 0) visit_item();
       return true;
+    } else {
+      return visit_item();
     }
   }
 };

@@ -10,14 +10,21 @@
 
 namespace dlattn {
 
-template <int warps_, int row_groups_, int stages_, bool warpgroups_, bool boxes_, bool clusters_>
+// Whose an item is.
+enum class ItemOf {
+  all,      // each block has as many tiles as any other, of whichever items
+  cluster,  // the blocks of a cluster divide its tiles
+  block,
+};
+
+template <int warps_, int row_groups_, int stages_, bool warpgroups_, bool boxes_, ItemOf item_of>
 struct DecodeTiling {
   static constexpr int warps = warps_;
   static constexpr int row_groups = row_groups_;   // of 16 rows, each of which a warp of a team has
   static constexpr int stages = stages_;           // of a team's ring: tiles of keys and values
   static constexpr bool warpgroups = warpgroups_;  // multiply together
   static constexpr bool boxes = boxes_;            // the copy engine brings keys and values
-  static constexpr bool clusters = clusters_;      // each item by the blocks of a cluster
+  static constexpr bool shares = item_of == ItemOf::all, clusters = item_of == ItemOf::cluster;
 };
 
 struct alignas(64) MappedDecodeParams {
@@ -47,8 +54,8 @@ struct DecodeBlock {
   static constexpr bool has_registers = dim_qk <= 128;
   using KTile = typename Products::KTile;
   using VTile = typename Products::VTile;
-  using Tiles = Either<Tiling::clusters, ClusterShare<typename Problem::Mask, teams * tile_k>,
-                       Share<typename Problem::Mask, teams * tile_k>>;
+  using Tiles = Either<Tiling::shares, Share<typename Problem::Mask, teams * tile_k>,
+                       ClusterShare<typename Problem::Mask, teams * tile_k>>;
 
   // Partial rows: exponentials times values, which are relative to a reference, and their sum. Columns
   // beyond dim_v are banks between rows.

@@ -36,7 +36,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     KTile k;
     VTile v;
   };
-  // In a cluster a team's part of the rows may lie where its last tiles were: there is one item only.
+  // A team's part of the rows may lie where its last tiles were if there is one item only.
   union OneAfterTheOther {
     Stage stage[stages];
     Part part;
@@ -45,7 +45,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     Stage stage[stages];
     Part part;
   };
-  static constexpr bool parts_apart = !Tiling::clusters;
+  static constexpr bool parts_apart = Tiling::shares;
   struct Full {
     uint64 k[stages], v[stages];
   };
@@ -114,7 +114,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   // copies are ordered by it as soon as they may be, and then it is read again. If it is not the same, the
   // warp begins anew (decode.cuh) before it shares what it has: its ring is its own, so that it need not
   // tell others.
-  static constexpr bool may_guess = Tiling::clusters && Base::has_registers;
+  static constexpr bool may_guess = !Tiling::shares && Base::has_registers;
   struct Told {
     uint64 lengths;
     uint32 page_k, page_v;

@@ -177,6 +177,27 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     store_unit(p.o.template rows<T, ragged>(work.batch, head, query) + column, values);
   }
 
+  // Calls use(row, column) for each unit of an item that this thread has of all threads of the block.
+  template <class Use>
+  DLATTN_DEVICE void for_each_unit(Use use) const {
+    for (int i = threadIdx.x; i < units_of_item(p); i += threads) {
+      use(i / row_units, i % row_units * Unit::columns);
+    }
+  }
+  static DLATTN_DEVICE int units_of_item(const Params& p) {
+    return p.seq_q * p.heads_per_block * row_units;
+  }
+
+  // ---- A block that has an item to itself ----
+
+  // All threads, once every team has shared its part of the rows.
+  DLATTN_DEVICE void conclude_alone() const {
+    for_each_unit([&](int row, int column) {
+      Unit unit = merge_teams(row, column);
+      store(unit, row, column);
+    });
+  }
+
   // ---- Blocks that share items, through the workspace ----
 
   DLATTN_DEVICE Left& left_by(int block) const { return static_cast<Left*>(p.parts.data)[block]; }
@@ -224,29 +245,23 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
 
   // All threads, once every team has shared its part of the rows.
   DLATTN_DEVICE void conclude(bool completes, int first) {
-    constexpr int units = Problem::head_dim_v / Unit::columns;
     const bool collects = completes && first < work.team;
     if (collects) await_parts(first);
-    const int existing = p.seq_q * p.heads_per_block;
-    for (int i = threadIdx.x; i < existing * units; i += threads) {
-      const int row = i / units, column = i % units * Unit::columns;
+    for_each_unit([&](int row, int column) {
       Unit unit = merge(collects ? first : work.team, row, column);
       if (completes) {
         store(unit, row, column);
       } else {
         leave(unit, row, column);
       }
-    }
+    });
     if (!completes) say_part();
     if (!Base::parts_apart) __syncthreads();
   }
 
   // ---- Blocks of a cluster, which have an item together ----
 
-  // Units of an item, and those that this block of a cluster puts together, of `each` or fewer.
-  static DLATTN_DEVICE int units_of_item(const Params& p) {
-    return p.seq_q * p.heads_per_block * row_units;
-  }
+  // The units that this block of a cluster puts together, of `each` or fewer.
   struct OwnUnits {
     int each, first, count;
     DLATTN_DEVICE OwnUnits(const Params& p, int rank, int blocks)

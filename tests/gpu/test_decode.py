@@ -33,6 +33,18 @@ CASES = {
         **_WIDE, heads_q=16, heads_k=8, heads_v=8, seq_kv=1024, len_q=(1,), len_kv=(100,), sink=0.0,
         page_k=16, page_v=32,
     ),
+    "a block for each item": Case(
+        **_WIDE, batch=66, heads_q=16, heads_k=8, heads_v=8, seq_kv=300, sink=0.0
+    ),
+    "a block for each item, pages": Case(
+        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_q=2, seq_kv=700, len_q=(2,) * 67,
+        len_kv=tuple(211 * entry % 701 for entry in range(67)), right=0, bottom_right=True,
+        page_k=64, page_v=16,
+    ),
+    "shares of two blocks": Case(
+        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_kv=1500, len_q=(1,) * 67,
+        len_kv=tuple(211 * entry % 1501 for entry in range(67)),
+    ),
     "no keys": Case(**_WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
                     len_q=(1, 1), len_kv=(700, 0)),
     "several queries, sink, lengths": Case(
@@ -132,7 +144,9 @@ extern "C" __global__ void write_late(int* to, const int* from, int count) {
 """
 
 
-@pytest.mark.parametrize("batch, keys", [(1, 2000), (5, 700), (5, 6000), (40, 3000)])
+@pytest.mark.parametrize(
+    "batch, keys", [(1, 2000), (5, 700), (5, 6000), (40, 3000), (70, 700), (70, 1500)]
+)
 @pytest.mark.parametrize("written", ["lengths", "pages", "pages of k", "pages of v", "queries"])
 def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written: str) -> None:
     """Also what it writes after the decode has begun, whatever was there before: lengths and page

@@ -81,6 +81,7 @@ DECODES = [
     Row(2, (4, 2), 64, head_dim=16),
     Row(2, (4, 4), 64, page=16, head_dim=16),
     Row(2, (4, 2), 64, head_dim=16, lengths=True),
+    Row(4, (4, 2), 64, page=16, head_dim=16, uneven=True),
     Row(1, (4, 2), 64, queries=3, head_dim=16),
     Row(3, (2, 1), 64, queries=3, page=8, head_dim=16),
 ]

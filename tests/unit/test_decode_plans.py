@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
-from dlattn.plans.decode import Decode, items_side_by_side, tilings
+from dlattn.plans.decode import Decode
+from dlattn.plans.decode_tiling import items_side_by_side, tilings
 from dlattn.plans.select import select
 from dlattn.problem import (
     PAGE_TABLES,
@@ -102,9 +103,10 @@ def test_tilings_fit(arch: str, dim_qk: int, dim_v: int) -> None:
     keys=st.integers(1, 70000),
 )
 def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, keys: int) -> None:
-    """There are no more than multiprocessors. Where all share all items, they are in whole teams,
-    with a part of the workspace each; where there is work for all, hardly one is left out that a
-    narrower team would use. Else each item has a cluster, and needs no workspace."""
+    """Where all share all items, there are no more than run at once, in whole teams, with a part of
+    the workspace each; where there is work for all, hardly one is left out that a narrower team
+    would use. Else each item has a block or a cluster, all of which run at once, and needs no
+    workspace."""
     assume(heads_q % groups[0] == 0 and heads_q % groups[1] == 0)
     sizes = geometry(
         batch=batch, heads=(heads_q, heads_q // groups[0], heads_q // groups[1]), keys=keys
@@ -115,7 +117,7 @@ def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, k
     width = items_side_by_side(sizes, HOPPER.multiprocessors)
     assert heads_q // shared % width == 0
     blocks = plan.kernels()[0].grid[0]
-    assert 0 < blocks <= HOPPER.multiprocessors
+    assert 0 < blocks and (plan.tiling.cluster == 1 or blocks <= HOPPER.multiprocessors)
     if plan.tiling.cluster:
         assert blocks == batch * heads_q // shared * plan.tiling.cluster
         assert plan.workspace_size == 0
@@ -131,7 +133,7 @@ def test_blocks_run_at_once(heads_q: int, groups: tuple[int, int], batch: int, k
         assert blocks > 0.95 * HOPPER.multiprocessors or blocks == best
 
 
-#: Batch, heads of q and k, keys -> blocks of a cluster.
+#: Batch, heads of q and k, keys -> blocks of a cluster; one of several items of a multiprocessor.
 CLUSTERS = {
     (1, 64, 8, 1024): 8,
     (1, 64, 8, 512): 4,
@@ -139,7 +141,10 @@ CLUSTERS = {
     (1, 32, 32, 1024): 2,  # half of the chip waits, for less than others' parts would take
     (1, 32, 32, 2048): 0,
     (1, 64, 8, 4096): 8,
-    (64, 64, 8, 8192): 0,
+    (64, 64, 8, 8192): 1,
+    (64, 64, 8, 16384): 0,
+    (32, 64, 8, 1024): 1,  # nearly two of each multiprocessor
+    (40, 64, 8, 1024): 0,
     (1, 8, 8, 100): 0,  # one tile
 }
 
@@ -159,16 +164,40 @@ def test_few_items_have_clusters(sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_unequal_lengths_are_shared() -> None:
-    """Clusters would wait for the longest entry: they are for short ones, and for one alone."""
+    """Who has one item waits for the longest entry: that is for short ones, and for one entry
+    alone. Where there are several items for each, two blocks share them."""
 
-    def cluster(batch: int, keys: int) -> int:
+    def plan(batch: int, keys: int) -> Decode:
         sizes = geometry(batch=batch, heads=(64, 8, 8), keys=keys)
         lengths = TensorSpec("seq_len_kv", (batch, 1, 1, 1), (1, 1, 1, 1), data_type.INT32)
         tensors = {**sizes.tensors, "seq_len_kv": lengths}
-        return Decode(PROBLEM, Geometry(tensors), HOPPER).tiling.cluster
+        return Decode(PROBLEM, Geometry(tensors), HOPPER)
+
+    def cluster(batch: int, keys: int) -> int:
+        return plan(batch, keys).tiling.cluster
 
     assert cluster(8, 2048) == 2 and cluster(8, 2049) == 0
     assert cluster(1, 1024) == 8
+    assert cluster(17, 1024) == cluster(40, 1024) == cluster(256, 4096) == 1
+    assert cluster(17, 1025) == cluster(64, 2048) == 0
+    for batch, blocks in ((15, 1), (64, 2)):
+        shared, most = plan(batch, 8192), blocks * HOPPER.multiprocessors
+        assert shared.tiling.min_blocks == blocks
+        assert 0.95 * most < shared.kernels()[0].grid[0] <= most
+
+
+@given(dim_qk=st.integers(1, 24), dim_v=st.integers(1, 16), one=st.booleans())
+def test_two_blocks_are_on_a_multiprocessor(dim_qk: int, dim_v: int, one: bool) -> None:
+    """Neither fewer nor more: what a launch asks for leaves no room for a third one."""
+    sizes = geometry(batch=70, heads=(8, 8, 8), keys=1024 if one else 9000)
+    lengths = TensorSpec("seq_len_kv", (70, 1, 1, 1), (1, 1, 1, 1), data_type.INT32)
+    problem = replace(PROBLEM, head_dim_qk=8 * dim_qk, head_dim_v=8 * dim_v)
+    plan = Decode(problem, Geometry({**sizes.tensors, "seq_len_kv": lengths}), HOPPER)
+    (kernel,) = plan.kernels()
+    assert plan.tiling.cluster == one and plan.tiling.min_blocks == 2
+    reserved, room = 1024, HOPPER.shared_memory + 1024
+    assert 2 * (kernel.shared + reserved) <= room < 3 * (kernel.shared + reserved)
+    assert kernel.shared >= plan.tiling.shared_memory(problem)
 
 
 @pytest.mark.parametrize("page, boxes", [(8, False), (16, True), (64, True)])
