@@ -125,8 +125,9 @@ _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 _ENOUGH_ITEMS = 0.95
 
 #: Items of a multiprocessor, that each have a block: so many that it matters little who is last, or
-#: two at once, or nearly; and their keys at most.
-_MANY_ITEMS, _TWO_ITEMS, _MOST_ALONE_KEYS = 3.8, (1.6, 2.0), 8192
+#: two at once, or nearly; their keys at most, and at least where heads are narrow.
+_MANY_ITEMS, _TWO_ITEMS = 3.8, (1.6, 2.0)
+_MOST_ALONE_KEYS, _FEWEST_NARROW_KEYS = 8192, 2048
 
 
 def cluster_of(geometry: Geometry, target: Target) -> int:
@@ -159,7 +160,8 @@ def stand_alone(geometry: Geometry, target: Target) -> bool:
         many = max(1, each / _MANY_ITEMS)
         return each >= 1 and geometry.seq_kv <= _MOST_UNEVEN_KEYS * many
     fills = each >= _MANY_ITEMS or _TWO_ITEMS[0] <= each <= _TWO_ITEMS[1]
-    return fills and geometry.seq_kv <= _MOST_ALONE_KEYS
+    fewest = _FEWEST_NARROW_KEYS if geometry.tensors["v"].dim[3] <= 64 else 0
+    return fills and fewest <= geometry.seq_kv <= _MOST_ALONE_KEYS
 
 
 def items_of(geometry: Geometry) -> int:

@@ -31,13 +31,18 @@ PROBLEM = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padd
 
 
 def geometry(
-    *, batch: int = 2, heads: tuple[int, int, int] = (8, 2, 2), queries: int = 1, keys: int = 1000
+    *,
+    batch: int = 2,
+    heads: tuple[int, int, int] = (8, 2, 2),
+    queries: int = 1,
+    keys: int = 1000,
+    head_dim: int = 128,
 ) -> Geometry:
     """Contiguous tensors; ``heads`` of q, k and v."""
 
     def spec(role: str, count: int, rows: int) -> TensorSpec:
-        dim = (batch, count, rows, 128)
-        stride = (count * rows * 128, rows * 128, 128, 1)
+        dim = (batch, count, rows, head_dim)
+        stride = (count * rows * head_dim, rows * head_dim, head_dim, 1)
         return TensorSpec(role, dim, stride, data_type.HALF)
 
     q, k, v = heads
@@ -161,6 +166,17 @@ def test_few_items_have_clusters(sizes: tuple[int, int, int, int]) -> None:
     assert kernel.grid[0] % kernel.cluster == 0
     portable = Decode(PROBLEM, given, KNOWN["sm_80"])
     assert not portable.tiling.boxes and not portable.kernels()[0].programmatic
+
+
+def test_narrow_heads_stand_alone_if_long() -> None:
+    """With 64 columns, shares of fewer keys are quicker."""
+
+    def cluster(keys: int) -> int:
+        sizes = geometry(batch=64, heads=(32, 32, 32), keys=keys, head_dim=64)
+        problem = replace(PROBLEM, head_dim_qk=64, head_dim_v=64)
+        return Decode(problem, sizes, HOPPER).tiling.cluster
+
+    assert cluster(1024) == 0 and cluster(2048) == 1
 
 
 def test_unequal_lengths_are_shared() -> None:
