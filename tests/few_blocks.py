@@ -6,6 +6,8 @@ order, and what the tilings for many items do, would be met in large calls alone
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,12 +18,19 @@ from tests.cases import Case
 from tests.drivers import Tensors, run_graph
 
 
-def run_on_few(multiprocessors: int, case: Case, tensors: Tensors) -> None:
-    """As :func:`tests.drivers.run_graph`, by plans for a GPU of so few multiprocessors."""
+@contextmanager
+def few_multiprocessors(count: int) -> Iterator[None]:
+    """Graphs that are built meanwhile are for a GPU of so few multiprocessors."""
 
     def few(index: int) -> Target:
-        return replace(cuda_target(index), multiprocessors=multiprocessors)
+        return replace(cuda_target(index), multiprocessors=count)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "cuda_target", few)
+        yield
+
+
+def run_on_few(multiprocessors: int, case: Case, tensors: Tensors) -> None:
+    """As :func:`tests.drivers.run_graph`, by plans for a GPU of so few multiprocessors."""
+    with few_multiprocessors(multiprocessors):
         run_graph(case, tensors)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from math import prod
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.plans.kernels import MOST_BLOCKS, KernelLaunch, round_up, tile_bytes
+from dlattn.plans.kernels import MOST_BLOCKS, RESERVED_SHARED, KernelLaunch, round_up, tile_bytes
 from dlattn.plans.mapped import staged
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Edit, Geometry, Problem, ScoreGradient, ScoreProgram
@@ -21,8 +21,6 @@ from dlattn.runtime.target import Target
 _COLUMNS = 32
 #: ``walks`` in the kernel.
 _WALKS_BYTES = 96
-#: Shared memory that the driver takes for each block.
-_RESERVED = 1024
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     def fits(tiling: DBiasTiling) -> bool:
         if alone and tiling.min_blocks > 1:
             return False
-        blocks = tiling.min_blocks * (tiling.shared_memory(problem) + _RESERVED)
-        return blocks <= target.shared_memory + _RESERVED
+        blocks = tiling.min_blocks * (tiling.shared_memory(problem) + RESERVED_SHARED)
+        return blocks <= target.shared_memory + RESERVED_SHARED
 
     return next(filter(fits, PLAIN_TILINGS if plain else TILINGS), None)
 

@@ -20,7 +20,7 @@ from dlattn.plans.decode_tiling import (
     items_side_by_side,
     tilings,
 )
-from dlattn.plans.kernels import KernelLaunch, round_up
+from dlattn.plans.kernels import RESERVED_SHARED, KernelLaunch, round_up
 from dlattn.plans.mapped import MappedPlan
 from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.source import kernel_source
@@ -34,9 +34,6 @@ MOST_QUERIES = 16
 
 #: For which a warp has the registers.
 MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128
-
-#: Shared memory of a block that it does not see.
-_RESERVED = 1024
 
 
 class Decode(MappedPlan):
@@ -161,8 +158,8 @@ class Decode(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
         if self.tiling.min_blocks > 1:
-            each = (self.target.shared_memory + _RESERVED) // self.tiling.min_blocks - _RESERVED
-            shared = max(shared, each)
+            room = self.target.shared_memory + RESERVED_SHARED
+            shared = max(shared, room // self.tiling.min_blocks - RESERVED_SHARED)
         return [
             KernelLaunch(
                 source,

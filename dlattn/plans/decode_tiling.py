@@ -106,11 +106,13 @@ def items_side_by_side(geometry: Geometry, blocks: int) -> int:
 #: Warps and stages, the best first.
 _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2), (4, 2))
 
-#: Bytes of the rings of a multiprocessor's blocks, for items of so many keys, for shorter ones, and
-#: in a cluster. Little on its way is best for memory, more for ends of items; blocks of clusters
-#: must be so large that no multiprocessor has room for two, which would share what one can read.
+#: Bytes of the rings of a block that has a multiprocessor to itself, for items of so many keys,
+#: for shorter ones, and in a cluster; and of each of two blocks, which have two stages for shorter
+#: items of their own. Little on its way is best for memory, more for ends of items; blocks of
+#: clusters must be so large that no multiprocessor has room for two, which would share what one
+#: can read.
 _LONG_KEYS = 4096
-_LONG, _SHORT, _CLUSTERED = 64 * 1024, 128 * 1024, 128 * 1024
+_LONG, _SHORT, _CLUSTERED, _HALF = 64 * 1024, 128 * 1024, 128 * 1024, 32 * 1024
 
 #: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
 #: at once: pairs all, more leave some out that have too few neighbours.
@@ -125,9 +127,9 @@ _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 _ENOUGH_ITEMS = 0.95
 
 #: Items of a multiprocessor, that each have a block: so many that it matters little who is last, or
-#: two at once, or nearly; their keys at most, and at least where heads are narrow.
+#: two at once, or nearly; their keys at most, and at least with so many columns.
 _MANY_ITEMS, _TWO_ITEMS = 3.8, (1.6, 2.0)
-_MOST_ALONE_KEYS, _FEWEST_NARROW_KEYS = 8192, 2048
+_MOST_ALONE_KEYS, _FEWEST_NARROW_KEYS, _NARROW = 8192, 2048, range(33, 65)
 
 
 def cluster_of(geometry: Geometry, target: Target) -> int:
@@ -160,7 +162,7 @@ def stand_alone(geometry: Geometry, target: Target) -> bool:
         many = max(1, each / _MANY_ITEMS)
         return each >= 1 and geometry.seq_kv <= _MOST_UNEVEN_KEYS * many
     fills = each >= _MANY_ITEMS or _TWO_ITEMS[0] <= each <= _TWO_ITEMS[1]
-    fewest = _FEWEST_NARROW_KEYS if geometry.tensors["v"].dim[3] <= 64 else 0
+    fewest = _FEWEST_NARROW_KEYS if geometry.tensors["v"].dim[3] in _NARROW else 0
     return fills and fewest <= geometry.seq_kv <= _MOST_ALONE_KEYS
 
 
@@ -213,13 +215,16 @@ def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
     return DecodeTiling(_BOX_WARPS, 1, stages, boxes=True, cluster=cluster)
 
 
-def half_tiling(problem: Problem, seq_kv: int, cluster: int = 0) -> DecodeTiling:
-    """The same for each of two blocks of a multiprocessor, that share items of so many keys or,
-    with a cluster of 1, stand alone."""
-    stages = max(1, _LONG // 2 // (_HALF_WARPS * _stage_bytes(problem)))
-    if cluster and seq_kv < _LONG_KEYS:
-        stages = 2
-    return DecodeTiling(_HALF_WARPS, 1, stages, boxes=True, cluster=cluster, min_blocks=2)
+def half_tiling(problem: Problem) -> DecodeTiling:
+    """The same for each of two blocks of a multiprocessor, that share all items."""
+    stages = max(1, _HALF // (_HALF_WARPS * _stage_bytes(problem)))
+    return DecodeTiling(_HALF_WARPS, 1, stages, boxes=True, min_blocks=2)
+
+
+def alone_tiling(problem: Problem, seq_kv: int) -> DecodeTiling:
+    """The same if each has an item of so many keys to itself."""
+    half = replace(half_tiling(problem), cluster=1)
+    return half if seq_kv >= _LONG_KEYS else replace(half, stages=2)
 
 
 def _stage_bytes(problem: Problem) -> int:
@@ -228,22 +233,24 @@ def _stage_bytes(problem: Problem) -> int:
 
 def box_tilings(problem: Problem, geometry: Geometry, target: Target) -> list[DecodeTiling]:
     """Those for at most 16 rows that the copy engine brings, the best first."""
-    found = [box_tiling(problem, _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT)]
+    whole = box_tiling(problem, _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT)
+    halves = half_tiling(problem), alone_tiling(problem, geometry.seq_kv)
+    enough = items_of(geometry) >= _ENOUGH_ITEMS * target.multiprocessors
     cluster = cluster_of(geometry, target)
     if cluster:
-        found.insert(0, box_tiling(problem, _CLUSTERED, cluster))
-    elif stand_alone(geometry, target):
-        found.insert(0, half_tiling(problem, geometry.seq_kv, 1))
-    elif _differ(geometry) and items_of(geometry) >= _ENOUGH_ITEMS * target.multiprocessors:
-        found.insert(0, half_tiling(problem, geometry.seq_kv))
-    return found
+        return [box_tiling(problem, _CLUSTERED, cluster), whole]
+    if stand_alone(geometry, target):
+        return [*reversed(halves), whole]
+    if not enough:
+        return [whole]
+    return [halves[0], whole, halves[1]] if _differ(geometry) else [whole, *halves]
 
 
 def all_box_tilings(problem: Problem) -> list[DecodeTiling]:
-    """Whatever the geometry; one of each kernel."""
+    """Whatever the geometry: all that are the best of some."""
     rings = ((_LONG, 0), (_SHORT, 0), (_CLUSTERED, MOST_BLOCKS))
-    halves = ((0, 0), (0, 1), (_LONG_KEYS, 1))
     return [
         *(box_tiling(problem, *ring) for ring in rings),
-        *(half_tiling(problem, *half) for half in halves),
+        half_tiling(problem),
+        *(alone_tiling(problem, keys) for keys in (1, _LONG_KEYS)),
     ]

@@ -16,6 +16,9 @@ MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
 #: What one wave of blocks may re-read from L2; about half of the smallest L2 that matters (A100).
 WAVE_BYTES = 20 * 2**20
 
+#: Shared memory that the driver takes for each block, besides what a launch asks for.
+RESERVED_SHARED = 1024
+
 
 @dataclass(frozen=True)
 class KernelLaunch:

@@ -6,14 +6,21 @@ Random cases (``test_random.py``) draw few queries, too, but seldom keys for mor
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import dlattn
+from dlattn.plans.decode import Decode
+from dlattn.problem import Direction
+from dlattn.runtime.target import KNOWN
+from tests.builders import make_tensors
 from tests.cases import Case
-from tests.drivers import check, gpu_library, run_graph
+from tests.drivers import check, geometry_of, gpu_library, problem_of, run_graph
+from tests.few_blocks import few_multiprocessors, run_on_few
+from tests.libraries import Library
 
 pytestmark = pytest.mark.gpu
 
@@ -32,18 +39,6 @@ CASES = {
     "clusters with few keys": Case(
         **_WIDE, heads_q=16, heads_k=8, heads_v=8, seq_kv=1024, len_q=(1,), len_kv=(100,), sink=0.0,
         page_k=16, page_v=32,
-    ),
-    "a block for each item": Case(
-        **_WIDE, batch=66, heads_q=16, heads_k=8, heads_v=8, seq_kv=300, sink=0.0
-    ),
-    "a block for each item, pages": Case(
-        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_q=2, seq_kv=700, len_q=(2,) * 67,
-        len_kv=tuple(211 * entry % 701 for entry in range(67)), right=0, bottom_right=True,
-        page_k=64, page_v=16,
-    ),
-    "shares of two blocks": Case(
-        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_kv=1500, len_q=(1,) * 67,
-        len_kv=tuple(211 * entry % 1501 for entry in range(67)),
     ),
     "no keys": Case(**_WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
                     len_q=(1, 1), len_kv=(700, 0)),
@@ -109,6 +104,56 @@ def test_decode(name: str, dtype: str) -> None:
     check(replace(CASES[name], dtype=dtype), gpu_library(), run_graph)
 
 
+def _lengths(batch: int, keys: int) -> tuple[int, ...]:
+    """Of all kinds, no two alike if they are fewer than keys."""
+    return tuple(keys if entry == 1 else 211 * entry % keys for entry in range(batch))
+
+
+#: Multiprocessors; blocks of an item, of a multiprocessor, stages of each (see `DecodeTiling`).
+DIVIDED = {
+    "blocks alone": (132, (1, 2, 2), Case(
+        **_WIDE, batch=66, heads_q=16, heads_k=8, heads_v=8, seq_kv=300, sink=0.0
+    )),
+    "blocks alone, of long items": (5, (1, 2, 1), Case(
+        **_WIDE, batch=5, heads_q=8, heads_k=4, heads_v=4, seq_kv=4200
+    )),
+    "blocks alone, lengths, pages": (132, (1, 2, 2), Case(
+        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_q=2, seq_kv=700, len_q=(2,) * 67,
+        len_kv=_lengths(67, 700), right=0, bottom_right=True, page_k=64, page_v=16,
+    )),
+    "blocks alone, more tiles than a warp has lanes": (5, (1, 2, 2), Case(
+        **_WIDE, batch=14, heads_q=8, heads_k=4, heads_v=4, seq_kv=2900, len_q=(1,) * 14,
+        len_kv=_lengths(14, 2900), page_k=16, page_v=64,
+    )),
+    "blocks alone, of long items, lengths": (2, (1, 2, 1), Case(
+        **_WIDE, batch=17, heads_q=4, heads_k=2, heads_v=2, seq_kv=4200, len_q=(1,) * 17,
+        len_kv=_lengths(17, 4200), page_k=64, page_v=64,
+    )),
+    "shares of two blocks": (132, (0, 2, 1), Case(
+        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_kv=1500, len_q=(1,) * 67,
+        len_kv=_lengths(67, 1500),
+    )),
+    "shares of two blocks, several items each": (5, (0, 2, 1), Case(
+        **_WIDE, batch=9, heads_q=8, heads_k=2, heads_v=2, seq_q=3, seq_kv=1300, len_q=(3,) * 9,
+        len_kv=_lengths(9, 1300), right=0, bottom_right=True, sink=0.0, page_k=16, page_v=16,
+    )),
+    "shares of one block, several items each": (5, (0, 1, 2), Case(
+        **_WIDE, batch=7, heads_q=8, heads_k=2, heads_v=2, seq_kv=1300, page_k=16, page_v=16,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_each_division(name: str) -> None:
+    """It is right however items are divided on Hopper, and they are as the name says."""
+    multiprocessors, divided, case = DIVIDED[name]
+    hopper = replace(KNOWN["sm_90a"], multiprocessors=multiprocessors)
+    problem = problem_of(case, Direction.FORWARD)
+    tiling = Decode(problem, geometry_of(case, make_tensors(case, Library())), hopper).tiling
+    assert (tiling.cluster, tiling.min_blocks, tiling.stages) == divided
+    check(case, gpu_library(), partial(run_on_few, multiprocessors))
+
+
 @pytest.mark.parametrize("keys", [1000, 6000])
 def test_a_workspace_serves_again(keys: int) -> None:
     """Each of many calls with one workspace, which held other things before, has the same bits;
@@ -145,10 +190,21 @@ extern "C" __global__ void write_late(int* to, const int* from, int count) {
 
 
 @pytest.mark.parametrize(
-    "batch, keys", [(1, 2000), (5, 700), (5, 6000), (40, 3000), (70, 700), (70, 1500)]
+    "batch, keys, multiprocessors",
+    [
+        (1, 2000, 132),
+        (5, 700, 132),
+        (5, 6000, 132),
+        (40, 3000, 132),
+        (70, 700, 132),
+        (70, 1500, 132),
+        (17, 4200, 2),
+    ],
 )
 @pytest.mark.parametrize("written", ["lengths", "pages", "pages of k", "pages of v", "queries"])
-def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written: str) -> None:
+def test_what_the_kernel_in_front_writes_is_read(
+    batch: int, keys: int, multiprocessors: int, written: str
+) -> None:
     """Also what it writes after the decode has begun, whatever was there before: lengths and page
     numbers, of one table or of two, are used before they may be known."""
     cupy = pytest.importorskip("cupy")
@@ -191,7 +247,8 @@ def test_what_the_kernel_in_front_writes_is_read(batch: int, keys: int, written:
     )  # fmt: skip
     o = cupy.empty_like(given[0])
     output.set_output(True).set_dim(o.shape).set_stride([stride // 2 for stride in o.strides])
-    graph.build([dlattn.heur_mode.A])
+    with few_multiprocessors(multiprocessors):
+        graph.build([dlattn.heur_mode.A])
     assert graph.get_plan_name_at_index(0) == "decode"
     workspace = cupy.zeros(max(1, graph.get_workspace_size()), cupy.uint8)
     pack = dict(zip((*inputs, output), (*given, o), strict=True))

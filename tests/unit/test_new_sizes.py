@@ -10,13 +10,20 @@ import pytest
 import dlattn
 
 HALF, FLOAT = dlattn.data_type.HALF, dlattn.data_type.FLOAT
+INT32 = dlattn.data_type.INT32
 
 BATCHES = (1, 3, 33)
 LENGTHS = ((17, 17), (64, 64), (65, 65), (200, 3000), (1024, 1024), (4096, 4096), (16384, 16384))
-DECODED = tuple(product((1, 2, 8, 16), (100, 1000, 60000)))
+DECODED = tuple(product((1, 2, 8, 16), (100, 1000, 5000, 60000)))
 
 
-def plan(sizes: tuple[int, int, int], heads: tuple[int, int], dim: int, backward: bool) -> Any:
+def plan(
+    sizes: tuple[int, int, int],
+    heads: tuple[int, int],
+    dim: int,
+    backward: bool,
+    padded: bool = False,
+) -> Any:
     """The plan on Hopper for (B, Sq, Skv), which is not compiled."""
     batch, seq_q, seq_kv = sizes
     graph = dlattn.pygraph(
@@ -31,11 +38,16 @@ def plan(sizes: tuple[int, int, int], heads: tuple[int, int], dim: int, backward
         return graph.tensor((batch, count, rows, columns), stride, data_type=dtype)
 
     q, (k, v) = tensor(heads[0], seq_q), (tensor(heads[1], seq_kv) for _ in "kv")
+    options: dict[str, Any] = {"attn_scale": 0.1, "use_causal_mask": True}
+    if padded:
+        options["use_padding_mask"] = True
+        for role in ("seq_len_q", "seq_len_kv"):
+            options[role] = graph.tensor((batch, 1, 1, 1), (1, 1, 1, 1), data_type=INT32)
     if backward:
         more = tensor(heads[0], seq_q), tensor(heads[0], seq_q), tensor(heads[0], seq_q, 1, FLOAT)
-        results = graph.sdpa_backward(q, k, v, *more, attn_scale=0.1, use_causal_mask=True)
+        results = graph.sdpa_backward(q, k, v, *more, **options)
     else:
-        results = graph.sdpa(q, k, v, attn_scale=0.1, generate_stats=False, use_causal_mask=True)
+        results = graph.sdpa(q, k, v, generate_stats=False, **options)
     for result in results:
         if result is not None:
             result.set_output(True)
@@ -47,16 +59,24 @@ def plan(sizes: tuple[int, int, int], heads: tuple[int, int], dim: int, backward
 @pytest.mark.parametrize("heads", [(8, 8), (16, 2)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    "lengths, backward",
-    [(LENGTHS, False), (DECODED, False), (LENGTHS, True)],
-    ids=["forward", "decoding", "backward"],
+    "lengths, backward, padded",
+    [
+        pytest.param(LENGTHS, False, False, id="forward"),
+        pytest.param(DECODED, False, False, id="decoding"),
+        pytest.param(DECODED, False, True, id="decoding, lengths"),
+        pytest.param(LENGTHS, True, False, id="backward"),
+    ],
 )
 def test_all_sizes_are_compiled_at_once(
-    lengths: tuple[tuple[int, int], ...], backward: bool, dim: int, heads: tuple[int, int]
+    lengths: tuple[tuple[int, int], ...],
+    backward: bool,
+    padded: bool,
+    dim: int,
+    heads: tuple[int, int],
 ) -> None:
     """What one size takes is compiled with what any other does, by the same plan."""
-    plans = [plan((b, *of), heads, dim, backward) for b, of in product(BATCHES, lengths)]
-    for first in {it.name: it for it in plans}.values():
+    plans = [plan((b, *of), heads, dim, backward, padded) for b, of in product(BATCHES, lengths)]
+    for first in {(it.name, *it.sources()): it for it in plans}.values():
         with_it = {*first.sources(), *first.companions()}
         assert all(with_it.issuperset(it.sources()) for it in plans if it.name == first.name)
 
