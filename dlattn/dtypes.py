@@ -40,6 +40,10 @@ class data_type(VocabularyEnum):  # noqa: N801 - cuDNN's public spelling
     UINT64 = 64
 
 
+#: Types of masks, of which anything but 0 is true.
+BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
+
+
 class _Names(NamedTuple):
     numpy: np.dtype[Any]
     torch: str

@@ -3,10 +3,10 @@
 // It takes as long as reading K and V, so all is about having enough of them on their way. The queries of
 // all heads that share keys are the rows of one item (so that grouped heads read each key once), and
 // blocks, one or two of a multiprocessor, have equal shares of the key tiles of all items; or an item has a
-// block to itself, or a cluster of them (attn/shares.cuh). In a block, teams of warps have keys of their own, and rings of key
-// and value tiles that they fill by themselves (decode_boxes.cuh, decode_loads.cuh): between items there is
-// no barrier but a team's, and a team of one warp needs none. A block's copies run ahead of its products,
-// across items.
+// block to itself, or a cluster of them (attn/shares.cuh). In a block, teams of warps have keys of their
+// own, and rings of key and value tiles that they fill by themselves (decode_boxes.cuh, decode_loads.cuh):
+// between items there is no barrier but a team's, and a team of one warp needs none. A block's copies run
+// ahead of its products, across items.
 //
 // At the end of an item the teams' partial outputs meet in shared memory, and then those of the blocks
 // that had tiles of it (decode_parts.cuh).

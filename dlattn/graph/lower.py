@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlattn import dtypes
-from dlattn.dtypes import data_type
+from dlattn.dtypes import BOOLEANS, data_type
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.dropout import dropout_numbers
 from dlattn.graph.nodes import AttentionNode
@@ -62,8 +62,7 @@ _FP64_ROLES = ("score_max", "score_sum_exp", "rng_dump")
 _SINK_ROLE = {Direction.FORWARD: "sink_token", Direction.BACKWARD: "dSink_token"}
 _FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 _INTEGERS = (data_type.INT32, data_type.INT64)
-_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
-_FLOATS_AND_BOOLEANS = (*_FLOATS, *_BOOLEANS)
+_FLOATS_AND_BOOLEANS = (*_FLOATS, *BOOLEANS)
 _TYPES = {
     "stats": _FLOATS,
     "bias": _FLOATS_AND_BOOLEANS,
@@ -288,7 +287,7 @@ def _check_types(node: AttentionNode, tensors: Mapping[str, tensor], target: Tar
         elif dtype not in _TYPES.get(role, _INTEGERS):
             wanted = " or ".join(wanted.name for wanted in _TYPES.get(role, _INTEGERS))
             raise InvalidGraphError(f"{node.label(role)} is {dtype}; expected {wanted}.")
-    if "dBias" in tensors and tensors["bias"].get_data_type() in _BOOLEANS:
+    if "dBias" in tensors and tensors["bias"].get_data_type() in BOOLEANS:
         raise cudnnGraphNotSupportedError(
             f"{node.label('bias')} is {tensors['bias'].get_data_type()}, a mask, which has no "
             f"gradient; leave out {node.label('dBias')}, or give a bias of numbers."

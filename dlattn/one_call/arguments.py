@@ -26,7 +26,7 @@ from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output, prepared
 from dlattn.calls.request import CPU_TYPES, KERNEL_TYPES, Request
 from dlattn.calls.sizes import CU_SEQLENS, Sizes, check_shared, packed_sizes, plain_sizes
-from dlattn.dtypes import data_type, itemsize
+from dlattn.dtypes import BOOLEANS, data_type, itemsize
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Bias, Direction, Philox, TensorSpec
 from dlattn.problem.dropout import signed
@@ -311,7 +311,7 @@ def broadcast_spec(it: Argument | Output) -> TensorSpec:
 def _bias(it: Argument, sizes: Sizes) -> tuple[TensorSpec, Bias]:
     on_cpu = (data_type.DOUBLE,) if it.seen.device[0] == "cpu" else ()
     floats = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, *on_cpu)
-    it.expect_type(*floats, data_type.BOOLEAN, data_type.UINT8)
+    it.expect_type(*floats, *BOOLEANS)
     spec = broadcast_spec(it)
     full = (sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv)
     if len(spec.dim) > 4 or any(n not in (1, most) for n, most in zip(spec.dim, full, strict=True)):

@@ -9,7 +9,7 @@ from dlattn.calls.arguments import Argument, flag, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
 from dlattn.calls.keyless import SinkGradient
-from dlattn.dtypes import data_type
+from dlattn.dtypes import BOOLEANS, data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
@@ -180,7 +180,7 @@ def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[O
     fill = 0.0 if empty else None
     if flag("bias_gradient", bias_gradient):
         bias = _asked(it, "bias")
-        if bias.dtype in (data_type.BOOLEAN, data_type.UINT8):
+        if bias.dtype in BOOLEANS:
             raise InvalidArgumentError(
                 f"bias_gradient: the bias is a mask, of {bias.dtype.name}, which has no gradient; "
                 "leave it out."

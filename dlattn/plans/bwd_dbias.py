@@ -10,7 +10,7 @@ from itertools import takewhile
 from math import prod
 
 from dlattn.dtypes import data_type, to_cpp
-from dlattn.plans.kernels import MOST_BLOCKS, RESERVED_SHARED, KernelLaunch, round_up, tile_bytes
+from dlattn.plans.kernels import MOST_BLOCKS, KernelLaunch, round_up, shared_of_each, tile_bytes
 from dlattn.plans.mapped import staged
 from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import Edit, Geometry, Problem, ScoreGradient, ScoreProgram
@@ -91,8 +91,7 @@ def choose_tiling(problem: Problem, target: Target) -> DBiasTiling | None:
     def fits(tiling: DBiasTiling) -> bool:
         if alone and tiling.min_blocks > 1:
             return False
-        blocks = tiling.min_blocks * (tiling.shared_memory(problem) + RESERVED_SHARED)
-        return blocks <= target.shared_memory + RESERVED_SHARED
+        return tiling.shared_memory(problem) <= shared_of_each(target, tiling.min_blocks)
 
     return next(filter(fits, PLAIN_TILINGS if plain else TILINGS), None)
 

@@ -20,7 +20,7 @@ from dlattn.plans.decode_tiling import (
     items_side_by_side,
     tilings,
 )
-from dlattn.plans.kernels import RESERVED_SHARED, KernelLaunch, round_up
+from dlattn.plans.kernels import KernelLaunch, round_up, shared_of_each
 from dlattn.plans.mapped import MappedPlan
 from dlattn.plans.params import Place, drawn_mark, places_of
 from dlattn.plans.source import kernel_source
@@ -158,8 +158,7 @@ class Decode(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
         if self.tiling.min_blocks > 1:
-            room = self.target.shared_memory + RESERVED_SHARED
-            shared = max(shared, room // self.tiling.min_blocks - RESERVED_SHARED)
+            shared = max(shared, shared_of_each(self.target, self.tiling.min_blocks))
         return [
             KernelLaunch(
                 source,

@@ -58,16 +58,17 @@ class DecodeTiling:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the kernel's ``SharedMemory``."""
-        dim_qk, dim_v = round_up(problem.head_dim_qk, 16), self.columns_v(problem)
+        dim_v = self.columns_v(problem)
         teams, part = self.warps // self.row_groups, 4 * self.rows * (dim_v + 8)
         if not self.boxes:
             alignment, bytes_of = (1024, slab_bytes) if self.warpgroups else (16, tile_bytes)
+            dim_qk = round_up(problem.head_dim_qk, 16)
             keys = bytes_of(self.rows, dim_qk) + bytes_of(self.rows, dim_v)
             stage = round_up(max(keys, part), alignment)
             shared = round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
         else:
             alignment = 1024
-            ring = self.stages * (slab_bytes(self.rows, dim_qk) + slab_bytes(self.rows, dim_v))
+            ring = self.stages * _stage_bytes(problem)
             team = round_up(max(ring, part) if self.cluster else ring + part, alignment)
             shared = round_up(teams * (team + 16 * self.stages + 8 * self.rows), alignment)
         if self.cluster > 1:
@@ -228,6 +229,7 @@ def alone_tiling(problem: Problem, seq_kv: int) -> DecodeTiling:
 
 
 def _stage_bytes(problem: Problem) -> int:
+    """Of a warp to which the copy engine brings 16 keys and values."""
     return slab_bytes(16, problem.head_dim_qk) + slab_bytes(16, problem.head_dim_v)
 
 

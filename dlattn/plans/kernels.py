@@ -9,6 +9,7 @@ from dlattn.plans.params import Place
 from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 from dlattn.runtime.jit import KernelSource
+from dlattn.runtime.target import Target
 
 #: Blocks of a launch grid along x, and along y or z.
 MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
@@ -17,7 +18,7 @@ MOST_BLOCKS, MOST_BLOCKS_YZ = 2**31 - 1, 2**16 - 1
 WAVE_BYTES = 20 * 2**20
 
 #: Shared memory that the driver takes for each block, besides what a launch asks for.
-RESERVED_SHARED = 1024
+_RESERVED_SHARED = 1024
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class KernelLaunch:
     plain: bool = False
     programmatic: bool = False
     cluster: int = 1
+
+
+def shared_of_each(target: Target, blocks: int) -> int:
+    """Bytes of shared memory that each of so many blocks of a multiprocessor may ask for."""
+    return (target.shared_memory + _RESERVED_SHARED) // blocks - _RESERVED_SHARED
 
 
 def round_up(value: int, multiple: int) -> int:

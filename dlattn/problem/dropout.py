@@ -14,14 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dlattn.dtypes import data_type, to_cpp
+from dlattn.dtypes import BOOLEANS, data_type, to_cpp
 from dlattn.errors import InvalidVariantPackError
 from dlattn.opaque import opaque
 from dlattn.problem.score import Array, Values, Where, read_at
 from dlattn.records import dataclass
-
-#: Types of masks of which anything but 0 is true.
-_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
 
 #: Rounds of Philox: the fewest that pass BigCrush (Salmon et al., table 2), and FlashAttention's.
 ROUNDS = 7
@@ -187,7 +184,7 @@ class GivenMask(Dropout):
 
     @property
     def cpp(self) -> str:
-        element = "bool" if self.dtype in _BOOLEANS else to_cpp(self.dtype)
+        element = "bool" if self.dtype in BOOLEANS else to_cpp(self.dtype)
         return f"GivenMask<{element}, {str(self.contiguous).lower()}>"
 
     def keep(self, where: Where, values: Values) -> Array:
@@ -195,7 +192,7 @@ class GivenMask(Dropout):
         mask = read_at(values.dropout_mask, where)
         kept: Array = mask != 0
         # Past the lengths there may be anything, such as NaN.
-        others: Any = [] if self.dtype in _BOOLEANS else mask[kept & (mask != 1) & ~np.isnan(mask)]
+        others: Any = [] if self.dtype in BOOLEANS else mask[kept & (mask != 1) & ~np.isnan(mask)]
         if len(others):
             raise InvalidVariantPackError(
                 f"The mask of dropout: expected 0 where a probability is dropped and 1 where it is "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlattn.dtypes import data_type, to_cpp
+from dlattn.dtypes import BOOLEANS, data_type, to_cpp
 from dlattn.records import dataclass
 
 #: Soft caps that float32 can divide by.
@@ -234,7 +234,7 @@ class Bias(Edit):
 
     @property
     def is_boolean(self) -> bool:
-        return self.dtype in (data_type.BOOLEAN, data_type.UINT8)
+        return self.dtype in BOOLEANS
 
     @property
     def cpp(self) -> str:

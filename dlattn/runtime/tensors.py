@@ -129,12 +129,13 @@ def lookalikes(objs: Sequence[Any]) -> Look | None:
     look = framework(objs[distinct[0]]).lookalikes([objs[at] for at in distinct])
     if look is None or len(distinct) == len(objs):
         return look
-    missing = [at for at, obj in enumerate(objs) if obj is None]
-    again = [(at, first[id(obj)]) for at, obj in enumerate(objs) if first.get(id(obj), at) != at]
+    places = [first.get(id(obj)) for obj in objs]
+    missing = [at for at, place in enumerate(places) if place is None]
+    again = [(at, it) for at, it in enumerate(places) if it is not None and it != at]
     pick = picker(distinct)
     # Behind the addresses of what is distinct comes that of what is not there.
-    number = {at: n for n, at in enumerate(distinct)}
-    spread = picker([number.get(first.get(id(obj), -1), len(distinct)) for obj in objs])
+    number: dict[int | None, int] = {at: n for n, at in enumerate([*distinct, None])}
+    spread = picker([number[place] for place in places])
 
     def look_at_some(*given: Any) -> list[int] | None:
         for at in missing:

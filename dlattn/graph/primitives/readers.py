@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from dlattn.dtypes import data_type
+from dlattn.dtypes import BOOLEANS, data_type
 from dlattn.graph.primitives.meanings import (
     Drawn,
     Factor,
@@ -26,7 +26,6 @@ from dlattn.graph.primitives.positions import COL, ROW, Affine, Predicate, compa
 
 FLOATS = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
 INTEGERS = (data_type.INT32, data_type.INT64)
-_BOOLEANS = (data_type.BOOLEAN, data_type.UINT8)
 
 #: Scores at most this are masked: their weights are 0 beside any other.
 MASKED = -1e4
@@ -138,7 +137,7 @@ def is_keep_mask(node: PrimitiveNode, x: Given) -> bool:
     it = x.tensor.attributes
     if not x.is_plain or len(it.dim) != 4:
         return False
-    return it.dtype in _BOOLEANS or (
+    return it.dtype in BOOLEANS or (
         it.dtype in FLOATS and it.dim[3] == node.result.attributes.dim[3]
     )
 
@@ -241,7 +240,7 @@ def _logical_not(node: PrimitiveNode, x: Meaning) -> Meaning:
 
 def predicate(x: Meaning) -> Predicate | None:
     """A mask, of positions or of the user's."""
-    if isinstance(x, Given) and x.is_plain and x.tensor.get_data_type() in _BOOLEANS:
+    if isinstance(x, Given) and x.is_plain and x.tensor.get_data_type() in BOOLEANS:
         return Predicate(masks=(x.tensor,)) if len(x.tensor.attributes.dim) == 4 else None
     return x if isinstance(x, Predicate) else None
 
