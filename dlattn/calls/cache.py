@@ -67,8 +67,9 @@ class CallCache(Generic[Prepared]):
         self._prepare = prepare
         self._drops = drops
         self._most = most
-        #: What tells options apart: 1, 1.0 and True are equal, but not all of them are right. More
-        #: are kept than calls are, so that those of no call that is kept are forgotten first.
+        #: What tells options apart, and how many tensors there are, of which a quick test would see
+        #: some: 1, 1.0 and True are equal, but not all of them are right. More are kept than calls
+        #: are, so that those of no call that is kept are forgotten first.
         self._key = lru_cache(maxsize=2 * most, typed=True)(_key)
         self._calls: OrderedDict[Any, _Kept[Prepared]] = OrderedDict()
         #: By what stands for options, what was found last, if there is a quick test for it.
@@ -86,7 +87,7 @@ class CallCache(Generic[Prepared]):
             TypeError: of such options, nothing is kept.
         """
         try:
-            said = self._key(*options)
+            said = self._key(len(tensors), *options)
         except ValueError as error:  # a memoryview's
             raise TypeError("an option cannot be hashed") from error
         latest = self._latest.get(said)
@@ -100,7 +101,8 @@ class CallCache(Generic[Prepared]):
         """What was prepared for tensors like these, and their addresses.
 
         Args:
-            tensors: in the order of ``prepare``'s arguments; ``None`` for what is left out.
+            tensors: in the order of ``prepare``'s arguments; ``None`` for what is left out, unless
+                nothing follows.
             options: numbers, booleans and words, and tuples of them, in which equal ones must be
                 of one type. Of a tensor in the place of a number, which is told apart by what it is
                 and not by what it holds, and of what cannot be hashed, nothing is kept.
@@ -109,7 +111,7 @@ class CallCache(Generic[Prepared]):
             Whatever ``prepare`` does.
         """
         try:
-            said = self._key(*options)
+            said = self._key(len(tensors), *options)
             # What `latest` does, whose call would take 0.1 us.
             latest = self._latest.get(said)
             if latest is not None:
@@ -156,8 +158,8 @@ class CallCache(Generic[Prepared]):
             self._key.cache_clear()
 
 
-def _key(*options: Any) -> object:
-    """What stands for options, and equals nothing else."""
+def _key(count: int, *options: Any) -> object:
+    """What stands for options and a number of tensors, and equals nothing else."""
     if _may_change(options):
         raise TypeError("a tensor is among the options")
     return object()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.calls import cache
-from dlattn.calls.cache import CallCache
+from dlattn.calls.cache import CallCache, forget_calls
+from dlattn.flash import mha_fwd, mha_varlen_fwd
 from dlattn.runtime import guards
 from dlattn.runtime.tensors import lookalikes, signatures
 
@@ -140,13 +141,44 @@ def test_calls_that_take_turns_make_few_tests(monkeypatch: Any) -> None:
         assert not looked
 
 
-@given(st.lists(st.tuples(places(), st.booleans(), st.booleans()), max_size=12))
+@given(
+    st.lists(
+        st.tuples(places(), st.sampled_from((2, 5)), st.booleans(), st.booleans()), max_size=12
+    )
+)
 def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
-    """Whatever was called before, in whatever mode, what is found is what was prepared for tensors
-    and options like these, with the addresses of these."""
+    """Whatever was called before, in whatever mode, what is found is what was prepared for as many
+    tensors, and options, like these, with the addresses of these."""
     kept: CallCache[Any] = CallCache(lambda *call: (signatures(call[:-1])[0], *call[-1]), most=4)
-    for given_tensors, option, learns in calls:
+    for five, count, option, learns in calls:
+        given_tensors = five[:count]
         with torch.set_grad_enabled(learns):
             prepared, addresses = kept.find(given_tensors, (option,))
         key, expected = signatures(given_tensors)
         assert prepared == (key, option) and addresses == expected
+
+
+def test_what_is_left_out_in_every_other_call() -> None:
+    """Sinks count, and a page table does, between calls that are alike but for having none."""
+    q, k, v = torch.randn(3, 1, 4, 2, 8).bfloat16()
+    sinks = torch.tensor([3.0, -1.0])
+    pages = {"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32), "max_seqlen_q": 4}
+    pages |= {"cu_seqlens_k": pages["cu_seqlens_q"], "max_seqlen_k": 4}
+    none = dict.fromkeys(("out_", "seqused_k", "block_table_", "alibi_slopes_"))
+
+    def dense(given: Any) -> Any:
+        return mha_fwd(q, k, v, sinks=given)[0]
+
+    def packed(given: Any) -> Any:
+        return mha_varlen_fwd(q[0], k[0], v[0], **none, **pages, sinks=given)[0]
+
+    for call in (dense, packed):
+        expected = []
+        for given_sinks in (None, sinks):
+            forget_calls()
+            expected.append(call(given_sinks))
+        assert not torch.equal(*expected)
+        forget_calls()
+        for _ in range(2):
+            for given_sinks, its in zip((None, sinks), expected, strict=True):
+                assert torch.equal(call(given_sinks), its)
