@@ -90,7 +90,8 @@ _UNEVEN = (
     *product(((32, 32),), ((8, 8192), (16, 4096), (64, 1024))),
 )  # fmt: skip
 #: Those of one query: plain, with lengths on the device, and with these in pages of 64; smaller
-#: pages; several queries; uneven lengths; one head of keys, which is what a GPU of eight has.
+#: pages; several queries; uneven lengths; one head of keys, which is what a GPU of eight has, also
+#: of several queries.
 ROWS = (
     *(
         Row(batch, heads, keys, **kind)
@@ -106,6 +107,12 @@ ROWS = (
         for kind in _KINDS[1:]
     ),
     *(Row(batch, (8, 1), keys, page=64) for batch, keys in ((1, 8192), (1, 65536), (16, 8192))),
+    *(
+        Row(batch, heads, keys, queries, page=64)
+        for heads in ((64, 8), (8, 1))
+        for batch, keys in ((1, 8192), (16, 8192), (64, 1024))
+        for queries in (4, 16)
+    ),
 )
 
 

@@ -78,13 +78,9 @@ struct Share {
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
   DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
   DLATTN_DEVICE bool enters_item() const { return completes(); }
-  // The team that has the first tile of the item.
-  DLATTN_DEVICE int first_team() const {
-    const int first = begin + left - 1 - tile;
-    const int before = total % teams * (total / teams + 1);  // of the teams that have one tile more
-    if (first < before) return first / (total / teams + 1);
-    return total % teams + (first - before) / (total / teams);
-  }
+  // The teams that have the first and the last tile of the item.
+  DLATTN_DEVICE int first_team() const { return team_of(begin + left - 1 - tile); }
+  DLATTN_DEVICE int last_team() const { return team_of(begin + left - 1 - tile + keys.tiles - 1); }
   DLATTN_DEVICE int block_of(int team) const { return team * width + lane; }
 
   DLATTN_DEVICE void advance() {
@@ -98,6 +94,11 @@ struct Share {
   }
 
  private:
+  DLATTN_DEVICE int team_of(int tile_of_all) const {
+    const int before = total % teams * (total / teams + 1);  // of the teams that have one tile more
+    if (tile_of_all < before) return tile_of_all / (total / teams + 1);
+    return total % teams + (tile_of_all - before) / (total / teams);
+  }
   // Of batch entries that all have these lengths.
   DLATTN_DEVICE void divide_alike() {
     const int tiles = columns * Keys(length, p).tiles;

@@ -123,10 +123,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
     if constexpr (Tiling::shares) {
       const bool completes = work.completes();
-      const int first_team = work.first_team();
       walk(full, queries, row, softmax, output);
       Base::share(softmax, output);
-      Base::conclude(completes, first_team);
+      Base::conclude(completes);
       work.advance();
     } else {
       if (work.left > 0) walk(full, queries, row, softmax, output);

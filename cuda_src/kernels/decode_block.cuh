@@ -71,9 +71,9 @@ struct DecodeBlock {
     static constexpr int bytes = 40;
     float o[8], reference, sum;
   };
-  static constexpr int row_units = Problem::head_dim_v / 8, most_blocks = 8;
+  static constexpr int most_blocks = 8;
   struct Mailbox {
-    Packet packets[rows * row_units + most_blocks];
+    Packet packets[rows * (Problem::head_dim_v / 8) + most_blocks];
     uint64 full;
   };
 
@@ -157,7 +157,8 @@ struct DecodeBlock {
   // The first of 16 keys that this warp loads.
   DLATTN_DEVICE int first_loaded(const Tiles& at) const { return first_key(at) + 16 * row_group; }
 
-  DLATTN_DEVICE void await_team() const {
+  DLATTN_DEVICE void await_team() const { await(team); }
+  static DLATTN_DEVICE void await(int team) {
     if constexpr (row_groups == 1) {
       __syncwarp();
     } else {

@@ -1,6 +1,6 @@
-// How keys and values reach a warp of a decode on Hopper, if 16 rows are all that there are: by the copy
-// engine, in boxes of 16 keys or values, which the warp orders for itself, ahead of the products and across
-// items. Each tile of its ring, of keys or of values, is ordered anew as soon as it has been read.
+// How keys and values reach a team of warps of a decode on Hopper: by the copy engine, in boxes of 16 keys
+// or values, of which each warp orders its own, ahead of the products and across items. Each tile of a
+// team's ring, of keys or of values, is ordered anew as soon as it has been read.
 #pragma once
 
 #include "kernels/decode_block.cuh"
@@ -20,6 +20,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using Base::m;
   using Base::p;
   using Base::paged;
+  using Base::row_group;
+  using Base::row_groups;
   using Base::stages;
   using Base::team;
   using Base::teams;
@@ -30,7 +32,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using typename Base::RowSums;
   using typename Base::Tiles;
   using typename Base::VTile;
-  static_assert(Base::row_groups == 1 && !Problem::ragged);
+  static_assert(!Problem::ragged);
 
   struct Stage {
     KTile k;
@@ -66,7 +68,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     PageNumbers() = default;
     DLATTN_DEVICE PageNumbers(const Params& p, const Tiles& at, int warp, const int* pages_of_k,
                               const int* pages_of_v) {
-      const int lane = threadIdx.x % 32, row = at.first_key() + tile_k * (warp - lane * teams);
+      const int lane = threadIdx.x % 32, row = at.first_key() + 16 * (warp - lane * Base::warps);
       if (lane >= at.left || row < at.keys.first || row >= at.keys.last) return;
       if constexpr (Problem::paged_k) k = p.k_pages.number_at(pages_of_k, row);
       if constexpr (Problem::paged_v) v = p.v_pages.number_at(pages_of_v, row);
@@ -112,9 +114,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
 
   // What tells this warp where its first tiles are. It is read while a kernel before may still write it,
   // copies are ordered by it as soon as they may be, and then it is read again. If it is not the same, the
-  // warp begins anew (decode.cuh) before it shares what it has: its ring is its own, so that it need not
+  // warp begins anew (decode.cuh) before it shares what it has, if its ring is its own, so that it need not
   // tell others.
-  static constexpr bool may_guess = !Tiling::shares && Base::has_registers;
+  static constexpr bool may_guess = !Tiling::shares && Base::has_registers && row_groups == 1;
   struct Told {
     uint64 lengths;
     uint32 page_k, page_v;
@@ -131,18 +133,20 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     return may_guess && (!paged || Base::has_full_tables(p)) && p.attn_scale_device == nullptr;
   }
 
-  static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, Full& full) {
-    if (threadIdx.x % 32 == 0) {
+  static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, SharedMemory& shared, int warp) {
+    const int team = warp / row_groups;
+    if (warp % row_groups == 0 && threadIdx.x % 32 == 0) {
+      Full& full = shared.full[team];
 #pragma unroll
       for (int i = 0; i < stages; ++i) {
-        mbarrier_init(full.k[i], 1);
-        mbarrier_init(full.v[i], 1);
+        mbarrier_init(full.k[i], row_groups);
+        mbarrier_init(full.v[i], row_groups);
       }
       fence_mbarrier_init();
       tma_prefetch(m.k);
       tma_prefetch(m.v);
     }
-    __syncwarp();
+    Base::await(team);
   }
 
   // Where a first attempt has left the ring, if this is another one.
@@ -263,7 +267,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, Tile::slabs * 16 * 128);
-        s_tile.load_rows(0, map, full, is_paged ? table.slot(first) : first, head,
+        s_tile.load_rows(16 * row_group, map, full, is_paged ? table.slot(first) : first, head,
                          is_paged ? page : loads.batch);
       }
     }
@@ -282,7 +286,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       pages_of_v = beginning.pages_of_v;
     } else {
       find_entries();
-      first_numbers = PageNumbers(p, loads, team, pages_of_k, pages_of_v);
+      first_numbers = PageNumbers(p, loads, warp(), pages_of_k, pages_of_v);
       take(first_numbers, from);
     }
   }
@@ -305,13 +309,14 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     const int page = uniform(from_lane(pages, lane_of_tile()));
     return table.has(page) ? page : table.pages;
   }
+  DLATTN_DEVICE int warp() const { return row_groups * team + row_group; }
   DLATTN_DEVICE int lane_of_tile() const { return looked_up - loads.tile; }
   // Starts loading the pages of the next tiles, so early that copies need not wait.
   DLATTN_DEVICE void look_up() {
     if constexpr (paged) {
       // What was read early, L1 keeps.
       const From from = may_guess ? From::l2 : From::l1;
-      take(PageNumbers(p, loads, team, pages_of_k, pages_of_v), from);
+      take(PageNumbers(p, loads, warp(), pages_of_k, pages_of_v), from);
     }
   }
   DLATTN_DEVICE void take(const PageNumbers& numbers, From from) {

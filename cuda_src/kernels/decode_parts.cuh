@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
+#include "attn/part_groups.cuh"
 #include "attn/softmax.cuh"
 #include "kernels/decode_boxes.cuh"
 #include "kernels/decode_loads.cuh"
@@ -27,7 +28,6 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::p;
   using Base::ragged;
   using Base::row_group;
-  using Base::row_units;
   using Base::rows;
   using Base::shared;
   using Base::team;
@@ -67,7 +67,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   // All that needs nothing that a kernel before may write.
   static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
                                  const Beginning& beginning, int warp) {
-    if constexpr (Tiling::boxes) Base::open_ring(m, shared.full[warp]);
+    if constexpr (Tiling::boxes) Base::open_ring(m, shared, warp);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
     Base::prefetch_first(m.p, beginning.tiles, warp);
   }
@@ -102,9 +102,10 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     __syncthreads();
   }
 
-  // Eight columns of a partial row.
+  // Some columns of a partial row: as many as a packet has in a cluster; half of them elsewhere, so that more
+  // threads have some.
   struct Unit {
-    static constexpr int columns = 8;
+    static constexpr int columns = Tiling::clusters ? 8 : 4;
     float reference = Softmax::no_key, sum = 0.f, o[columns] = {};
 
     // Makes another one of it, that nothing will exceed.
@@ -121,10 +122,8 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
 #pragma unroll
       for (int i = 0; i < columns; ++i) o[i] = fmaf(weight, other.o[i], o[i]);
     }
-    DLATTN_DEVICE void take(int first, float4 four) {
-      o[first] = four.x, o[first + 1] = four.y, o[first + 2] = four.z, o[first + 3] = four.w;
-    }
   };
+  static constexpr int row_units = Problem::head_dim_v / Unit::columns;
 
   // Adds `count` units or fewer, all of which are loaded before the first is waited for.
   template <int count, class Load>
@@ -202,10 +201,26 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
 
   DLATTN_DEVICE Left& left_by(int block) const { return static_cast<Left*>(p.parts.data)[block]; }
 
-  // What the teams of blocks from `first` to this one have left of this item is there.
-  DLATTN_DEVICE void await_parts(int first) const {
-    for (int other = first + threadIdx.x; other < work.team; other += threads) {
-      uint64& mark = p.parts.marks[work.block_of(other)];
+  // Parts that a block adds to its own: those of `count` teams, from `nearest` on each `step`-th below.
+  struct Sources {
+    int nearest, step, count;
+    DLATTN_DEVICE int team(int i) const { return nearest - i * step; }
+  };
+  static constexpr int at_a_time = 8;  // of them, that a thread has on their way
+  using Groups = PartGroups<at_a_time + 1, 2 * at_a_time>;
+
+  DLATTN_DEVICE Sources sources(bool completes) const {
+    if (completes && work.tile == 0) return {};  // the item is this block's
+    const int last = work.last_team(), others = last - work.first_team();
+    if (!completes) return {work.team - 1, 1, Groups::added_to(last - work.team, others)};
+    const int step = Groups::step(others);
+    return {last - 1, step, ceil_div(others, step)};
+  }
+
+  // What they have left of this item is there.
+  DLATTN_DEVICE void await_parts(const Sources& from) const {
+    for (int i = threadIdx.x; i < from.count; i += threads) {
+      uint64& mark = p.parts.marks[work.block_of(from.team(i))];
       while (load_acquire(&mark) != p.parts.mark) {
       }
       mark = 0;
@@ -226,29 +241,27 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     }
   }
 
-  // Of the teams of warps, and if other blocks from the team `first` on have left parts, of these.
-  DLATTN_DEVICE Unit merge(int first, int row, int column) const {
+  // Of the teams of warps, and of other blocks.
+  DLATTN_DEVICE Unit merge(const Sources& from, int row, int column) const {
     Unit unit = merge_teams(row, column);
-    constexpr int at_a_time = 8;
-    for (int other = first; other < work.team; other += at_a_time) {
-      add_units<at_a_time>(unit, work.team - other, [&](Unit& part, int i) {
-        const Left& left = left_by(work.block_of(other + i));
-        const auto* g_o = reinterpret_cast<const float4*>(&left.o[row][column]);
+    for (int done = 0; done < from.count; done += at_a_time) {
+      add_units<at_a_time>(unit, from.count - done, [&](Unit& part, int i) {
+        const Left& left = left_by(work.block_of(from.team(done + i)));
+        const float4 o = load_relaxed(reinterpret_cast<const float4*>(&left.o[row][column]));
         part.reference = load_relaxed(&left.reference[row]);
         part.sum = load_relaxed(&left.sum[row]);
-        part.take(0, load_relaxed(g_o));
-        part.take(4, load_relaxed(g_o + 1));
+        part.o[0] = o.x, part.o[1] = o.y, part.o[2] = o.z, part.o[3] = o.w;
       });
     }
     return unit;
   }
 
   // All threads, once every team has shared its part of the rows.
-  DLATTN_DEVICE void conclude(bool completes, int first) {
-    const bool collects = completes && first < work.team;
-    if (collects) await_parts(first);
+  DLATTN_DEVICE void conclude(bool completes) {
+    const Sources from = sources(completes);
+    if (from.count > 0) await_parts(from);
     for_each_unit([&](int row, int column) {
-      Unit unit = merge(collects ? first : work.team, row, column);
+      Unit unit = merge(from, row, column);
       if (completes) {
         store(unit, row, column);
       } else {

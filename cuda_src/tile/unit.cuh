@@ -46,11 +46,17 @@ DLATTN_DEVICE void store_unit(T* g_unit, const float (&values)[size]) {
           float4{values[i], values[i + 1], values[i + 2], values[i + 3]};
     }
   } else {
-    static_assert(size == 8);
-    uint32 words[4];
+    static_assert(size == 8 || size == 4);
+    uint32 words[size / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = Convert<T>::pack(values[2 * i], values[2 * i + 1]);
-    *reinterpret_cast<uint4*>(g_unit) = uint4{words[0], words[1], words[2], words[3]};
+    for (int i = 0; i < size / 2; ++i) {
+      words[i] = Convert<T>::pack(values[2 * i], values[2 * i + 1]);
+    }
+    if constexpr (size == 8) {
+      *reinterpret_cast<uint4*>(g_unit) = uint4{words[0], words[1], words[2], words[3]};
+    } else {
+      *reinterpret_cast<uint2*>(g_unit) = uint2{words[0], words[1]};
+    }
   }
 }
 

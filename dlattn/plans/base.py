@@ -155,6 +155,11 @@ class Plan(Runnable):
         """``None`` when this plan can run the problem, else one sentence that says why not."""
 
     @classmethod
+    def gives_way(cls, to: str, problem: Problem, geometry: Geometry, target: Target) -> bool:
+        """Whether the next plan that supports the problem, of this name, runs it faster."""
+        return False
+
+    @classmethod
     def choices(cls, problem: Problem, geometry: Geometry, target: Target) -> Sequence[Choice]:
         """Tilings that a plan for a supported problem can be made with, as ``tiling=``; its own
         choice comes first. Empty where there is one way only."""

@@ -10,14 +10,17 @@ from dlattn.plans.argument import MappedDecodeParams
 from dlattn.plans.cuda import refusal
 from dlattn.plans.decode_tiling import (
     MOST_BLOCKS,
+    MOST_BOX_ROWS,
     MOST_CLUSTER_ROWS,
     DecodeTiling,
     all_box_tilings,
     box_tilings,
     cluster_of,
     cluster_tiling,
+    fills_tiles,
     items_of,
     items_side_by_side,
+    rows_of,
     tilings,
 )
 from dlattn.plans.kernels import KernelLaunch, round_up, shared_of_each
@@ -82,7 +85,7 @@ class Decode(MappedPlan):
                 return f"the head dimension of {name} must be at most {most}; got {dim}."
         if geometry.seq_q > MOST_QUERIES:
             return f"it takes at most {MOST_QUERIES} queries; the graph has {geometry.seq_q}."
-        rows = geometry.seq_q * geometry.heads_together
+        rows = rows_of(geometry)
         most_rows = max((tiling.rows for tiling in tilings(problem, target)), default=0)
         if rows > most_rows:
             return (
@@ -107,12 +110,17 @@ class Decode(MappedPlan):
         return None
 
     @classmethod
+    def gives_way(cls, to: str, problem: Problem, geometry: Geometry, target: Target) -> bool:
+        packs_heads = not problem.has_bias
+        return to == "fwd_sm90" and packs_heads and fills_tiles(geometry, target)
+
+    @classmethod
     def choices(
         cls, problem: Problem, geometry: Geometry, target: Target
     ) -> Sequence[DecodeTiling]:
-        rows = geometry.seq_q * geometry.heads_together
+        rows = rows_of(geometry)
         portable = [tiling for tiling in tilings(problem, target) if tiling.rows >= rows]
-        if rows > 16:
+        if rows > MOST_BOX_ROWS:
             cluster = cluster_of(geometry, target)
             clustered = cluster and cluster_tiling(problem, target, rows, cluster)
             return [clustered, *portable] if clustered else portable

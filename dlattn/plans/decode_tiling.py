@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from dlattn.plans.kernels import round_up, tile_bytes
 from dlattn.plans.mapped import slab_bytes
@@ -68,7 +69,7 @@ class DecodeTiling:
             shared = round_up(teams * (self.stages * stage + 8 * self.rows), alignment)
         else:
             alignment = 1024
-            ring = self.stages * _stage_bytes(problem)
+            ring = self.stages * self.row_groups * _stage_bytes(problem)
             team = round_up(max(ring, part) if self.cluster else ring + part, alignment)
             shared = round_up(teams * (team + 16 * self.stages + 8 * self.rows), alignment)
         if self.cluster > 1:
@@ -124,8 +125,13 @@ _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 #: tiles of each, of 16 rows, where clusters leave multiprocessors out.
 _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 
-#: Items of a multiprocessor from which on two blocks are better than one where lengths differ.
-_ENOUGH_ITEMS = 0.95
+#: Items of a multiprocessor from which on two blocks are better than one where lengths differ; and
+#: a larger ring is better for more than 16 rows.
+_ENOUGH_ITEMS, _ROUNDS_OF_WIDE = 0.95, 2
+
+#: The same from which on items of many keys are shared by so few blocks that their parts cost
+#: little.
+_HARDLY_SHARED = 0.45
 
 #: Items of a multiprocessor, that each have a block: so many that it matters little who is last, or
 #: two at once, or nearly; their keys at most, and at least with so many columns.
@@ -143,7 +149,7 @@ def cluster_of(geometry: Geometry, target: Target) -> int:
     tiles = -(-geometry.seq_kv // (16 * _BOX_WARPS))
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    few = _FEW_TILES if geometry.seq_q * geometry.heads_together <= 16 else 0
+    few = _FEW_TILES if rows_of(geometry) <= 16 else 0
     if items * blocks < 0.9 * room and tiles > few * blocks:
         return 0
     most_keys = _MOST_UNEVEN_KEYS if _differ(geometry) else _MOST_KEYS
@@ -165,6 +171,23 @@ def stand_alone(geometry: Geometry, target: Target) -> bool:
     fills = each >= _MANY_ITEMS or _TWO_ITEMS[0] <= each <= _TWO_ITEMS[1]
     fewest = _FEWEST_NARROW_KEYS if geometry.tensors["v"].dim[3] in _NARROW else 0
     return fills and fewest <= geometry.seq_kv <= _MOST_ALONE_KEYS
+
+
+def rows_of(geometry: Geometry) -> int:
+    """Of an item: queries of the heads that share keys."""
+    return geometry.seq_q * geometry.heads_together
+
+
+def fills_tiles(geometry: Geometry, target: Target) -> bool:
+    """Whether rows are so many that Hopper's forward is faster: the parts of an item that is shared
+    meet in one block, which takes the longer the more rows they have."""
+    rows, items = rows_of(geometry), items_of(geometry) / target.multiprocessors
+    if rows <= MOST_BOX_ROWS or rows > MOST_CLUSTER_ROWS:
+        return rows > MOST_CLUSTER_ROWS
+    has_long, has_many = geometry.seq_kv >= _LONG_KEYS, items >= _HARDLY_SHARED
+    # Where the device alone knows lengths, the forward takes longer to begin.
+    begins_late = geometry.has_lengths and not (has_long or has_many)
+    return not (has_long and has_many or begins_late or cluster_of(geometry, target))
 
 
 def items_of(geometry: Geometry) -> int:
@@ -191,17 +214,16 @@ def tilings(problem: Problem, target: Target) -> tuple[DecodeTiling, ...]:
     return tuple(tiling for tiling in found if tiling)
 
 
-#: Rows of an item that clusters take, beside 16 or fewer: a mailbox has no room for more, others
-#: have not been measured.
-MOST_CLUSTER_ROWS = 64
-_CLUSTER_ROWS = range(33, MOST_CLUSTER_ROWS + 1)
+#: Rows of an item to which the copy engine brings keys, and which clusters take besides: a mailbox
+#: has no room for more.
+MOST_BOX_ROWS, MOST_CLUSTER_ROWS = 32, 64
 
 
 def cluster_tiling(
     problem: Problem, target: Target, rows: int, cluster: int
 ) -> DecodeTiling | None:
-    """For so many rows, more than 16, in clusters, if these take them."""
-    if problem.ragged or target.capability != (9, 0) or rows not in _CLUSTER_ROWS:
+    """In clusters, if these take so many rows, for which the copy engine brings no keys."""
+    if problem.ragged or target.capability != (9, 0) or rows > MOST_CLUSTER_ROWS:
         return None
     best = next((tiling for tiling in tilings(problem, target) if tiling.rows >= rows), None)
     if best is None:
@@ -210,10 +232,10 @@ def cluster_tiling(
     return next((t for t in each if t.shared_memory(problem) <= target.shared_memory), None)
 
 
-def box_tiling(problem: Problem, ring: int, cluster: int = 0) -> DecodeTiling:
-    """For at most 16 rows: the copy engine fills so many bytes, for a cluster or for shares."""
+def box_tiling(problem: Problem, ring: int, cluster: int = 0, row_groups: int = 1) -> DecodeTiling:
+    """The copy engine fills so many bytes, for a cluster or for shares."""
     stages = max(1, ring // (_BOX_WARPS * _stage_bytes(problem)))
-    return DecodeTiling(_BOX_WARPS, 1, stages, boxes=True, cluster=cluster)
+    return DecodeTiling(_BOX_WARPS, row_groups, stages, boxes=True, cluster=cluster)
 
 
 def half_tiling(problem: Problem) -> DecodeTiling:
@@ -234,16 +256,20 @@ def _stage_bytes(problem: Problem) -> int:
 
 
 def box_tilings(problem: Problem, geometry: Geometry, target: Target) -> list[DecodeTiling]:
-    """Those for at most 16 rows that the copy engine brings, the best first."""
-    whole = box_tiling(problem, _LONG if geometry.seq_kv >= _LONG_KEYS else _SHORT)
+    """Those that the copy engine brings keys for, the best first."""
+    cluster, items = cluster_of(geometry, target), items_of(geometry) / target.multiprocessors
+    few_keys = geometry.seq_kv < _LONG_KEYS
+    if rows_of(geometry) > 16:
+        ring = _SHORT if few_keys and items >= _ROUNDS_OF_WIDE else _LONG
+        whole = box_tiling(problem, ring, row_groups=2)
+        return [box_tiling(problem, _CLUSTERED, cluster, 2), whole] if cluster else [whole]
+    whole = box_tiling(problem, _SHORT if few_keys else _LONG)
     halves = half_tiling(problem), alone_tiling(problem, geometry.seq_kv)
-    enough = items_of(geometry) >= _ENOUGH_ITEMS * target.multiprocessors
-    cluster = cluster_of(geometry, target)
     if cluster:
         return [box_tiling(problem, _CLUSTERED, cluster), whole]
     if stand_alone(geometry, target):
         return [*reversed(halves), whole]
-    if not enough:
+    if items < _ENOUGH_ITEMS:
         return [whole]
     return [halves[0], whole, halves[1]] if _differ(geometry) else [whole, *halves]
 
@@ -252,7 +278,7 @@ def all_box_tilings(problem: Problem) -> list[DecodeTiling]:
     """Whatever the geometry: all that are the best of some."""
     rings = ((_LONG, 0), (_SHORT, 0), (_CLUSTERED, MOST_BLOCKS))
     return [
-        *(box_tiling(problem, *ring) for ring in rings),
+        *(box_tiling(problem, *ring, groups) for ring, groups in product(rings, (1, 2))),
         half_tiling(problem),
         *(alone_tiling(problem, keys) for keys in (1, _LONG_KEYS)),
     ]

@@ -16,7 +16,8 @@ from dlattn.runtime.target import Target
 if TYPE_CHECKING:
     from dlattn.plans.interpreter import Interpreter
 
-#: A plan's name, which is its module's, and its class; most specialised first.
+#: A plan's name, which is its module's, and its class; most specialised first, which is best unless
+#: it gives way.
 PLANS = {
     "decode": "Decode",
     "fwd_sm90": "FwdSm90",
@@ -50,6 +51,8 @@ def select(
     what = (problem, geometry, target)
     asked = [name for name in PLANS if engine in (None, name, _family(name))]
     supported = [plan for plan in map(plan_named, asked) if plan.supports(*what) is None]
+    if len(supported) > 1 and supported[0].gives_way(supported[1].name, *what):
+        supported[:2] = supported[1::-1]
     if supported:
         return supported
     refused = f"DLATTN_ENGINE asks for {engine!r}"

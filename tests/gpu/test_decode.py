@@ -140,6 +140,25 @@ DIVIDED = {
     "shares of one block, several items each": (5, (0, 1, 2), Case(
         **_WIDE, batch=7, heads_q=8, heads_k=2, heads_v=2, seq_kv=1300, page_k=16, page_v=16,
     )),
+    "parts in groups": (132, (0, 1, 1), Case(**_WIDE, heads_q=8, seq_kv=17000, sink=0.0)),
+    "parts in groups, lengths, pages": (132, (0, 1, 1), Case(
+        **_WIDE, batch=3, heads_q=8, seq_q=2, seq_kv=5000, len_q=(2, 1, 2), len_kv=(5000, 1, 4999),
+        right=0, bottom_right=True, page_k=64, page_v=16,
+    )),
+    "32 rows, parts in groups": (132, (0, 1, 1), Case(
+        **_WIDE, batch=2, heads_q=8, seq_q=4, seq_kv=6000, right=0, bottom_right=True
+    )),
+    "24 rows, lengths, pages": (132, (0, 1, 1), Case(
+        **_WIDE, batch=3, heads_q=8, seq_q=3, seq_kv=5000, len_q=(3, 1, 2), len_kv=(5000, 33, 2047),
+        page_k=16, page_v=64,
+    )),
+    "32 rows, clusters": (132, (2, 1, 2), Case(
+        **_WIDE, batch=62, heads_q=8, seq_q=4, seq_kv=300, sink=0.0
+    )),
+    "32 rows, several items each": (5, (0, 1, 2), Case(
+        **_WIDE, batch=12, heads_q=8, seq_q=4, seq_kv=700, len_q=(4,) * 12,
+        len_kv=_lengths(12, 700), page_k=16, page_v=16,
+    )),
 }  # fmt: skip
 
 
@@ -190,25 +209,29 @@ extern "C" __global__ void write_late(int* to, const int* from, int count) {
 
 
 @pytest.mark.parametrize(
-    "batch, keys, multiprocessors",
+    "batch, queries, keys, multiprocessors",
     [
-        (1, 2000, 132),
-        (5, 700, 132),
-        (5, 6000, 132),
-        (40, 3000, 132),
-        (70, 700, 132),
-        (70, 1500, 132),
-        (17, 4200, 2),
+        (1, 1, 2000, 132),
+        (5, 1, 700, 132),
+        (5, 1, 6000, 132),
+        (40, 1, 3000, 132),
+        (70, 1, 700, 132),
+        (70, 1, 1500, 132),
+        (17, 1, 4200, 2),
+        (5, 4, 6000, 132),
+        (32, 3, 700, 132),
+        (1, 9, 9000, 132),  # Hopper's forward, and a kernel for its parts
     ],
 )
 @pytest.mark.parametrize("written", ["lengths", "pages", "pages of k", "pages of v", "queries"])
 def test_what_the_kernel_in_front_writes_is_read(
-    batch: int, keys: int, multiprocessors: int, written: str
+    batch: int, queries: int, keys: int, multiprocessors: int, written: str
 ) -> None:
     """Also what it writes after the decode has begun, whatever was there before: lengths and page
     numbers, of one table or of two, are used before they may be known."""
     cupy = pytest.importorskip("cupy")
-    if int(cupy.cuda.Device().compute_capability) < 90:
+    capability = int(cupy.cuda.Device().compute_capability)
+    if capability < 90:
         pytest.skip("kernels begin before the one in front has ended from sm_90 on")
     rng, page = np.random.default_rng(batch + keys), 16
     pages, of_both = -(-keys // page), "pages of k"
@@ -224,16 +247,16 @@ def test_what_the_kernel_in_front_writes_is_read(
             "pages of v": rng.permutation(batch * pages).reshape(batch, 1, pages, 1),
         }
         new = {name: cupy.asarray(of, dtype=cupy.int32) for name, of in numbers.items()}
-        return {**new, "queries": normal(batch, 16, 1, 128)}
+        return {**new, "queries": normal(batch, 16, queries, 128)}
 
     k, v = (normal(batch * pages, 2, page, 128) for _ in range(2))
     now = drawn()
     if written != "queries":
         wild = rng.integers(-(2**31), 2**31, now[written].shape)
         now[written] = cupy.asarray(wild, dtype=cupy.int32)
-    one = cupy.ones((batch, 1, 1, 1), dtype=cupy.int32)
+    all_queries = cupy.full((batch, 1, 1, 1), queries, dtype=cupy.int32)
     tables = {of: now[of] for of in ("pages of k", table_v)}
-    given = (now["queries"], k, v, one, now["lengths"], *tables.values())
+    given = (now["queries"], k, v, all_queries, now["lengths"], *tables.values())
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.HALF,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -249,7 +272,8 @@ def test_what_the_kernel_in_front_writes_is_read(
     output.set_output(True).set_dim(o.shape).set_stride([stride // 2 for stride in o.strides])
     with few_multiprocessors(multiprocessors):
         graph.build([dlattn.heur_mode.A])
-    assert graph.get_plan_name_at_index(0) == "decode"
+    forward = capability == 90 and queries > 8
+    assert graph.get_plan_name_at_index(0) == ("fwd_sm90" if forward else "decode")
     workspace = cupy.zeros(max(1, graph.get_workspace_size()), cupy.uint8)
     pack = dict(zip((*inputs, output), (*given, o), strict=True))
     write = cupy.RawKernel(_LATE, "write_late")

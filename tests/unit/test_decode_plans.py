@@ -15,6 +15,7 @@ from dlattn.plans.decode_tiling import items_side_by_side, tilings
 from dlattn.plans.select import select
 from dlattn.problem import (
     PAGE_TABLES,
+    Bias,
     BlockMask,
     Direction,
     Geometry,
@@ -60,12 +61,60 @@ def geometry(
 def test_few_queries_are_decoded(arch: str) -> None:
     """On every architecture, if the rows of all heads that share keys fit its registers."""
     assert select(PROBLEM, geometry(), KNOWN[arch])[0] is Decode
-    assert select(PROBLEM, geometry(queries=16), KNOWN[arch])[0] is Decode
-    assert select(PROBLEM, geometry(queries=17), KNOWN[arch])[0] is not Decode
+    assert Decode in select(PROBLEM, geometry(queries=16), KNOWN[arch])
+    assert Decode not in select(PROBLEM, geometry(queries=17), KNOWN[arch])
     most = max(tiling.rows for tiling in tilings(PROBLEM, KNOWN[arch]))
     for heads, taken in ((most, True), (most + 1, False)):
         reason = Decode.supports(PROBLEM, geometry(heads=(heads, 1, 1)), KNOWN[arch])
         assert (reason is None) == taken
+
+
+@pytest.mark.parametrize(
+    "batch, heads, queries, keys, plan",
+    [
+        # Up to 32 rows, whatever there is; more where items are many and long, or have clusters.
+        (1, 1, 4, 8192, "decode"),
+        (1, 8, 4, 1024, "decode"),
+        (16, 8, 8, 8192, "decode"),
+        (8, 8, 8, 8192, "decode"),
+        (64, 1, 8, 1024, "decode"),
+        (1, 8, 8, 8192, "fwd_sm90"),
+        (64, 2, 8, 1024, "fwd_sm90"),
+        # Above 64, parts take longer than all else.
+        (8, 8, 16, 8192, "fwd_sm90"),
+        (1, 1, 9, 65536, "fwd_sm90"),
+    ],
+)
+def test_many_rows_are_left_to_hoppers_forward(
+    batch: int, heads: int, queries: int, keys: int, plan: str
+) -> None:
+    """Where that was measured as faster; others have none that is, nor has it for a bias."""
+    sizes = geometry(batch=batch, heads=(8 * heads, heads, heads), queries=queries, keys=keys)
+    plans = [it.name for it in select(PROBLEM, sizes, HOPPER)]
+    assert plans[0] == plan and {*plans[:2]} == {"decode", "fwd_sm90"}
+    assert select(PROBLEM, sizes, KNOWN["sm_80"])[0] is Decode
+    biased = replace(PROBLEM, edits=(Scale(), Bias(data_type.HALF, contiguous=True)))
+    shape = (1, 1, queries, keys), (queries * keys, queries * keys, keys, 1)
+    bias = TensorSpec("bias", *shape, data_type.HALF)
+    more = replace(sizes, tensors=sizes.tensors | {"bias": bias})
+    assert select(biased, more, HOPPER)[0] is Decode
+
+
+def test_short_lengths_on_the_device_are_decoded() -> None:
+    """Up to 64 rows: Hopper's forward takes longer to find out who has which keys."""
+    sizes = geometry(batch=1, heads=(16, 2, 2), queries=8, keys=1024)
+    assert select(PROBLEM, sizes, HOPPER)[0] is not Decode
+    assert select(PROBLEM, with_lengths(sizes), HOPPER)[0] is Decode
+
+
+def test_copies_reach_32_rows() -> None:
+    """The copy engine brings keys to one or two groups of 16 rows, to more threads do."""
+    for queries, groups, boxes in ((2, 1, True), (3, 2, True), (4, 2, True), (5, 4, False)):
+        sizes = geometry(batch=1, heads=(8, 1, 1), queries=queries, keys=20_000)
+        tiling = Decode(PROBLEM, sizes, HOPPER).tiling
+        assert (tiling.row_groups, tiling.boxes, tiling.cluster) == (groups, boxes, 0)
+    many = geometry(batch=64, heads=(8, 1, 1), queries=4, keys=1024)
+    assert Decode(PROBLEM, many, HOPPER).tiling.cluster == 2
 
 
 @pytest.mark.parametrize(
