@@ -4,6 +4,7 @@
 // many, all are left, without marks, and a kernel of its own adds them up (kernels/fwd_parts.cuh).
 #pragma once
 
+#include "attn/part_groups.cuh"
 #include "attn/refs.cuh"
 #include "attn/schedule.cuh"
 #include "attn/softmax.cuh"
@@ -50,23 +51,25 @@ template <int warps, int v_tiles>
 struct KeyParts {
   using Output = Accumulator<1, v_tiles>;
   using Part = KeyPart<warps, v_tiles>;
+  using Groups = PartGroups<4, 6>;  // a part that is added takes a microsecond
 
   const PartsRef& parts;
   const int thread;  // among these warps
 
-  // True if this block then has all of the rows. The last part has the number of parts before it, others
-  // have -1.
+  // True if this block then has all of the rows. The last part has the number of parts before it; others
+  // have -1, less the number of those that they add.
   template <class Softmax>
   DLATTN_DEVICE bool gather(int number, Softmax& softmax, Output& output) const {
-    const int block = block_number();
-    if (number < 0) {
-      leave(block, softmax, output);
-      tell(block);
-      return false;
-    }
+    const int block = block_number(), count = number > 0 ? number : -1 - number;
+    const int step = Groups::step(most(0, number));
 #pragma unroll 1
-    for (int before = number; before > 0; --before) add(block - before, softmax, output);
-    return true;
+    for (int before = round_up(count, step); before > 0; before -= step) {
+      add(block - before + step - 1, softmax, output);
+    }
+    if (number > 0) return true;
+    leave(block, softmax, output);
+    tell(block);
+    return false;
   }
   // For a later kernel. A block may have two parts: of a tile that ends with it, and of another.
   template <class Softmax>

@@ -201,7 +201,8 @@ struct PartsRef {
   void* data;     // a part for each block; two for a later kernel
   uint64* marks;  // likewise: `mark` where the part is there
   uint64 mark;
-  const int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh)
+  int4*
+      tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh); null if none does
 };
 
 }  // namespace dlattn

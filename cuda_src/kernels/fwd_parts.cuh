@@ -92,9 +92,7 @@ struct FwdParts {
     }
   }
 
-  DLATTN_DEVICE void store(int batch, int head, int first, int length_q,
-                           const Output& output) const {
-    const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
+  DLATTN_DEVICE void store(int batch, int head, int first, int rows, const Output& output) const {
     const int column = slice * columns + lane % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -113,14 +111,19 @@ struct FwdParts {
   }
 
   DLATTN_DEVICE void run() const {
+    launch_dependents();
+    if (p.items_taken != nullptr) await_kernel_before();  // which tells of parts
     const int4* told = p.parts.tiles + 2 * (blockIdx.x / (slices * warps_of_tile));
     const int4 tile = told[0], parts = told[1];
+    if (parts.z == 0) return;
     const typename Block::Work work(p, {tile.x, tile.y, tile.z});
     const auto own = Block::own_rows(p, work, warp_of_tile / 4);
     const auto rows = Block::rows_from(p, 16 * (warp_of_tile % 4));
     const int head = own.head + rows.head, first = own.first + rows.first;
     const int length_q = work.length.q;
-    if (own.first < 0 || rows.head >= own.heads || first >= length_q) return;
+    // Those of no query are stored by a warp if another one of its consumer has some.
+    const int stored = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q);
+    if (own.first < 0 || own.first >= length_q || rows.head >= own.heads || first >= stored) return;
 
     await_kernel_before();
     const ScoreValues values(p);
@@ -134,7 +137,7 @@ struct FwdParts {
     add_others(softmax, output);
     // Statistics are the same in blocks of other columns, and stored by all.
     finish_rows<Problem>(p, tile.z, head, first, length_q, softmax, output);
-    store(tile.z, head, first, length_q, output);
+    store(tile.z, head, first, stored - first, output);
   }
 };
 

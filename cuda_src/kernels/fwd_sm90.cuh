@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attn/epilogue.cuh"
-#include "attn/key_parts.cuh"
 #include "kernels/fwd_sm90_scores.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/warpgroup.cuh"
@@ -237,7 +236,7 @@ struct FwdSm90 : FwdSm90Scores<Problem, Tiling> {
 
   // Where blocks share keys: true if this one has all of the rows.
   DLATTN_DEVICE bool gather_parts(const WorkItem& item, Softmax& softmax, Output& output) {
-    const KeyParts<4 * consumers, dim_v / 8> parts{p.parts, opaque(threadIdx.x - 128)};
+    const typename Base::Parts parts{p.parts, opaque(threadIdx.x - 128)};
     if constexpr (Tiling::shares_more) {
       if (p.parts.tiles != nullptr) {
         parts.leave_behind(item.parts, softmax, output);
@@ -304,7 +303,9 @@ DLATTN_DEVICE void fwd_sm90(const MappedFwdParams& params) {
 
   Kernel kernel(params, shared);
   kernel.init();
-  if constexpr (Problem::ragged || Kernel::Tiles::skips) await_kernel_before();
+  if constexpr (Problem::ragged || Kernel::Tiles::skips || Tiling::shares_more) {
+    await_kernel_before();
+  }
   if constexpr (Tiling::shares_more) launch_dependents();
   if (warp_index() / 4 == 0) {
     give_registers<Kernel::producer_registers>();

@@ -1,6 +1,7 @@
 // What the warpgroups of a Hopper forward block share.
 #pragma once
 
+#include "attn/key_parts.cuh"
 #include "attn/mask.cuh"
 #include "attn/paged_boxes.cuh"
 #include "attn/params.cuh"
@@ -67,6 +68,7 @@ struct FwdSm90Block {
   using VTile = SlabTile<T, tile_k, dim_v>;
   using BiasTile = StagedTile<typename Score::StagedBias, 64, tile_k>;
   using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
+  using Parts = KeyParts<4 * consumers, dim_v / 8>;
   static constexpr bool stages_bias = Score::stages_bias;
   struct Nothing {};
 

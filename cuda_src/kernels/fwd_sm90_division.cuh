@@ -13,10 +13,11 @@ namespace dlattn {
 template <class Block>
 struct KeyDivision {
   using Work = typename Block::Work;
+  using Groups = typename Block::Parts::Groups;
 
   // Query tiles for each block up to which keys are divided; keys of a part at the least; parts of a
-  // query tile at the most, on average, which its last block adds one by one.
-  static constexpr int most_tiles = 4, least_part = 256, most_parts = 6;
+  // query tile at the most, on average, unless a later kernel adds them.
+  static constexpr int most_tiles = 4, least_part = 256, most_parts = 16;
   // What a query tile takes beside its products, and what parts cost a block more, in keys; and what of the
   // time may be left at the most: blocks with parts come to the same keys at different times.
   static constexpr float keys_beside = 250.f, parts_cost = 800.f, least_gain = 0.8f;
@@ -25,52 +26,85 @@ struct KeyDivision {
   // Query tiles up to which lanes count those of an entry each; else all those of one.
   static constexpr int few_tiles = 8;
 
+  // Query tiles of other heads with the same keys stand side by side, and have blocks of their own each (along
+  // x): a team of blocks comes to the same keys at a time.
   const Params& p;
-  const int groups;  // of heads that share a query tile
+  const int beside = gridDim.x, teams = gridDim.y;
+  const int groups;  // of heads that share a query tile, or have theirs side by side
   int units = 0;     // key tiles in the line
-  int blocks = 0;    // that share them; 0 if none do
+  int of_lane = 0;   // of them, of the entry that a lane has seen last
+  int dividing = 0;  // teams that share them; 0 if none do
+  int each, larger;  // how many a team has, and how many teams have one more
 
   // Of so many query tiles in all.
-  DLATTN_DEVICE KeyDivision(const Params& params, int tiles)
-      : p(params), groups(Block::tiles_of_heads(params)) {
-    if (tiles == 0 || tiles > most_tiles * block_count()) return;
+  DLATTN_DEVICE KeyDivision(const Params& params, int all_tiles)
+      : p(params), groups(Block::tiles_of_heads(params) / beside) {
+    const int tiles = all_tiles / beside;
+    if (tiles == 0 || tiles > most_tiles * teams) return;
     int longest = 0;
-    units = BatchWalk::count(p.batch, [&](int batch) { return units_of_entry(batch, longest); });
+    units = BatchWalk::count(p.batch,
+                             [&](int batch) { return of_lane = units_of_entry(batch, longest); });
     longest = __reduce_max_sync(0xffffffffu, longest);
     if (longest > most_units) return;
-    const int most = least(most_parts * tiles, units / ceil_div(least_part, Block::tile_k));
-    const int dividing = least(block_count(), most);
-    if (dividing == 0) return;
-    const float parts = keys_of(float(units) / dividing, ceil_div(tiles, dividing)) + parts_cost;
-    if (parts < least_gain * keys_if_whole(tiles, longest)) blocks = dividing;
+    int most = least(teams, units / ceil_div(least_part, Block::tile_k));
+    if (p.parts.tiles == nullptr) most = least(most, most_parts * tiles);
+    // Of equal tiles nobody had better have the end of one and the beginning of another.
+    const int as_many = most / tiles * tiles;
+    if (longest * tiles == units && as_many >= 0.9f * most) most = as_many;
+    if (most == 0) return;
+    const float parts = keys_of(float(units) / most, ceil_div(tiles, most)) + parts_cost;
+    if (parts >= least_gain * keys_if_whole(tiles, longest)) return;
+    dividing = most;
+    each = units / dividing;
+    larger = units % dividing;
   }
 
   // Calls offer(item, key tiles) for each part of this block, of WorkItem and Interval. A block waits for parts of
   // smaller numbers only, after it has left its own: what it leaves is what it comes to first.
   template <class Offer>
   DLATTN_DEVICE void for_each_part(Offer offer) const {
-    const int block = block_number();
-    if (block >= blocks) return;
-    const Interval own{cut(block), cut(block + 1)};
+    const int team = blockIdx.y;
+    if (team >= dividing) return;
+    const Interval own{cut(team), cut(team + 1)};
     for (QueryTile at(*this, own.last - 1);; at.go_back(*this)) {
       const Interval part = own & at.units;
-      WorkItem item{at.tile, Block::first_head(p, at.group), at.batch};
-      item.parts = part.last < at.units.last ? -1 : block - block_with(at.units.first);
-      const int before = part.first - at.units.first, first = at.first_key_tile + before;
+      WorkItem item{at.tile, first_head(at, blockIdx.x), at.batch};
+      const int before = team - team_with(at.units.first);
+      const int after = team_with(at.units.last - 1) - team;
+      item.parts = after == 0 ? before : -1 - Groups::added_to(after, before + after);
+      const int first = at.first_key_tile + part.first - at.units.first;
       offer(item, Interval{first, first + part.last - part.first});
       if (part.first == own.first) return;
     }
   }
 
+  // Tells the later kernel of the query tile of this number among those of an entry
+  // (dlattn/plans/schedule.py), if it is divided.
+  DLATTN_DEVICE void tell(int4* to, int batch, int number) const {
+    const Lengths length(p, batch);
+    const int tiles = Block::tiles_of(p, length.q), group = number / tiles, place = group % beside;
+    const QueryTile at(*this, batch, group / beside, number % tiles);
+    const int first = team_with(at.units.first), last = team_with(at.units.last - 1);
+    if (threadIdx.x % 32 != 0 || first == last) return;
+    const int before = place * teams;  // blocks
+    to[0] = {at.tile, first_head(at, place), batch, 0};
+    to[1] = {before + first, block_count() + before + last, last - first + 1, 0};
+  }
+
  private:
+  struct QueryTile;
+  DLATTN_DEVICE int first_head(const QueryTile& at, int place) const {
+    return Block::first_head(p, at.group * beside + place);
+  }
+
   // What a block takes, in keys.
   static DLATTN_DEVICE float keys_of(float key_tiles, int tiles) {
     return key_tiles * Block::tile_k + keys_beside * tiles;
   }
   // The block with the most, where tiles are whole: those that differ fill each other's gaps.
   DLATTN_DEVICE float keys_if_whole(int tiles, int longest) const {
-    const int rounds = ceil_div(tiles, block_count());
-    const float mean = float(units) / tiles, even = float(units) / block_count() + mean / 2;
+    const int rounds = ceil_div(tiles, teams);
+    const float mean = float(units) / tiles, even = float(units) / teams + mean / 2;
     if (rounds == 1) return keys_of(longest, rounds);
     if (longest <= 1.25f * mean) return keys_of(mean * rounds, rounds);
     return keys_of(even > longest ? even : longest, rounds);
@@ -87,8 +121,8 @@ struct KeyDivision {
   DLATTN_DEVICE int units_of_entry(int batch, int& longest) const {
     const Lengths length = Lengths::of_lane(p, batch);
     // Lanes beyond the last entry have that one once more, which is counted once.
-    const int lane = threadIdx.x % 32;
-    const bool is_first = __ffs(__match_any_sync(0xffffffffu, batch)) - 1 == lane;
+    const int lane = threadIdx.x % 32, before_it = __shfl_up_sync(0xffffffffu, batch, 1);
+    const bool is_first = lane == 0 || batch != before_it;
     const int tiles = is_first ? Block::tiles_of(p, length.q) : 0;
     int sum = 0;
     const auto add = [&](int own) {
@@ -113,13 +147,14 @@ struct KeyDivision {
     return sum * groups;
   }
 
-  // Where block i begins in the line, and the block that a unit is of.
-  DLATTN_DEVICE int cut(int i) const { return int64(i) * units / blocks; }
-  DLATTN_DEVICE int block_with(int unit) const {
-    return int((int64(unit + 1) * blocks + units - 1) / units) - 1;
+  // Where team i begins in the line, and the team that a unit is of.
+  DLATTN_DEVICE int cut(int i) const { return i * each + least(i, larger); }
+  DLATTN_DEVICE int team_with(int unit) const {
+    const int after = unit - larger * (each + 1);
+    return after < 0 ? unit / (each + 1) : larger + after / each;
   }
 
-  // A query tile, and its key tiles in the line.
+  // A query tile of each place side by side, and its key tiles in the line.
   struct QueryTile {
     int batch, group, tile, first_key_tile;
     Interval units;
@@ -129,17 +164,38 @@ struct KeyDivision {
     DLATTN_DEVICE QueryTile(const KeyDivision& all, int unit) : length(all.p) {
       BatchWalk walk;
       int longest = 0;
-      walk.find(unit, all.p.batch, [&](int b) { return all.units_of_entry(b, longest); });
+      walk.find(unit, all.p.batch, [&](int b) {
+        return all.p.batch <= 32 ? all.of_lane : all.units_of_entry(b, longest);
+      });
       batch = walk.batch;
       length = Lengths(all.p, batch);
       const int tiles = Block::tiles_of(all.p, length.q);
       const auto own = [&](int of) { return all.units_of(of, length); };
+      if (tiles == 1) {  // as of few queries, which should not wait for more code
+        tile = 0;
+        const int of_tile = look(all.p);
+        group = walk.rest / of_tile;
+        units.first = unit - walk.rest % of_tile;
+        units.last = units.first + of_tile;
+        return;
+      }
       const int of_group = BatchWalk::count(tiles, own);  // heads have as many each
       group = walk.rest / of_group;
       BatchWalk within;
       within.find(walk.rest % of_group, tiles, own);
       tile = within.batch;
       units.first = unit - within.rest;
+      units.last = units.first + look(all.p);
+    }
+
+    DLATTN_DEVICE QueryTile(const KeyDivision& all, int of_batch, int of_group, int number)
+        : batch(of_batch), group(of_group), tile(number), length(all.p, of_batch) {
+      int longest = 0;
+      const int earlier =
+          BatchWalk::count(batch, [&](int b) { return all.units_of_entry(b, longest); });
+      const auto own = [&](int of) { return all.units_of(of, length); };
+      const int of_group_before = BatchWalk::count(Block::tiles_of(all.p, length.q), own);
+      units.first = earlier + group * of_group_before + BatchWalk::count(tile, own);
       units.last = units.first + look(all.p);
     }
 

@@ -169,7 +169,23 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     if constexpr (!Tiling::shares_more || Tiles::skips) return false;
     const KeyDivision<Base> division(p, tiles);
     division.for_each_part([&](WorkItem item, Interval keys) { offer(place, item, keys); });
-    return division.blocks > 0;
+    tell_parts(division);
+    return division.dividing > 0;
+  }
+  // To the kernel that puts them together, of all query tiles that there might be.
+  DLATTN_DEVICE void tell_parts(const KeyDivision<Base>& division) const {
+    if (p.parts.tiles == nullptr) return;
+    BatchWalk walk;
+    const int groups = Base::tiles_of_heads(p),
+              most = Base::tiles_of(p, p.seq_q) * groups * p.batch;
+    const auto tiles = [&](int batch) { return tiles_with_queries(batch) * groups; };
+#pragma unroll 1
+    for (int number = block_number(); number < most; number += block_count()) {
+      int4* const told = p.parts.tiles + 2 * number;
+      if (threadIdx.x % 32 == 0) told[1] = {0, 0, 0, 0};
+      if (division.dividing == 0 || !walk.find(number, p.batch, tiles)) continue;
+      division.tell(told, walk.batch, walk.rest);
+    }
   }
 
   // The kernel before has numbered the tiles with queries, the longest sequences' first.

@@ -149,7 +149,7 @@ class FwdSm90(MappedPlan):
 
     @cached_property
     def scratch_bytes(self) -> int:
-        return self._marks_bytes + self._parts_bytes
+        return self._marks_bytes + self._parts_bytes + self._told_bytes
 
     def scratch_places(self) -> list[Place]:
         parts, marks = self._params.parts, 8 * self._marks
@@ -159,6 +159,8 @@ class FwdSm90(MappedPlan):
             places = [(parts, "marks", marks), (self._params, "items_taken", left)]
         if self._sharers:
             places.append((parts, "data", self._parts_bytes))
+        if self._tells_parts:
+            places.append((parts, "tiles", self._told_bytes))
         return places_of(places if self._marks else [])
 
     @cached_property
@@ -166,7 +168,8 @@ class FwdSm90(MappedPlan):
         """Blocks that share the keys of query tiles, or do if the device finds that they had
         better."""
         if self._asks_for_tiles:
-            return self.target.multiprocessors if self.tiling.shares_more else 0
+            most, beside = self.target.multiprocessors, self._sharing.beside
+            return most // beside * beside if self.tiling.shares_more else 0
         return self._sharing.blocks
 
     @property
@@ -186,6 +189,16 @@ class FwdSm90(MappedPlan):
         lanes = 2 * self.tiling.tile_q
         parts = self._sharers * (1 + self._sharing.apart)
         return parts * 16 * (value_columns(self.problem) // 8 + 1) * lanes
+
+    @property
+    def _tells_parts(self) -> bool:
+        """Whether the device finds out which parts of query tiles there are."""
+        return self._asks_for_tiles and self._sharing.apart
+
+    @property
+    def _told_bytes(self) -> int:
+        """What it tells of them, like :func:`~dlattn.plans.schedule.shared_tiles`."""
+        return round_up(32 * self._tiles, 256) if self._tells_parts else 0
 
     @property
     def _tiles(self) -> int:
@@ -211,17 +224,23 @@ class FwdSm90(MappedPlan):
     def kernels(self) -> list[KernelLaunch]:
         source = self._source(self.tiling)
         shared = self.tiling.shared_memory(self.problem)
-        beside, is_later = self._sharing.beside, bool(self.first_scratch())
+        beside = self._sharing.beside
         grid = (beside, self._blocks // beside, 1)
-        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=is_later)
+        early = bool(self.first_scratch()) or self._sharing.apart
+        main = KernelLaunch(source, grid, self.tiling.threads, shared, programmatic=early)
         return [main, self._parts_kernel()] if self._sharing.apart else [main]
 
     def _parts_kernel(self) -> KernelLaunch:
         """The kernel that puts the parts of shared tiles together."""
-        tiles, tiling = self._shared_tiles.reshape(-1, 8), PartsTiling(self.tiling)
+        tiling = PartsTiling(self.tiling)
+        if self._tells_parts:  # of each as many, or one more
+            tiles, most_parts = self._tiles, -(-self._blocks // self._tiles) + 1
+        else:
+            told = self._shared_tiles.reshape(-1, 8)
+            tiles, most_parts = len(told), int(told[:, 6].max())
         slices = -(-value_columns(self.problem) // tiling.columns)
-        grid = len(tiles) * self.tiling.tile_q // 16 * slices
-        warps = min(-(-int(tiles[:, 6].max()) // tiling.at_a_time), tiling.threads // 32)
+        grid = tiles * self.tiling.tile_q // 16 * slices
+        warps = min(-(-most_parts // tiling.at_a_time), tiling.threads // 32)
         source, shared = self._parts_source(self.tiling), (warps - 1) * tiling.sum_bytes
         return KernelLaunch(source, (grid, 1, 1), 32 * warps, shared, True, programmatic=True)
 
@@ -239,8 +258,6 @@ class FwdSm90(MappedPlan):
             from dlattn.plans.tile_order import tile_order_source
 
             sources.append(tile_order_source(self.problem))
-        if self.problem.ragged:  # whose parts the last block of a tile adds up
-            return sources
         return sources + [self._parts_source(tiling) for tiling in more]
 
     def _parts_source(self, tiling: Sm90FwdTiling) -> KernelSource:

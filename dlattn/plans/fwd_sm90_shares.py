@@ -40,6 +40,10 @@ WAVE_BYTES = 32 * 2**20
 #: have no more (1.027 in 300 random problems), because to count takes as long as the table.
 SHORT_ROWS, MOST_UNEVEN, EVEN_ROUNDS = 1024, 1.02, 16
 
+#: Where the device alone knows lengths: parts of a tile that there may be before a kernel of its
+#: own adds them, which then runs whether tiles have any or not.
+MOST_PARTS_TOLD = 24
+
 #: Of multiprocessors, how many may have nothing to do where query tiles with nearly the same keys
 #: have as many blocks each. These tiles have at least so much of the most keys of one.
 MOST_IDLE, LEAST_ALIKE = 0.1, 0.9
@@ -74,10 +78,12 @@ def sharing(
     multiprocessors: int,
 ) -> Sharing:
     """Which blocks share the keys of query tiles of these heads."""
+    tiles = tiles_of_heads(geometry, tiling, heads)
+    if asks_for_tiles(problem, geometry):
+        return _sharing_asked(problem, geometry, tiling, heads, tiles, multiprocessors)
     blocks = _sharing_blocks(problem, geometry, tiling, heads, multiprocessors)
     if blocks == 0:
         return Sharing(0)
-    tiles = tiles_of_heads(geometry, tiling, heads)
     # Of tiles with the same keys, those that fill blocks are whole.
     begin, end = visited(problem, geometry, tiling, heads)
     same = has_same_keys(problem) or same_keys(begin, end)
@@ -93,6 +99,26 @@ def sharing(
     return Sharing(blocks - idle, beside, apart)
 
 
+def _sharing_asked(
+    problem: Problem,
+    geometry: Geometry,
+    tiling: Sm90FwdTiling,
+    heads: TileHeads,
+    tiles: int,
+    multiprocessors: int,
+) -> Sharing:
+    """Where the device alone knows lengths, and finds which blocks share (``KeyDivision`` in the
+    kernel): few tiles of other heads with the same keys stand side by side."""
+    if not may_share_more(problem, tiling):
+        return Sharing(0)
+    beside = -(-geometry.heads_together // heads.tile)
+    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
+    idle = multiprocessors % beside
+    if stay or tiles >= multiprocessors or idle > MOST_IDLE * multiprocessors:
+        beside = 1
+    return Sharing(0, beside, apart=tiles * MOST_PARTS_TOLD < multiprocessors)
+
+
 def _sharing_blocks(
     problem: Problem,
     geometry: Geometry,
@@ -100,8 +126,6 @@ def _sharing_blocks(
     heads: TileHeads,
     multiprocessors: int,
 ) -> int:
-    if asks_for_tiles(problem, geometry):
-        return 0
     pairs = geometry.batch * len(heads.first(geometry))
     begin, end = visited(problem, geometry, tiling, heads)
     if has_same_keys(problem):

@@ -97,11 +97,9 @@ def heads_of_tiles(problem: Problem, geometry: Geometry, tiling: Sm90FwdTiling) 
     if problem.has_blocks or tiling.stages_bias or together == 1:
         return choices
     packs = tiling.consumers == 2 or not problem.has_bias
-    packed = []
-    if packs and (geometry.seq_q <= 32 or geometry.most_tokens_q is not None):
-        packed = [2 * tiling.consumers]
-    if packs and geometry.most_tokens_q is not None:  # there may be many of one query
-        packed.append(4 * tiling.consumers)
+    # Of packed sequences many may have one query.
+    fewest = 1 if geometry.most_tokens_q is not None else geometry.seq_q
+    packed = [n * tiling.consumers for n in (2, 4) if packs and n * fewest <= 64]
     for most in (tiling.consumers, *packed):
         # Tiles of the same keys go on at one pace, and find them in L2, if none has much less to
         # do: as many tiles, of nearly as many heads each.
@@ -122,7 +120,7 @@ class Sharing:
     """Which blocks share the keys of query tiles.
 
     Attributes:
-        blocks: how many do, 0 if each tile is one block's.
+        blocks: how many do, 0 if each tile is one block's, or the device alone knows.
         beside: how many tiles with nearly the same keys have as many of them each.
         apart: a kernel of its own puts the parts of tiles together, which are many.
     """

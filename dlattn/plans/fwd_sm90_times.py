@@ -36,9 +36,10 @@ COUNTED_ROUNDS = 8
 
 #: Parts of a tile that one of its blocks adds at the most, if a kernel of its own may.
 MOST_PARTS_OF_ONE = 3
-#: Where the device alone knows lengths: parts of a tile at the most, what they cost a block more,
-#: in keys, and what of the time that whole tiles take may be left (``KeyDivision`` in the kernel).
-MOST_PARTS_ASKED, PARTS_COST_ASKED, LEAST_GAIN_ASKED = 6, 800, 0.8
+#: Where the device alone knows lengths: parts of a tile at the most unless a kernel of its own adds
+#: them, what they cost a block more, in keys, and what of the time that whole tiles take may be
+#: left (``KeyDivision`` in the kernel).
+MOST_PARTS_ASKED, PARTS_COST_ASKED, LEAST_GAIN_ASKED = 16, 800, 0.8
 #: A key that L2 brings a tile takes as long as its products with so many queries.
 ROWS_OF_A_LOAD = 100
 
@@ -54,7 +55,7 @@ def time_of(
     """What the block with the most takes, of tiles of these heads, in products of a query and a
     key."""
     if has_lengths(problem, geometry):
-        return _time_of_lengths(problem, geometry, tiling, heads, multiprocessors)
+        return _time_of_lengths(problem, geometry, tiling, heads, shared, multiprocessors)
     pairs = geometry.batch * len(heads.first(geometry))
     takes_turns = 0 if shared.blocks else multiprocessors
     costs = tile_times(problem, geometry, tiling, heads, pairs, takes_turns)
@@ -81,6 +82,7 @@ def _time_of_lengths(
     geometry: Geometry,
     tiling: Sm90FwdTiling,
     heads: TileHeads,
+    shared: Sharing,
     multiprocessors: int,
 ) -> float:
     """The same where the device alone knows lengths, and may find that blocks had better share
@@ -101,13 +103,14 @@ def _time_of_lengths(
         whole = max(longest, total / multiprocessors + shortest)
     elif longest == shortest:
         # They fill tiles of no one height, nor rounds of blocks; the last to end has another tile.
-        filled = geometry.seq_q / (len(costs) * heads.tile_rows(tiling))
+        # A tile of few rows takes no less.
+        filled = geometry.seq_q / (len(costs) * heads.tile_rows(tiling)) if len(costs) > 1 else 1
         whole = filled * total / multiprocessors + longest
     else:
         whole = _time_of_whole(costs, geometry.batch * groups, multiprocessors)
     if not may_share_more(problem, tiling) or tiles > MOST_SHARED * multiprocessors:
         return whole
-    blocks = min(multiprocessors, MOST_PARTS_ASKED * tiles)
+    blocks = multiprocessors if shared.apart else min(multiprocessors, MOST_PARTS_ASKED * tiles)
     parts = total / blocks + PARTS_COST_ASKED * tiling.tile_q * tiling.slower
     return parts if parts < LEAST_GAIN_ASKED * whole else whole
 

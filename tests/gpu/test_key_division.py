@@ -29,6 +29,8 @@ FULL = Case(
     scale=0.09, deterministic=True,
 )  # fmt: skip
 CAUSAL = replace(FULL, right=0, bottom_right=True)
+#: So few tiles that a kernel of its own adds up what many blocks have of each.
+FEW = replace(FULL, batch=2, heads_v=1, seq_q=100, seq_kv=9000, len_q=(100, 7), len_kv=(9000, 3000))
 PACKED = ("q", "k", "v", "o", "stats")
 CASES = {
     "full": FULL,
@@ -45,6 +47,16 @@ CASES = {
     "a left bound": replace(CAUSAL, left=1500, right=None),
     "one sequence": replace(CAUSAL, batch=1, len_q=(129,), len_kv=(2999,)),
     "one tile": replace(FULL, batch=1, heads_q=1, heads_v=1, len_q=(5,), len_kv=(3000,)),
+    "few tiles": FEW,
+    "few tiles, causal": replace(FEW, right=0, bottom_right=True, len_q=(3, 100)),
+    "few tiles, rows without keys": replace(FEW, right=0, bottom_right=True, len_kv=(40, 0)),
+    "few tiles, an empty sequence": replace(FEW, len_q=(0, 77), head_dim_qk=64, head_dim_v=64),
+    "few tiles, a sink, maxima": replace(
+        FEW, sink=2.0, row_outputs=("score_max", "score_sum_exp"), head_dim_qk=256, head_dim_v=256
+    ),
+    "few tiles, pages": replace(FEW, page_k=64, page_v=16, dropout=0.2),
+    "few tiles, packed": replace(FEW, ragged=PACKED, gaps=True, right=0, bottom_right=True),
+    "few tiles, heads": replace(FEW, batch=1, heads_q=8, seq_q=9, len_q=(5,), len_kv=(9000,)),
     "many sequences": replace(
         CAUSAL, batch=70, len_q=(300, *(1, 0, 7) * 23), len_kv=(3000, *(500, 9, 77) * 23)
     ),
@@ -108,6 +120,19 @@ def test_parts_are_one_attention(case: Case, run: Callable[[Case, Tensors], None
     """Parts of keys add up to all of them, whatever lengths are; nothing else is written. Few
     blocks have many tiles each, of which some are whole."""
     check(case, gpu_library(), run)
+
+
+@pytest.mark.parametrize("heads, queries", [((8, 1), 40), ((16, 2), 130), ((16, 2), 17)])
+@pytest.mark.parametrize("case", [FULL, CAUSAL, replace(CAUSAL, ragged=PACKED)])
+def test_heads_side_by_side(
+    case: Case, heads: tuple[int, int], queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where tiles of heads that share keys have blocks side by side, as where L2 has no
+    room for all keys."""
+    monkeypatch.setattr("dlattn.plans.fwd_sm90_shares.WAVE_BYTES", 1)
+    kinds = dict(zip(("heads_q", "heads_k", "heads_v"), (*heads, heads[1]), strict=True))
+    lens_q = tuple(min(queries, n) for n in (queries, 1, 0, 9))
+    check(replace(case, **kinds, seq_q=queries, len_q=lens_q), gpu_library(), run_graph)
 
 
 @pytest.mark.parametrize("case", FLASH_CASES.values(), ids=FLASH_CASES)

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
 from dlattn.plans.fwd_sm90 import FwdSm90
-from dlattn.plans.fwd_sm90_tiles import TileHeads, heads_of_tiles, power_of_two
+from dlattn.plans.fwd_sm90_tiles import Sharing, TileHeads, heads_of_tiles, power_of_two
 from dlattn.plans.fwd_sm90_tiling import tilings
 from dlattn.plans.fwd_sm90_times import sequences
 from dlattn.problem import Band, Direction, Geometry, Padding, Problem, Scale, TensorSpec
-from dlattn.runtime.target import KNOWN
-
-HOPPER = KNOWN["sm_90a"]
+from tests.unit.hopper_forward import HOPPER, plan
 
 
-def plan(
+def packed(
     lens_q: list[int], lens_k: list[int], heads: int, heads_k: int, head_dim: int = 128
 ) -> FwdSm90:
     """Of packed sequences, causal, of which only the longest and all tokens are known."""
@@ -89,14 +87,14 @@ def test_all_tokens_tell_how_heads_share_tiles(
     shared: TileHeads,
 ) -> None:
     """What was measured as the fastest is what is chosen."""
-    it = plan(lens_q, lens_k, heads, heads_k)
+    it = packed(lens_q, lens_k, heads, heads_k)
     assert (it.tiling.consumers, it._heads) == (consumers, shared)
 
 
 @given(heads=st.integers(1, 16), heads_k=st.integers(1, 4), known=st.booleans())
 def test_a_consumer_has_room_for_its_heads(heads: int, heads_k: int, known: bool) -> None:
     """Of its 64 rows each has a power of two, of no fewer than a warp's; a tile's heads fit."""
-    it = plan([300, 1, 1], [300, 900, 20], heads * heads_k, heads_k)
+    it = packed([300, 1, 1], [300, 900, 20], heads * heads_k, heads_k)
     for tiling in tilings(it.problem):
         for its in heads_of_tiles(it.problem, it.geometry, tiling):
             assert its.rows == power_of_two(its.rows) >= 16
@@ -108,7 +106,7 @@ def test_a_consumer_has_room_for_its_heads(heads: int, heads_k: int, known: bool
 
 def test_room_for_parts_of_every_block() -> None:
     """The workspace holds a part and marks of each block that may leave one, and a counter."""
-    divides, asks = plan([512], [16384], 16, 16), plan([4096] * 9, [4096] * 9, 16, 16)
+    divides, asks = packed([512], [16384], 16, 16), packed([4096] * 9, [4096] * 9, 16, 16)
     assert divides.tiling.shares_more and not asks.tiling.shares_more
     assert divides.kernels()[-1].grid == (1, HOPPER.multiprocessors, 1)
     rows, blocks = divides.tiling.tile_q, HOPPER.multiprocessors
@@ -121,3 +119,29 @@ def test_room_for_parts_of_every_block() -> None:
 def test_power_of_two(number: int, power: int) -> None:
     """The least one that is not below."""
     assert power_of_two(number) == power
+
+
+def test_shares_that_the_device_finds() -> None:
+    """Few queries of heads that share keys fill a tile where lengths are on the device, too; tiles
+    of the same keys have blocks side by side where L2 has no room for all, and a kernel of its own
+    adds up the parts of very few, in a workspace that has room for what it is told."""
+    for sizes, heads, sharing in (
+        ((1, 64, 8, 16, 8192), TileHeads(8, 4), Sharing(0)),
+        ((16, 64, 8, 16, 8192), TileHeads(8, 4), Sharing(0)),
+        ((16, 64, 8, 32, 8192), TileHeads(4, 2), Sharing(0)),
+        ((1, 64, 8, 32, 32768), TileHeads(4, 2), Sharing(0, 2)),
+        ((1, 16, 2, 16, 8192), TileHeads(8, 4), Sharing(0, apart=True)),
+        ((1, 8, 1, 64, 131072), TileHeads(2, 1), Sharing(0, 4, apart=True)),
+        ((8, 32, 32, 4096, 4096), TileHeads(), Sharing(0)),
+    ):
+        it = plan(*sizes, right=0, lengths=True)
+        assert (it._heads, it._sharing) == (heads, sharing)
+        kernels = it.kernels()
+        assert len(kernels) == 1 + sharing.apart
+        if it.tiling.shares_more:
+            assert kernels[0].grid == (sharing.beside, 132 // sharing.beside, 1)
+        if sharing.apart:
+            rows = it._tiles * it.tiling.tile_q
+            assert kernels[1].grid == (rows // 16 * 4, 1, 1)
+            lanes, parts = 2 * it.tiling.tile_q, 2 * kernels[0].grid[0] * kernels[0].grid[1]
+            assert it.scratch_bytes >= 32 * it._tiles + parts * 16 * (128 // 8 + 1) * lanes
