@@ -1,0 +1,142 @@
+"""What a call gives does not depend on what was called before, however much alike that was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlattn
+from dlattn import flash
+from dlattn.calls.cache import forget_calls
+
+ROWS, HEADS, HEADS_K, PAGE = 4, 4, 2, 2
+#: Of 2 sequences.
+TOKENS = 2 * ROWS
+
+SINKS = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
+SLOPES = np.array([0.5, 0.25, 1.0, 2.0], np.float32)
+TABLE = np.array([[3, 1], [0, 2]], np.int32)
+USED = {"seqused_q": np.array([3, 4], np.int32), "seqused_k": np.array([2, 4], np.int32)}
+BIAS = 3 * np.eye(ROWS, dtype=np.float32)[None, None]
+
+
+def pages(x: Any) -> Any:
+    return x.reshape(TOKENS // PAGE, PAGE, *x.shape[2:])
+
+
+def dense(q: Any, k: Any, v: Any, alibi_slopes_: Any = None, **given: Any) -> Any:
+    return flash.mha_fwd(q, k, v, None, alibi_slopes_, **given)[0]
+
+
+def packed(
+    q: Any, k: Any, v: Any, begin: Any, seqused_k: Any = None, block_table_: Any = None,
+    alibi_slopes_: Any = None, **given: Any,
+) -> Any:  # fmt: skip
+    q, *keys = (x.reshape(TOKENS, *x.shape[2:]) for x in (q, k, v))
+    k, v = keys if block_table_ is None else map(pages, (k, v))
+    # Rows that are not used are 0.
+    more = seqused_k, block_table_, alibi_slopes_, ROWS, ROWS, 0.0, None, True
+    return flash.mha_varlen_fwd(q, k, v, None, begin, begin, *more, **given)[0]
+
+
+def cached(q: Any, k: Any, v: Any, block_table: Any = None, new: Any = None, **given: Any) -> Any:
+    k, v = k + 0, v + 0  # it writes to them
+    caches = (k, v) if block_table is None else map(pages, (k, v))
+    more = {"block_table": block_table, "softmax_scale": 0.3, "cache_seqlens": 3}
+    return flash.flash_attn_with_kvcache(q[:, :1], *caches, new, new, **{**more, **given})
+
+
+def backward(q: Any, k: Any, v: Any, lse: Any, alibi_slopes_: Any = None, **given: Any) -> Any:
+    return flash.mha_bwd(q, q, k, v, q, lse, None, None, None, alibi_slopes_, **given)[1]
+
+
+def of_torch(name: str) -> Callable[..., Any]:
+    def call(*qkv: Any, **given: Any) -> Any:
+        import dlattn.torch
+
+        return getattr(dlattn.torch, name)(*qkv, **given)
+
+    return call
+
+
+#: Of each function: what it takes beside q, k and v, and what it may be given besides, which
+#: changes neither the other tensors nor its numbers.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "attention": (dlattn.attention, {}, {"sinks": SINKS, "alibi_slopes": SLOPES, "bias": BIAS}),
+    "mha_fwd": (dense, {}, {"sinks": SINKS, "alibi_slopes_": SLOPES, **USED}),
+    "mha_varlen_fwd": (
+        packed,
+        {"begin": np.array([0, ROWS, TOKENS], np.int32)},
+        {"sinks": SINKS, "alibi_slopes_": SLOPES, "block_table_": TABLE, **USED},
+    ),
+    "flash_attn_with_kvcache": (
+        cached,
+        {},
+        {
+            "sinks": SINKS,
+            "alibi_slopes": SLOPES,
+            "block_table": TABLE,
+            "cache_seqlens": np.array([1, 2], np.int32),
+            "cache_leftpad": np.array([1, 0], np.int32),
+            "new": np.full((2, 1, 2, 8), 0.5, np.float32),
+        },
+    ),
+    "torch.attention": (
+        of_torch("attention"),
+        {},
+        {"sinks": SINKS, "alibi_slopes": SLOPES, "bias": BIAS},
+    ),
+    "torch.scaled_dot_product_attention": (
+        of_torch("scaled_dot_product_attention"),
+        {},
+        {"attn_mask": BIAS},
+    ),
+    "mha_bwd": (
+        backward,
+        {"lse": np.full((2, HEADS, ROWS), 2.0, np.float32)},
+        {"alibi_slopes_": SLOPES, **USED},
+    ),
+}
+
+
+def kinds(more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Nothing of it, each alone, and two at a time."""
+    chosen = [names for count in range(3) for names in combinations(more, count)]
+    return [{name: more[name] for name in names} for names in chosen]
+
+
+@pytest.mark.parametrize(
+    "name, library",
+    [(name, "numpy") for name in CALLS if not name.startswith("torch.")]
+    + [(name, "torch") for name in CALLS],
+)
+def test_each_call_gives_what_it_gives_alone(name: str, library: str) -> None:
+    """After any other of the same function, with and without each tensor that may be left out."""
+    of = np.asarray if library == "numpy" else pytest.importorskip("torch").from_numpy
+    function, given, more = CALLS[name]
+    rng = np.random.default_rng(0)
+    heads = [HEADS, *([HEADS] if "scaled" in name else [HEADS_K]) * 2]
+    shapes = ((2, ROWS, count, 8) for count in heads)
+    qkv = [of(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+    given, more = ({role: of(x) for role, x in those.items()} for those in (given, more))
+
+    def run(kind: dict[str, Any]) -> Any:
+        return np.asarray(function(*qkv, **given, **kind))
+
+    alone = []
+    for kind in kinds(more):
+        forget_calls()
+        try:
+            alone.append((kind, run(kind)))
+        except dlattn.DlattnError as error:  # two that it does not take together
+            assert len(kind) == 2, error
+    assert len({result.tobytes() for _, result in alone}) == len(alone)
+    forget_calls()
+    for before, _ in alone:
+        for kind, expected in alone:
+            run(before)
+            assert (run(kind) == expected).all(), ([*before], [*kind])
