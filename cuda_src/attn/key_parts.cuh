@@ -57,16 +57,17 @@ struct KeyParts {
   const int thread;  // among these warps
 
   // True if this block then has all of the rows. The last part has the number of parts before it; others
-  // have -1, less the number of those that they add.
+  // have -1, less the number of those that they add, if parts meet in groups.
   template <class Softmax>
-  DLATTN_DEVICE bool gather(int number, Softmax& softmax, Output& output) const {
-    const int block = block_number(), count = number > 0 ? number : -1 - number;
-    const int step = Groups::step(most(0, number));
+  DLATTN_DEVICE bool gather(int number, bool in_groups, Softmax& softmax, Output& output) const {
+    const int count = number > 0 ? number : in_groups ? -1 - number : 0;
+    const int step = in_groups ? Groups::step(most(0, number)) : 1;
 #pragma unroll 1
-    for (int before = round_up(count, step); before > 0; before -= step) {
-      add(block - before + step - 1, softmax, output);
+    for (int before = round_up(count, step) - step + 1; before > 0; before -= step) {
+      add(block_number() - before, softmax, output);
     }
     if (number > 0) return true;
+    const int block = block_number();
     leave(block, softmax, output);
     tell(block);
     return false;

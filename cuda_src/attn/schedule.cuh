@@ -16,7 +16,7 @@ struct WorkItem {
   bool late : 1 = false;      // it is one of the last that are handed out
   bool ascends : 1 = false;   // its key tiles are visited from the first to the last
   // Of the last part of an item whose keys blocks share, how many parts there are before it; of these -1, less
-  // how many they add (attn/key_parts.cuh).
+  // how many they add, if they meet in groups (attn/key_parts.cuh).
   short parts = 0;
 };
 

@@ -6,7 +6,7 @@
 // of all columns one after the other, and each team of blocks takes as many as any other, wherever that
 // cuts a column. It walks from its last tile to its first. So what it leaves of an item for another
 // block to complete comes first, and what it completes last: whoever completes an item has its last
-// tile, and waits for blocks of lower numbers only, which began before.
+// tile. Blocks wait for others of lower numbers only, which began before.
 #pragma once
 
 #include "attn/mask.cuh"

@@ -1,8 +1,8 @@
 // How the parts of an item meet: those of a block's teams in its shared memory; those of blocks in each
 // other's if a cluster has the item, else in the workspace. There the block that has the item's last tile
-// collects what others leave. A block says that its part is there by a mark which is drawn when the plan is
-// made, and which the collector takes away: nobody has to clear the workspace, whose other contents differ
-// from the mark.
+// collects what others leave, of which some have collected what those before them left (attn/part_groups.cuh).
+// A block says that its part is there by a mark which is drawn when the plan is made, and which the collector
+// takes away: nobody has to clear the workspace, whose other contents differ from the mark.
 #pragma once
 
 #include "attn/epilogue.cuh"

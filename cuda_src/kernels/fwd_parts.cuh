@@ -92,7 +92,9 @@ struct FwdParts {
     }
   }
 
-  DLATTN_DEVICE void store(int batch, int head, int first, int rows, const Output& output) const {
+  DLATTN_DEVICE void store(int batch, int head, int first, int length_q,
+                           const Output& output) const {
+    const int rows = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q) - first;
     const int column = slice * columns + lane % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -121,9 +123,9 @@ struct FwdParts {
     const auto rows = Block::rows_from(p, 16 * (warp_of_tile % 4));
     const int head = own.head + rows.head, first = own.first + rows.first;
     const int length_q = work.length.q;
-    // Those of no query are stored by a warp if another one of its consumer has some.
-    const int stored = p.o.template stored_rows<Problem::ragged>(length_q, p.seq_q);
-    if (own.first < 0 || own.first >= length_q || rows.head >= own.heads || first >= stored) return;
+    // Rows of no query, and their statistics, are stored here if others of their consumer have some.
+    if (own.first < 0 || own.first >= length_q || rows.head >= own.heads) return;
+    if (first >= p.seq_q) return;
 
     await_kernel_before();
     const ScoreValues values(p);
@@ -137,7 +139,7 @@ struct FwdParts {
     add_others(softmax, output);
     // Statistics are the same in blocks of other columns, and stored by all.
     finish_rows<Problem>(p, tile.z, head, first, length_q, softmax, output);
-    store(tile.z, head, first, stored - first, output);
+    store(tile.z, head, first, length_q, output);
   }
 };
 

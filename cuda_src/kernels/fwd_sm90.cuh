@@ -243,7 +243,8 @@ struct FwdSm90 : FwdSm90Scores<Problem, Tiling> {
         return false;
       }
     }
-    return parts.gather(item.parts, softmax, output);
+    const bool in_groups = Tiling::shares_more && p.items_taken != nullptr;  // as KeyDivision says
+    return parts.gather(item.parts, in_groups, softmax, output);
   }
 
   // What the map of the output has not got, the copy engine does not store.

@@ -22,6 +22,7 @@ from dlattn.plans.decode_tiling import (
     items_side_by_side,
     rows_of,
     tilings,
+    wavers,
 )
 from dlattn.plans.kernels import KernelLaunch, round_up, shared_of_each
 from dlattn.plans.mapped import MappedPlan
@@ -111,8 +112,7 @@ class Decode(MappedPlan):
 
     @classmethod
     def gives_way(cls, to: str, problem: Problem, geometry: Geometry, target: Target) -> bool:
-        packs_heads = not problem.has_bias
-        return to == "fwd_sm90" and packs_heads and fills_tiles(geometry, target)
+        return to == "fwd_sm90" and fills_tiles(problem, geometry, target)
 
     @classmethod
     def choices(
@@ -179,6 +179,22 @@ class Decode(MappedPlan):
         ]
 
     def companions(self) -> list[KernelSource]:
+        return [*self.other_tilings(), *self._of_forward()]
+
+    def _of_forward(self) -> list[KernelSource]:
+        """Those of Hopper's forward, where that is faster at other sizes."""
+        what = self.problem, self.geometry, self.target
+        if not wavers(*what):
+            return []
+        from dlattn.plans.fwd_sm90 import FwdSm90
+
+        if FwdSm90.supports(*what) is not None:
+            return []
+        forward = FwdSm90(*what)
+        return [*forward.sources(), *forward.other_tilings()]
+
+    def other_tilings(self) -> list[KernelSource]:
+        """The same of other tilings."""
         found = {tiling.cpp: tiling for tiling in tilings(self.problem, self.target)}
         more = [cluster_tiling(self.problem, self.target, MOST_CLUSTER_ROWS, MOST_BLOCKS)]
         if self._has_boxes(self.problem, self.geometry, self.target):

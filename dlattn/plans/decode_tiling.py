@@ -130,8 +130,8 @@ _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 _ENOUGH_ITEMS, _ROUNDS_OF_WIDE = 0.95, 2
 
 #: The same from which on items of many keys are shared by so few blocks that their parts cost
-#: little.
-_HARDLY_SHARED = 0.45
+#: little; and heads whose queries, 16 or fewer, fill a tile of the forward.
+_HARDLY_SHARED, _MOST_HEADS_OF_TILE = 0.45, 8
 
 #: Items of a multiprocessor, that each have a block: so many that it matters little who is last, or
 #: two at once, or nearly; their keys at most, and at least with so many columns.
@@ -178,16 +178,31 @@ def rows_of(geometry: Geometry) -> int:
     return geometry.seq_q * geometry.heads_together
 
 
-def fills_tiles(geometry: Geometry, target: Target) -> bool:
-    """Whether rows are so many that Hopper's forward is faster: the parts of an item that is shared
-    meet in one block, which takes the longer the more rows they have."""
-    rows, items = rows_of(geometry), items_of(geometry) / target.multiprocessors
-    if rows <= MOST_BOX_ROWS or rows > MOST_CLUSTER_ROWS:
-        return rows > MOST_CLUSTER_ROWS
+def may_fill_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether rows are so many that Hopper's forward is faster at some sizes: the parts of an item
+    that is shared meet in one block, which takes the longer the more rows they have. A tile of the
+    forward must have all heads that share keys."""
+    has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE and not problem.has_bias
+    return has_all and rows_of(geometry) > MOST_BOX_ROWS and target.capability == (9, 0)
+
+
+def wavers(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether it is at some sizes, and at others not."""
+    return may_fill_tiles(problem, geometry, target) and rows_of(geometry) <= MOST_CLUSTER_ROWS
+
+
+def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether it is faster at these."""
+    if not may_fill_tiles(problem, geometry, target):
+        return False
+    if rows_of(geometry) > MOST_CLUSTER_ROWS:
+        return True
+    items = items_of(geometry) / target.multiprocessors
     has_long, has_many = geometry.seq_kv >= _LONG_KEYS, items >= _HARDLY_SHARED
     # Where the device alone knows lengths, the forward takes longer to begin.
-    begins_late = geometry.has_lengths and not (has_long or has_many)
-    return not (has_long and has_many or begins_late or cluster_of(geometry, target))
+    begins_late = (geometry.has_lengths or problem.ragged) and not (has_long or has_many)
+    clusters = not problem.ragged and cluster_of(geometry, target) > 0
+    return not (has_long and has_many or begins_late or clusters)
 
 
 def items_of(geometry: Geometry) -> int:

@@ -56,6 +56,7 @@ CASES = {
     ),
     "few tiles, pages": replace(FEW, page_k=64, page_v=16, dropout=0.2),
     "few tiles, packed": replace(FEW, ragged=PACKED, gaps=True, right=0, bottom_right=True),
+    "few tiles, padded stats": replace(FEW, ragged=("q", "k", "v", "o")),
     "few tiles, heads": replace(FEW, batch=1, heads_q=8, seq_q=9, len_q=(5,), len_kv=(9000,)),
     "many sequences": replace(
         CAUSAL, batch=70, len_q=(300, *(1, 0, 7) * 23), len_kv=(3000, *(500, 9, 77) * 23)

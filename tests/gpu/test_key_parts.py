@@ -151,6 +151,17 @@ MORE_CASES = {
     "whole tiles, and others of many parts": replace(
         FEW, heads_q=139, heads_k=1, heads_v=1, seq_q=20, seq_kv=5000, stats=None
     ),
+    "many parts that one block adds": replace(
+        FEW,
+        heads_q=16,
+        heads_k=16,
+        heads_v=16,
+        seq_q=192,
+        seq_kv=16384,
+        head_dim_qk=64,
+        head_dim_v=64,
+        stats=None,
+    ),
     "many parts, causal": replace(NEXT, heads_q=1, heads_v=1, seq_q=64, seq_kv=14000),
 }
 

@@ -100,6 +100,14 @@ def test_many_rows_are_left_to_hoppers_forward(
     assert select(biased, more, HOPPER)[0] is Decode
 
 
+@pytest.mark.parametrize("heads, queries", [(71, 1), (128, 1), (48, 1), (24, 3), (16, 5)])
+def test_many_heads_of_few_queries_are_decoded(heads: int, queries: int) -> None:
+    """A tile of the forward has 16 rows of a head at least, and at most eight heads."""
+    for batch in (1, 64):
+        sizes = geometry(batch=batch, heads=(heads, 1, 1), queries=queries, keys=8192)
+        assert select(PROBLEM, sizes, HOPPER)[0] is Decode
+
+
 def test_short_lengths_on_the_device_are_decoded() -> None:
     """Up to 64 rows: Hopper's forward takes longer to find out who has which keys."""
     sizes = geometry(batch=1, heads=(16, 2, 2), queries=8, keys=1024)

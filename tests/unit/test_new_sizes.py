@@ -81,6 +81,19 @@ def test_all_sizes_are_compiled_at_once(
         assert all(with_it.issuperset(it.sources()) for it in plans if it.name == first.name)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries", [5, 8, 16])
+def test_few_queries_have_the_kernels_of_two_plans(queries: int, padded: bool) -> None:
+    """Where some sizes are decoded and others are not."""
+    lengths = [of for of in DECODED if of[0] == 1]
+    sizes = [(b, queries, keys) for b, (_, keys) in product((*BATCHES, 100), lengths)]
+    plans = [plan(of, (16, 2), 128, False, padded) for of in sizes]
+    assert len({it.name for it in plans}) == (1 if queries == 16 else 2)
+    for first in {(it.name, *it.sources()): it for it in plans}.values():
+        with_it = {*first.sources(), *first.companions()}
+        assert all(with_it.issuperset(it.sources()) for it in plans)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_hoppers_backward_is_few_kernels(dim: int) -> None:
     """At most five of each of its parts, for all sizes."""
