@@ -17,13 +17,12 @@ from dlattn.plans.decode_tiling import (
     box_tilings,
     cluster_of,
     cluster_tiling,
-    fills_tiles,
     items_of,
     items_side_by_side,
     rows_of,
     tilings,
-    wavers,
 )
+from dlattn.plans.few_queries import fills_tiles, kernels_of_other
 from dlattn.plans.kernels import KernelLaunch, round_up, shared_of_each
 from dlattn.plans.mapped import MappedPlan
 from dlattn.plans.params import Place, drawn_mark, places_of
@@ -179,19 +178,7 @@ class Decode(MappedPlan):
         ]
 
     def companions(self) -> list[KernelSource]:
-        return [*self.other_tilings(), *self._of_forward()]
-
-    def _of_forward(self) -> list[KernelSource]:
-        """Those of Hopper's forward, where that is faster at other sizes."""
-        what = self.problem, self.geometry, self.target
-        if not wavers(*what):
-            return []
-        from dlattn.plans.fwd_sm90 import FwdSm90
-
-        if FwdSm90.supports(*what) is not None:
-            return []
-        forward = FwdSm90(*what)
-        return [*forward.sources(), *forward.other_tilings()]
+        return [*self.other_tilings(), *kernels_of_other(self, "fwd_sm90")]
 
     def other_tilings(self) -> list[KernelSource]:
         """The same of other tilings."""

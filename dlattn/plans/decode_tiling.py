@@ -113,7 +113,7 @@ _SIZES = ((8, 6), (8, 5), (8, 4), (8, 3), (4, 6), (4, 5), (4, 4), (4, 3), (8, 2)
 #: items of their own. Little on its way is best for memory, more for ends of items; blocks of
 #: clusters must be so large that no multiprocessor has room for two, which would share what one
 #: can read.
-_LONG_KEYS = 4096
+LONG_KEYS = 4096
 _LONG, _SHORT, _CLUSTERED, _HALF = 64 * 1024, 128 * 1024, 128 * 1024, 32 * 1024
 
 #: Blocks of a cluster at most, and what part of the multiprocessors clusters of each size can have
@@ -128,10 +128,6 @@ _MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
 #: Items of a multiprocessor from which on two blocks are better than one where lengths differ; and
 #: a larger ring is better for more than 16 rows.
 _ENOUGH_ITEMS, _ROUNDS_OF_WIDE = 0.95, 2
-
-#: The same from which on items of many keys are shared by so few blocks that their parts cost
-#: little; and heads whose queries, 16 or fewer, fill a tile of the forward.
-_HARDLY_SHARED, _MOST_HEADS_OF_TILE = 0.45, 8
 
 #: Items of a multiprocessor, that each have a block: so many that it matters little who is last, or
 #: two at once, or nearly; their keys at most, and at least with so many columns.
@@ -176,33 +172,6 @@ def stand_alone(geometry: Geometry, target: Target) -> bool:
 def rows_of(geometry: Geometry) -> int:
     """Of an item: queries of the heads that share keys."""
     return geometry.seq_q * geometry.heads_together
-
-
-def may_fill_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether rows are so many that Hopper's forward is faster at some sizes: the parts of an item
-    that is shared meet in one block, which takes the longer the more rows they have. A tile of the
-    forward must have all heads that share keys."""
-    has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE and not problem.has_bias
-    return has_all and rows_of(geometry) > MOST_BOX_ROWS and target.capability == (9, 0)
-
-
-def wavers(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether it is at some sizes, and at others not."""
-    return may_fill_tiles(problem, geometry, target) and rows_of(geometry) <= MOST_CLUSTER_ROWS
-
-
-def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether it is faster at these."""
-    if not may_fill_tiles(problem, geometry, target):
-        return False
-    if rows_of(geometry) > MOST_CLUSTER_ROWS:
-        return True
-    items = items_of(geometry) / target.multiprocessors
-    has_long, has_many = geometry.seq_kv >= _LONG_KEYS, items >= _HARDLY_SHARED
-    # Where the device alone knows lengths, the forward takes longer to begin.
-    begins_late = (geometry.has_lengths or problem.ragged) and not (has_long or has_many)
-    clusters = not problem.ragged and cluster_of(geometry, target) > 0
-    return not (has_long and has_many or begins_late or clusters)
 
 
 def items_of(geometry: Geometry) -> int:
@@ -262,7 +231,7 @@ def half_tiling(problem: Problem) -> DecodeTiling:
 def alone_tiling(problem: Problem, seq_kv: int) -> DecodeTiling:
     """The same if each has an item of so many keys to itself."""
     half = replace(half_tiling(problem), cluster=1)
-    return half if seq_kv >= _LONG_KEYS else replace(half, stages=2)
+    return half if seq_kv >= LONG_KEYS else replace(half, stages=2)
 
 
 def _stage_bytes(problem: Problem) -> int:
@@ -273,7 +242,7 @@ def _stage_bytes(problem: Problem) -> int:
 def box_tilings(problem: Problem, geometry: Geometry, target: Target) -> list[DecodeTiling]:
     """Those that the copy engine brings keys for, the best first."""
     cluster, items = cluster_of(geometry, target), items_of(geometry) / target.multiprocessors
-    few_keys = geometry.seq_kv < _LONG_KEYS
+    few_keys = geometry.seq_kv < LONG_KEYS
     if rows_of(geometry) > 16:
         ring = _SHORT if few_keys and items >= _ROUNDS_OF_WIDE else _LONG
         whole = box_tiling(problem, ring, row_groups=2)
@@ -295,5 +264,5 @@ def all_box_tilings(problem: Problem) -> list[DecodeTiling]:
     return [
         *(box_tiling(problem, *ring, groups) for ring, groups in product(rings, (1, 2))),
         half_tiling(problem),
-        *(alone_tiling(problem, keys) for keys in (1, _LONG_KEYS)),
+        *(alone_tiling(problem, keys) for keys in (1, LONG_KEYS)),
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlattn.plans.argument import MappedFwdParams
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, refusal
-from dlattn.plans.decode_tiling import wavers
+from dlattn.plans.few_queries import kernels_of_other
 from dlattn.plans.fwd_sm90_shares import WAVE_BYTES, Shares, pairs_at_work
 from dlattn.plans.fwd_sm90_tiles import asks_for_tiles, may_share_more, tiles_of_heads, visited
 from dlattn.plans.fwd_sm90_tiling import (
@@ -246,19 +246,7 @@ class FwdSm90(MappedPlan):
         return KernelLaunch(source, (grid, 1, 1), 32 * warps, shared, True, programmatic=True)
 
     def companions(self) -> list[KernelSource]:
-        return [*self.other_tilings(), *self._of_decode()]
-
-    def _of_decode(self) -> list[KernelSource]:
-        """Those of the decode, where that is faster at other sizes."""
-        what = self.problem, self.geometry, self.target
-        if not wavers(*what):
-            return []
-        from dlattn.plans.decode import Decode
-
-        if Decode.supports(*what) is not None:
-            return []
-        decode = Decode(*what)
-        return [*decode.sources(), *decode.other_tilings()]
+        return [*self.other_tilings(), *kernels_of_other(self, "decode")]
 
     def other_tilings(self) -> list[KernelSource]:
         """The same of other tilings."""

@@ -1,0 +1,66 @@
+"""Few queries on Hopper: by the decode, or by the forward, whose tiles their rows may fill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from dlattn.plans.decode_tiling import (
+    LONG_KEYS,
+    MOST_BOX_ROWS,
+    MOST_CLUSTER_ROWS,
+    cluster_of,
+    items_of,
+    rows_of,
+)
+from dlattn.plans.select import plan_named
+from dlattn.problem import Geometry, Problem
+from dlattn.runtime.jit import KernelSource
+from dlattn.runtime.target import Target
+
+if TYPE_CHECKING:
+    from dlattn.plans.decode import Decode
+    from dlattn.plans.fwd_sm90 import FwdSm90
+
+#: Heads whose queries, 16 or fewer, fill a tile of the forward.
+_MOST_HEADS_OF_TILE = 8
+
+#: Items of a multiprocessor from which on those of many keys are shared by so few blocks that their
+#: parts cost little.
+_HARDLY_SHARED = 0.45
+
+
+def may_fill_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether rows are so many that Hopper's forward is faster at some sizes: the parts of an item
+    that is shared meet in one block, which takes the longer the more rows they have. A tile of the
+    forward must have all heads that share keys."""
+    has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE and not problem.has_bias
+    return has_all and rows_of(geometry) > MOST_BOX_ROWS and target.capability == (9, 0)
+
+
+def wavers(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether it is at some sizes, and at others not."""
+    return may_fill_tiles(problem, geometry, target) and rows_of(geometry) <= MOST_CLUSTER_ROWS
+
+
+def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
+    """Whether it is faster at these."""
+    if not may_fill_tiles(problem, geometry, target):
+        return False
+    if rows_of(geometry) > MOST_CLUSTER_ROWS:
+        return True
+    items = items_of(geometry) / target.multiprocessors
+    has_long, has_many = geometry.seq_kv >= LONG_KEYS, items >= _HARDLY_SHARED
+    # Where the device alone knows lengths, the forward takes longer to begin.
+    begins_late = (geometry.has_lengths or problem.ragged) and not (has_long or has_many)
+    clusters = not problem.ragged and cluster_of(geometry, target) > 0
+    return not (has_long and has_many or begins_late or clusters)
+
+
+def kernels_of_other(plan: Decode | FwdSm90, name: str) -> list[KernelSource]:
+    """Those of the plan of this name, where it is faster at other sizes."""
+    what = plan.problem, plan.geometry, plan.target
+    kind = cast("type[Decode | FwdSm90]", plan_named(name))
+    if not wavers(*what) or kind.supports(*what) is not None:
+        return []
+    other = kind(*what)
+    return [*other.sources(), *other.other_tilings()]
