@@ -201,8 +201,7 @@ struct PartsRef {
   void* data;     // a part for each block; two for a later kernel
   uint64* marks;  // likewise: `mark` where the part is there
   uint64 mark;
-  int4*
-      tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh); null if none does
+  int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh), or null
 };
 
 }  // namespace dlattn

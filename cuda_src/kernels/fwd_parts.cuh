@@ -113,7 +113,7 @@ struct FwdParts {
   }
 
   DLATTN_DEVICE void run() const {
-    launch_dependents();
+    launch_dependents();                                  // of the next call, which waits
     if (p.items_taken != nullptr) await_kernel_before();  // which tells of parts
     const int4* told = p.parts.tiles + 2 * (blockIdx.x / (slices * warps_of_tile));
     const int4 tile = told[0], parts = told[1];

@@ -37,7 +37,7 @@ def may_fill_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool
     return has_all and rows_of(geometry) > MOST_BOX_ROWS and target.capability == (9, 0)
 
 
-def wavers(problem: Problem, geometry: Geometry, target: Target) -> bool:
+def depends_on_sizes(problem: Problem, geometry: Geometry, target: Target) -> bool:
     """Whether it is at some sizes, and at others not."""
     return may_fill_tiles(problem, geometry, target) and rows_of(geometry) <= MOST_CLUSTER_ROWS
 
@@ -60,7 +60,7 @@ def kernels_of_other(plan: Decode | FwdSm90, name: str) -> list[KernelSource]:
     """Those of the plan of this name, where it is faster at other sizes."""
     what = plan.problem, plan.geometry, plan.target
     kind = cast("type[Decode | FwdSm90]", plan_named(name))
-    if not wavers(*what) or kind.supports(*what) is not None:
+    if not depends_on_sizes(*what) or kind.supports(*what) is not None:
         return []
     other = kind(*what)
     return [*other.sources(), *other.other_tilings()]

@@ -40,6 +40,8 @@ MOST_PARTS_OF_ONE = 3
 #: them, what they cost a block more, in keys, and what of the time that whole tiles take may be
 #: left (``KeyDivision`` in the kernel).
 MOST_PARTS_ASKED, PARTS_COST_ASKED, LEAST_GAIN_ASKED = 16, 800, 0.8
+#: Queries of a sequence of which mostly all are there.
+FEW_QUERIES = 64
 #: A key that L2 brings a tile takes as long as its products with so many queries.
 ROWS_OF_A_LOAD = 100
 
@@ -102,9 +104,8 @@ def _time_of_lengths(
     if knows_sum:
         whole = max(longest, total / multiprocessors + shortest)
     elif longest == shortest:
-        # They fill tiles of no one height, nor rounds of blocks; the last to end has another tile.
-        # A tile of few rows takes no less.
-        filled = geometry.seq_q / (len(costs) * heads.tile_rows(tiling)) if len(costs) > 1 else 1
+        # They fill no rounds of blocks; the last to end has another tile.
+        filled = _filled(problem, geometry, len(costs), heads.tile_rows(tiling))
         whole = filled * total / multiprocessors + longest
     else:
         whole = _time_of_whole(costs, geometry.batch * groups, multiprocessors)
@@ -113,6 +114,16 @@ def _time_of_lengths(
     blocks = multiprocessors if shared.apart else min(multiprocessors, MOST_PARTS_ASKED * tiles)
     parts = total / blocks + PARTS_COST_ASKED * tiling.tile_q * tiling.slower
     return parts if parts < LEAST_GAIN_ASKED * whole else whole
+
+
+def _filled(problem: Problem, geometry: Geometry, tiles: int, rows: int) -> float:
+    """What part of the tiles of a full sequence, of so many rows each, one takes on average. Those
+    of queries whose number only the device knows fill tiles of no one height; of few queries mostly
+    all are there, and any take a tile."""
+    varies = problem.ragged or "seq_len_q" in geometry.tensors
+    if not varies or tiles == 1 or geometry.seq_q <= FEW_QUERIES:
+        return 1
+    return geometry.seq_q / (tiles * rows)
 
 
 def sequences(geometry: Geometry) -> list[Geometry]:

@@ -130,6 +130,7 @@ def test_shares_that_the_device_finds() -> None:
         ((16, 64, 8, 16, 8192), TileHeads(8, 4), Sharing(0)),
         ((16, 64, 8, 32, 8192), TileHeads(4, 2), Sharing(0)),
         ((1, 64, 8, 32, 32768), TileHeads(4, 2), Sharing(0, 2)),
+        ((16, 64, 8, 64, 8192), TileHeads(2, 1), Sharing(0)),
         ((1, 16, 2, 16, 8192), TileHeads(8, 4), Sharing(0, apart=True)),
         ((1, 8, 1, 64, 131072), TileHeads(2, 1), Sharing(0, 4, apart=True)),
         ((8, 32, 32, 4096, 4096), TileHeads(), Sharing(0)),
