@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dlattn.calls.apart import apart
 from dlattn.calls.arguments import Argument, Laid, admit, choice
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output, prepared
@@ -118,7 +119,9 @@ def _prepare(o1: Any, lse1: Any, o2: Any, lse2: Any, o: Any, lse: Any, said: tup
     begins = [given[name].seen.ptr for name in ("o1", "o2", "out[0]") if name in given]
     wide = not any(begin % 16 for begin in (*begins, inside.get("o_other", 0)))
     plan = MergeStates(specs, target, wide)
-    return prepared(values, device, inputs, results, plan, inside)
+    # Results may lie where a state does, but not where the other one does.
+    two: dict[str, Argument] = {it: given[it] for it in ("out[0]", "out[1]") if it in given}
+    return prepared(values, device, inputs, results, plan, inside, apart(two, two))
 
 
 _CALLS = CallCache(_prepare, drops=range(4))

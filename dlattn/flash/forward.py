@@ -30,7 +30,7 @@ from dlattn.flash.options import (
 )
 from dlattn.opaque import opaque
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import assign, padded
+from dlattn.runtime.tensors import assign, lasting, padded
 
 Results = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
@@ -323,8 +323,9 @@ def _prepare(
         tensors, q.seen.device, positions, results, request, offsets, memory, layout.is_empty
     )
     like = tensors[0]
-    state = no_state(like) if dropout is None else None
-    return Forward(call, None, (state, *unused(like, dtype)))
+    with lasting(like):
+        state = no_state(like) if dropout is None else None
+        return Forward(call, None, (state, *unused(like, dtype)))
 
 
 def _fills(

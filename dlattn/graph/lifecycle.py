@@ -261,3 +261,5 @@ class Lifecycle(Declarations):
         self._filters.append(wanted)
         if self._planning is not None:
             self._planning.keep(wanted)
+        if self._overrides is not None:
+            self._overrides.forget()

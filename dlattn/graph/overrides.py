@@ -72,6 +72,12 @@ class Overrides:
                 )
         return execution
 
+    def forget(self) -> None:
+        """Makes plans anew, as other ones may be left to choose from."""
+        with self._lock:
+            self._kept.clear()
+            self._known_size = 0
+
     def _execution(self, uids: Any, shapes: Any, strides: Any, plan: str | None) -> Execution:
         try:
             # Each is read once, as it may be an iterator; what is none stays, to be told of below.

@@ -62,7 +62,7 @@ class HostSequences:
         rows = self._given(cu_seqlens_role(role)).astype(np.int64)
         if role == "delta":
             rows = rows + DELTA_GAP * np.arange(len(rows))
-        return rows * _row(self._geometry.tensors[role])
+        return rows * self._geometry.tensors[role].stride[2]
 
     def _given(self, role: str) -> Array:
         return host_array(self._pointers[role], self._geometry.tensors[role])
@@ -84,7 +84,8 @@ class HostSequences:
         for source in sources:
             if given not in tensors and geometry.is_ragged(source):
                 distances = np.diff(self.offsets(source))
-                return lengths(distances // _row(tensors[source]), batch, longest)
+                row = max(1, tensors[source].stride[2])  # one token is as long as any number says
+                return lengths(distances // row, batch, longest)
         return lengths(self._given(given) if given in tensors else None, batch, longest)
 
 
@@ -134,14 +135,12 @@ class HostMemory(HostSequences):
         """Of each batch entry, the (H, length, D) elements in memory."""
         spec = self._geometry.tensors[role]
         _, heads, _, columns = spec.dim
-        _, head, _, column = spec.stride
+        _, head, row, column = spec.stride
         itemsize = to_numpy(spec.dtype).itemsize
         return [
             host_array(
                 self._pointers[role] + int(offset) * itemsize,
-                TensorSpec(
-                    spec.name, (heads, int(size), columns), (head, _row(spec), column), spec.dtype
-                ),
+                TensorSpec(spec.name, (heads, int(size), columns), (head, row, column), spec.dtype),
             )
             for offset, size in zip(self.offsets(role), self.lengths_of(role), strict=False)
         ]
@@ -152,11 +151,6 @@ def lengths(given: Array | None, batch: int, size: int) -> Array:
     if given is None:
         return np.full((batch, 1, 1, 1), size, np.int64)
     return np.clip(given.astype(np.int64), 0, size).reshape(batch, 1, 1, 1)
-
-
-def _row(spec: TensorSpec) -> int:
-    """Elements from a token to the next; of a single one, any number does."""
-    return max(1, spec.stride[2])
 
 
 def host_array(address: int, spec: TensorSpec) -> Array:

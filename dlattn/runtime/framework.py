@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +62,10 @@ class Framework(ABC):
     def lookalikes(self, objs: Sequence[Any]) -> Look | None:
         """See :func:`lookalikes`."""
         return None
+
+    def lasting(self) -> AbstractContextManager[object]:
+        """See :func:`lasting`."""
+        return nullcontext()
 
     def address(self, obj: Any) -> int:
         """See :func:`address`."""

@@ -7,6 +7,7 @@ on, reading a tensor costs one dictionary look-up and a few attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
@@ -89,8 +90,9 @@ def reader(like: Any) -> Callable[[Any], int]:
 def signatures(objs: Iterable[Any]) -> tuple[tuple[Any, ...], list[int]]:
     """What tells tensors apart that calls treat differently, hashable, and their addresses.
 
-    Of each: its framework, shape, strides, element type, device, writability, and whether its
-    address is a multiple of 16 bytes; ``None`` stays ``None``, at address 0.
+    Of each: its framework, shape, strides, element type, device, writability, whether gradients
+    are for it or pass through it, and whether its address is a multiple of 16 bytes; ``None`` stays
+    ``None``, at address 0.
 
     Raises:
         InvalidVariantPackError: an object is no tensor, or one that cannot be used in place.
@@ -157,6 +159,12 @@ def picker(positions: Sequence[int]) -> Callable[[Any], Any]:
     """What finds these, of which there is one at least, in a sequence: several, or a part of it."""
     first, *more = positions
     return itemgetter(*positions) if more else itemgetter(slice(first, first + 1))
+
+
+def lasting(like: Any) -> AbstractContextManager[object]:
+    """Where tensors of this one's framework are made that later calls return as well, in whatever
+    mode those are."""
+    return framework(like).lasting()
 
 
 def order_before(objs: Iterable[Any], stream: int) -> None:

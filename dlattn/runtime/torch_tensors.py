@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -101,6 +102,10 @@ class Torch(Framework):
 
         return lookalikes(objs)
 
+    def lasting(self) -> AbstractContextManager[object]:
+        mode: AbstractContextManager[object] = self._torch.inference_mode(False)
+        return mode
+
     def address(self, obj: Any) -> int:
         pointer: int = obj.data_ptr()
         return pointer
@@ -108,13 +113,15 @@ class Torch(Framework):
     def signature(self, obj: Any) -> tuple[int, Any]:
         # Torch's own objects take a third of the time of a view, and strides of what is contiguous
         # need not be asked for: those of sizes 1 mean nothing.
+        learned = self.wants_gradient(obj) and (1, obj.is_leaf)
         try:
             strides = obj.is_contiguous() or obj.stride()
             if not obj.is_neg() and not self._modes():
-                return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device)
+                return obj.data_ptr(), (obj.shape, strides, obj.dtype, obj.device, learned)
         except RuntimeError:
             pass
-        return super().signature(obj)  # which says what is wrong
+        pointer, looks = super().signature(obj)  # which says what is wrong
+        return pointer, (looks, learned)
 
     def allocator(
         self, like: Any, shape: Dims, stride: Dims, dtype: data_type
@@ -178,7 +185,8 @@ class Torch(Framework):
                 f"{generator!r:.100}."
             )
         if generator.device.type != "cuda":
-            return int(torch.randint(2**63 - 1, (), generator=generator)), 0
+            drawn = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
+            return int(drawn), 0
         offset = generator.get_offset()
         generator.set_offset(offset + count)
         return generator.initial_seed(), offset

@@ -138,3 +138,16 @@ def test_no_entries() -> None:
         o, lse = torch.zeros(*lead, 5, 3, 8), torch.zeros(*lead, 3, 5)
         union, sums = dlattn.merge_states(o, lse, o, lse)
         assert union.shape == o.shape and sums.shape == lse.shape
+
+
+def test_results_apart_from_each_other() -> None:
+    """Each may lie where a state does, but not where the other one does; in every such call."""
+    memory = np.zeros(2 * 5 * 3 * 8, np.float32)
+    o, lse = memory.reshape(2, 5, 3, 8), np.zeros((2, 3, 5), np.float32)
+    first, second = np.ones_like(o), np.zeros_like(lse)
+    for _ in range(2):
+        dlattn.merge_states(first, second, first, second, out=(o, lse))
+        with pytest.raises(InvalidArgumentError, match="out"):
+            inside = memory[:30].reshape(2, 3, 5)
+            dlattn.merge_states(first, second, first, second, out=(o, inside))
+    dlattn.merge_states(o, lse, first, second, out=(o, lse))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
@@ -140,3 +141,72 @@ def test_each_call_gives_what_it_gives_alone(name: str, library: str) -> None:
         for kind, expected in alone:
             run(before)
             assert (run(kind) == expected).all(), ([*before], [*kind])
+
+
+def test_a_leaf_is_never_written_to() -> None:
+    """Whatever memory of its looks took results before; others of a gradient may."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, ROWS, HEADS, 8)
+    lse = torch.zeros(2, HEADS, ROWS)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "attention": lambda out: dlattn.attention(q, q, q, out=out),
+        "mha_fwd": lambda out: flash.mha_fwd(q, q, q, out),
+        "mha_bwd": lambda out: flash.mha_bwd(q, q, q, q, q, lse, out),
+        "flash_attn_with_kvcache": lambda out: flash.flash_attn_with_kvcache(q, q, q, out=out),
+        "merge_states": lambda out: dlattn.merge_states(q, lse, q, lse, out=(out, lse.clone())),
+    }
+    for name, call in calls.items():
+        learned = torch.full_like(q, 7.0).requires_grad_()
+        for before in (q.clone(), (q.clone().requires_grad_() * 2)):
+            forget_calls()
+            call(before)
+            for _ in range(2):
+                with pytest.raises(dlattn.InvalidArgumentError, match="requires a gradient"):
+                    call(learned)
+        assert (learned == 7).all(), name
+        with torch.no_grad():
+            call(learned)
+
+
+def test_lost_gradients_are_told_of() -> None:
+    """Also after a call of such tensors that needed none."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, ROWS, HEADS, 8)
+    learned = q.clone().requires_grad_()
+    for call in (dlattn.attention, flash.mha_fwd):
+        forget_calls()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                call(q, q, q)
+                with torch.no_grad():
+                    call(learned, q, q)
+        with pytest.warns(UserWarning, match="gets none from here"):
+            call(learned, q, q)
+
+
+def test_evaluation_before_training() -> None:
+    """What an inference's call gives beside its results, autograd can keep of a later one."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, ROWS, HEADS, 8)
+    begin = torch.tensor([0, ROWS, TOKENS], dtype=torch.int32)
+    flat = q.flatten(0, 1)
+    calls: list[Callable[[], Any]] = [
+        lambda: flash.mha_fwd(q, q, q),
+        lambda: flash.mha_varlen_fwd(
+            flat, flat, flat, None, begin, begin, None, None, None, ROWS, ROWS
+        ),
+    ]
+    for call in calls:
+        forget_calls()
+        with torch.inference_mode():
+            call()
+        assert not any(x.is_inference() for x in call())
+
+
+def test_a_default_device_draws_nothing() -> None:
+    """Dropout's seed is of its generator's device."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, ROWS, HEADS, 8)
+    with torch.device("meta"):
+        assert flash.mha_fwd(q, q, q, p_dropout=0.5)[0].isfinite().all()

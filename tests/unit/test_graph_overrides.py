@@ -289,6 +289,22 @@ def test_filters_hold(plans):
     assert many.last[0] == 1 and not hasattr(few, "last")
 
 
+def test_filters_hold_for_shapes_that_ran_before(plans):
+    """The plan that such a shape had is dropped, too."""
+    few, many = plans
+    graph, tensors = declared((2, 4, 2, 16), stats=False)
+    graph.build()
+    arguments, dim = queries(1)
+    pack = pack_of(tensors, (2, 4, 2, 16))
+    pack[tensors[0]], pack[tensors[3]] = (np.zeros(dim, np.float16) for _ in "qo")
+    graph.execute(pack, aligned(128), **arguments)
+    assert few.last[0] == 1 and not hasattr(many, "last")
+    graph.deselect_engines(["few"])
+    graph.build_plans()
+    graph.execute(pack, aligned(128), **arguments)
+    assert many.last[0] == 1
+
+
 def test_workspaces(plans):
     """An address has what was asked for; more is refused with how much, and can be asked for."""
     graph, tensors = declared(stats=False)

@@ -154,7 +154,7 @@ def test_a_cache_finds_the_same_with_and_without(calls: Any) -> None:
         given_tensors = five[:count]
         with torch.set_grad_enabled(learns):
             prepared, addresses = kept.find(given_tensors, (option,))
-        key, expected = signatures(given_tensors)
+            key, expected = signatures(given_tensors)
         assert prepared == (key, option) and addresses == expected
 
 
