@@ -47,7 +47,8 @@ def merge_states(
             ``"bhsd"``, cuDNN's: ``o`` is (..., H, S, D) and ``lse`` (..., H, S). ``"thd"``, packed
             sequences: ``o`` is (T, H, D) and ``lse`` (H, T). Any number of dimensions may lead, and
             ``lse`` may have a 1 as one more last dimension, as in graphs' statistics.
-        out: memory for the results; may be that of a state, whose ``o`` has the result's type.
+        out: memory for the results; may be that of a state itself (the same elements in the same
+            order), whose ``o`` has the result's type.
 
     Without ``o2`` and ``lse2``, the first dimension of ``o1`` and ``lse1`` counts states.
 

@@ -72,7 +72,8 @@ def mha_bwd(
 
     Args:
         dout: the output's gradient, of the head size before padding, and its type.
-        q, k, v: as given to the forward; or as it returned them, if v has q's head size.
+        q, k, v: as given to the forward; or as it returned them, if v has q's head size, because
+            from a padded v gradients are as wide as dout.
         out, softmax_lse: as the forward returned them; out may be padded like v. Rows without keys
             may have an lse of +inf or of -inf.
         dq_, dk_, dv_: memory for the gradients, each its own, of which no input is a part; ``None``

@@ -21,7 +21,7 @@ from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.plans.append import Cache
 from dlattn.problem import PAGE_TABLES, TensorSpec, offset_role
-from dlattn.problem.layout import LONGEST, canonical_stride
+from dlattn.problem.layout import LONGEST, MOST_RAGGED_ELEMENTS, canonical_stride
 
 #: Entries of a cache are not divided into pages of fewer rows than the copy engine moves.
 _LEAST_PAGE = 8
@@ -190,6 +190,8 @@ def _ragged(layout: CacheLayout, batch: int) -> CacheLayout:
         attended[offset_role(role)] = between[f"{role}_offsets"] = offsets
         read[offset_role(role)] = f"{role}_offsets"
         is_aligned = is_aligned and entry % 8 == row % 8 == 0
+        # Nor does the copy engine reach further.
+        is_aligned = is_aligned and spec.dim[0] * entry <= MOST_RAGGED_ELEMENTS
     return replace(layout, attended=attended, between=between, read=read, is_aligned=is_aligned)
 
 

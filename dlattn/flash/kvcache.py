@@ -349,7 +349,9 @@ def _check_angles(there: Mapping[str, Argument], sizes: Layout) -> None:
     sin.expect_shape(cos.shape, "that of rotary_cos")
     sin.expect_type(cos.dtype)
     for it in (cos, sin):
-        if it.shape[0] > 1 and it.shape[1] > 0 and it.stride != (it.shape[1], 1):
+        rows, columns = it.shape
+        apart = columns > 1 and it.stride[1] != 1
+        if apart or (rows > 1 and columns > 0 and it.stride[0] != columns):
             raise InvalidArgumentError(
                 f"{it.name}: expected a contiguous tensor, got strides {it.stride}."
             )

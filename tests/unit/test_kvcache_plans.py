@@ -6,10 +6,11 @@ import pytest
 
 from dlattn.calls import call
 from dlattn.calls.request import Request
-from dlattn.flash import kvcache
+from dlattn.flash import caches, kvcache
 from dlattn.plans.base import Plan
 from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.fwd_sm80 import FwdSm80
+from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.plans.select import select
 from dlattn.runtime.target import KNOWN, Target
 from tests.callers import Caller
@@ -34,3 +35,25 @@ def test_every_cache_has_a_plan(name: str, arch: str, monkeypatch: pytest.Monkey
     assert issubclass(chosen, CudaPlan)
     if arch == "sm_90a":
         assert (chosen is FwdSm80) == (name == "element-wise access")
+
+
+def test_the_copy_engine_does_not_reach_all_of_a_huge_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of sequences that begin anywhere in it."""
+    monkeypatch.setattr(caches, "MOST_RAGGED_ELEMENTS", 100)
+    plans: list[Plan] = []
+
+    def built(request: Request, target: Target) -> Plan:
+        plans.append(call.built(request, target))
+        return plans[-1]
+
+    monkeypatch.setattr(kvcache, "built", built)
+    for case in SMALL.values():
+        kvcache._calls.clear()
+        check_cache(case, Caller("numpy"))
+    kvcache._calls.clear()
+    ragged = [it for it in plans if it.problem.paged_k is False and it.geometry.is_ragged("k")]
+    assert ragged
+    for it in ragged:
+        assert FwdSm90.supports(it.problem, it.geometry, KNOWN["sm_90a"]) is not None
