@@ -73,6 +73,19 @@ def past_lengths(rows: int, lengths: Argument | None, number: float) -> PastLeng
 
 
 @dataclass(frozen=True)
+class NoSinks:
+    """Where FlashAttention-2's +inf means that nothing is attended: also in rows whose sinks, which
+    are all that there is, are none. Then what is past the lengths."""
+
+    rows: int
+    past: PastLengths | None
+
+    def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
+        told = select(result, result != -inf, inf)
+        return told if self.past is None else self.past(told, row, read, select)
+
+
+@dataclass(frozen=True)
 class SinkGradient:
     """The gradient of sinks, (H): a row without keys has its sink for a log-sum-exp, so that it is
     the sum of the gradients of these, (B, H, S), or of packed sequences (H, T)."""

@@ -11,7 +11,7 @@ from dlattn.calls.apart import Check, apart
 from dlattn.calls.arguments import Argument, Laid, are_aligned, flag, soft_cap
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output, prepared
-from dlattn.calls.keyless import past_lengths
+from dlattn.calls.keyless import NoSinks, past_lengths
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
 from dlattn.flash.dropout import drawn_state, dropout_of, drops, no_state, state_roles, unused
@@ -295,9 +295,11 @@ def _prepare(
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
-    if layout.is_empty and not layout.packed:
-        finish = past_lengths(layout.seqlen_q, given.get("seqused_q"), inf)
-        lse = replace(lse, finish=finish)
+    if layout.is_empty:
+        used = None if layout.packed else given.get("seqused_q")
+        past = past_lengths(layout.seqlen_q, used, inf)
+        by_sinks = "sinks" in given and 0 not in layout.lse
+        lse = replace(lse, finish=NoSinks(layout.lse[-1], past) if by_sinks else past)
     results = [out, lse]
     if options.return_softmax:
         # The rows of no sequence are no kernel's.

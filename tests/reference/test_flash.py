@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
-from dlattn.flash import mha_bwd, mha_fwd
+from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_fwd
 from tests.callers import Caller
 from tests.flash import FlashCase
 from tests.flash_check import check
@@ -77,3 +77,19 @@ def test_memory_of_another_library(dtype: data_type, head_size: int) -> None:
             continue
         assert all(x is y for x, y in zip(found, (out_, *gradients), strict=True))
         assert all(map(torch.equal, numbers, wanted))
+
+
+def test_sinks_that_are_none_and_no_keys() -> None:
+    """Nothing is attended then, which softmax_lse says as everywhere else."""
+    sinks = np.array([-np.inf, 0.5], np.float32)
+    q, none, begin = np.ones((1, 3, 2, 8)), np.ones((1, 0, 2, 8)), np.array([0, 3], np.int32)
+    expected = np.broadcast_to(np.array([[np.inf], [0.5]]), (2, 3))
+    for used in (None, np.array([2], np.int32)):
+        lse = mha_fwd(q, none, none, seqused_q=used, sinks=sinks)[4][0]
+        rows = 3 if used is None else 2
+        assert (lse[:, :rows] == expected[:, :rows]).all() and (lse[:, rows:] == np.inf).all()
+    begins = begin, 0 * begin
+    packed = mha_varlen_fwd(
+        q[0], none[0], none[0], None, *begins, None, None, None, 3, 0, sinks=sinks
+    )
+    assert (packed[4] == expected).all()
