@@ -92,16 +92,28 @@ class Argument:
                 f"{self.stride}; pass a contiguous copy."
             )
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements follow each other in memory, the last dimension's first."""
+        if 0 in self.shape:
+            return True
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        return True
+
     def expect_contiguous(self) -> None:
-        """Refuse a one-dimensional tensor with gaps.
+        """Refuse a tensor with gaps.
 
         Raises:
             InvalidArgumentError: it has.
         """
-        if self.shape[0] > 1 and self.stride != (1,):
-            raise InvalidArgumentError(
-                f"{self.name}: expected a contiguous tensor, got stride {self.stride[0]}."
-            )
+        if not self.is_contiguous:
+            one = len(self.stride) == 1
+            got = f"stride {self.stride[0]}" if one else f"strides {self.stride}"
+            raise InvalidArgumentError(f"{self.name}: expected a contiguous tensor, got {got}.")
 
     def expect_output(self) -> None:
         """Refuse memory that cannot take results.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -95,17 +94,6 @@ def _words(words: Any, like: Any) -> Any:
     return words.view(np.int32) if framework(like).name == "jax" else words
 
 
-def _expect_words(state: Argument, said: str) -> None:
-    """Refuse a state that is no two neighbouring words of 64 bits."""
-    sizes = [(n, step) for n, step in zip(state.shape, state.stride, strict=True) if n > 1]
-    steps = [math.prod(n for n, _ in sizes[at + 1 :]) for at in range(len(sizes))]
-    if [step for _, step in sizes] != steps or state.seen.ptr % 8:
-        raise InvalidArgumentError(
-            f"{said}: expected a contiguous state at a multiple of 8 bytes, got strides "
-            f"{state.stride}; pass a contiguous copy."
-        )
-
-
 def state_roles(
     given: Mapping[str, Argument], said: str = "philox_seed, philox_offset"
 ) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, int]]:
@@ -129,7 +117,11 @@ def state_roles(
     elements = int(np.prod(seed.shape))
     if (seed.dtype, elements) in _STATES:
         offset, bytes_before = seed, 8
-        _expect_words(seed, said)
+        if not seed.is_contiguous or seed.seen.ptr % 8:
+            raise InvalidArgumentError(
+                f"{said}: expected a contiguous state at a multiple of 8 bytes, got strides "
+                f"{seed.stride}; pass a contiguous copy."
+            )
     else:
         bytes_before = 0
     for it in (seed, offset):

@@ -349,12 +349,7 @@ def _check_angles(there: Mapping[str, Argument], sizes: Layout) -> None:
     sin.expect_shape(cos.shape, "that of rotary_cos")
     sin.expect_type(cos.dtype)
     for it in (cos, sin):
-        rows, columns = it.shape
-        apart = columns > 1 and it.stride[1] != 1
-        if apart or (rows > 1 and columns > 0 and it.stride[0] != columns):
-            raise InvalidArgumentError(
-                f"{it.name}: expected a contiguous tensor, got strides {it.stride}."
-            )
+        it.expect_contiguous()
     if not 0 < 2 * cos.shape[1] <= q.shape[3]:
         raise InvalidArgumentError(
             f"rotary_cos: expected 1 to {q.shape[3] // 2} columns, half as many as are rotated, "

@@ -89,14 +89,24 @@ def sharing(
     same = has_same_keys(problem) or same_keys(begin, end)
     shared = tiles % multiprocessors if same else tiles
     apart = blocks > MOST_PARTS_OF_ONE * shared and may_share_more(problem, tiling)
-    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
     differ = (end - begin).min() < LEAST_ALIKE * (end - begin).max()
     beside = tiles // (geometry.batch * max(geometry.heads_k, geometry.heads_v))
     idle = blocks % beside
     whole = same and tiles >= blocks - idle
-    if stay or differ or whole or idle > MOST_IDLE * blocks or idle == blocks:
+    if (
+        _stay_in_l2(problem, geometry)
+        or differ
+        or whole
+        or idle > MOST_IDLE * blocks
+        or idle == blocks
+    ):
         beside, idle = 1, 0
     return Sharing(blocks - idle, beside, apart)
+
+
+def _stay_in_l2(problem: Problem, geometry: Geometry) -> bool:
+    """Whether L2 has room for all keys and values."""
+    return pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
 
 
 def _sharing_asked(
@@ -112,9 +122,9 @@ def _sharing_asked(
     if not may_share_more(problem, tiling):
         return Sharing(0)
     beside = -(-geometry.heads_together // heads.tile)
-    stay = pairs_per_wave(problem, geometry, WAVE_BYTES) >= geometry.batch * geometry.heads_q
     idle = multiprocessors % beside
-    if stay or tiles >= multiprocessors or idle > MOST_IDLE * multiprocessors:
+    whole = tiles >= multiprocessors
+    if _stay_in_l2(problem, geometry) or whole or idle > MOST_IDLE * multiprocessors:
         beside = 1
     return Sharing(0, beside, apart=tiles * MOST_PARTS_TOLD < multiprocessors)
 

@@ -17,17 +17,23 @@ from tests.callers import Caller
 from tests.kvcache import SMALL, check_cache
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("arch", KNOWN)
-def test_every_cache_has_a_plan(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cache is reduced to what CUDA plans take; on Hopper its own, where rows are aligned."""
-    plans: list[Plan] = []
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Those that calls are given."""
+    made: list[Plan] = []
 
     def built(request: Request, target: Target) -> Plan:
-        plans.append(call.built(request, target))
-        return plans[-1]
+        made.append(call.built(request, target))
+        return made[-1]
 
     monkeypatch.setattr(kvcache, "built", built)
+    return made
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_cache_has_a_plan(name: str, arch: str, plans: list[Plan]) -> None:
+    """Every cache is reduced to what CUDA plans take; on Hopper its own, where rows are aligned."""
     kvcache._calls.clear()
     check_cache(SMALL[name], Caller("numpy"))
     (plan,) = plans
@@ -38,17 +44,10 @@ def test_every_cache_has_a_plan(name: str, arch: str, monkeypatch: pytest.Monkey
 
 
 def test_the_copy_engine_does_not_reach_all_of_a_huge_cache(
-    monkeypatch: pytest.MonkeyPatch,
+    plans: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of sequences that begin anywhere in it."""
     monkeypatch.setattr(caches, "MOST_RAGGED_ELEMENTS", 100)
-    plans: list[Plan] = []
-
-    def built(request: Request, target: Target) -> Plan:
-        plans.append(call.built(request, target))
-        return plans[-1]
-
-    monkeypatch.setattr(kvcache, "built", built)
     for case in SMALL.values():
         kvcache._calls.clear()
         check_cache(case, Caller("numpy"))
