@@ -77,6 +77,7 @@ struct Params {
   int heads_together;  // query heads that share both a head of K and one of V
   // Of a Hopper forward: rows of each head that a consumer has, and how many consumers have other queries.
   int log2_head_rows, parts_per_tile;
+  TileHeadsRef tile_heads;
   int* dq_additions;  // by row tile: with a block mask, how many key tiles add to its dQ
 
   // A tensor that is not ragged is its own map's.

@@ -40,9 +40,11 @@ struct RaggedRef {
   int* bundles;          // the batch entry of each; or null
   int4* items;           // how many, bundles too; then of each tile, head, batch, bundle; or null
   MappedEntry* mapped;   // (mapped_tensors, batch); or null
-  int tile_q;            // rows of a query tile
-  int row_tiles;         // that the workspace has room for, of one head
-  int item_rows;         // queries or keys that an item has
+  Divisor tile_q;        // rows of a query tile
+  Divisor item_rows;     // queries or keys that an item has
+  Divisor groups;        // of heads that have items of their own
+  Divisor wave;          // such groups whose items follow each other, the last ones perhaps fewer
+  int row_tiles;         // query tiles that the workspace has room for, of one head
   int items_of_keys, last_first;
   int tokens_q, tokens_kv;  // with cu_seqlens, rows of the tensors in all
   int key_tiles;            // whose sums of dK and dV the workspace has room for, of one head

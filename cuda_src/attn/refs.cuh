@@ -1,7 +1,7 @@
 // What the argument of kernels refers to: tensors, lengths, numbers, tables, scratch.
 #pragma once
 
-#include "base/types.cuh"
+#include "base/divisor.cuh"
 #include "ptx/memory.cuh"
 
 namespace dlattn {
@@ -202,6 +202,15 @@ struct PartsRef {
   uint64* marks;  // likewise: `mark` where the part is there
   uint64 mark;
   int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh), or null
+};
+
+// Which heads share query tiles of a Hopper forward (dlattn/plans/fwd_sm90_tiles.py).
+struct TileHeadsRef {
+  Divisor tiles;         // with the same queries, of all heads of a batch entry
+  Divisor of_keys;       // of the heads that share keys
+  Divisor together;      // these heads
+  Divisor beside;        // of such tiles, how many have blocks side by side
+  Divisor per_k, per_v;  // heads that share a head of K, or of V
 };
 
 }  // namespace dlattn

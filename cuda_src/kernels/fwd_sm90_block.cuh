@@ -257,18 +257,15 @@ struct FwdSm90Block {
   // From this one on: those that share keys may not fill their last tile.
   static DLATTN_DEVICE int heads_of_tile(const Params& p, int head) {
     if (heads_per_tile(p) == 1) return 1;
-    return least(heads_per_tile(p), p.heads_together - head % p.heads_together);
+    return least(heads_per_tile(p), p.heads_together - p.tile_heads.together.rest(head));
   }
   // The first head of the tiles of this number, of a batch entry.
   static DLATTN_DEVICE int first_head(const Params& p, int number) {
-    if (heads_per_tile(p) == 1) return number;
-    const int tiles = ceil_div(p.heads_together, heads_per_tile(p));
-    return number / tiles * p.heads_together + number % tiles * heads_per_tile(p);
+    const Divisor& of_keys = p.tile_heads.of_keys;
+    const int together = of_keys.quotient(number), tile = number - together * of_keys.number;
+    return together * p.heads_together + tile * heads_per_tile(p);
   }
-  static DLATTN_DEVICE int tiles_of_heads(const Params& p) {
-    if (heads_per_tile(p) == 1) return p.heads_q;
-    return p.heads_q / p.heads_together * ceil_div(p.heads_together, heads_per_tile(p));
-  }
+  static DLATTN_DEVICE int tiles_of_heads(const Params& p) { return p.tile_heads.tiles.number; }
 
   // They take turns at the last rows, which a causal mask leaves more keys than the first. Where each has
   // other heads, which share the keys, and none is left for it, it has the last one's once more, which it

@@ -2,8 +2,10 @@
 //
 // Key tiles of all query tiles stand in a line, in the order of batch entries, heads and rows, which
 // blocks cut into parts of equal length (dlattn/plans/schedule.py does the same where the host knows
-// lengths). Every block finds out by itself how long the line is and what its part of it is; all come to
-// the same. Many query tiles are not divided: blocks ask for whole ones. A warp's.
+// lengths). Behind those of a query tile is a gap, as long as what it takes beside its products: a block that
+// goes on with the next one has fewer key tiles. Every block finds out by itself how long the line is and
+// what its part of it is; all come to the same. Many query tiles are not divided: blocks ask for whole ones. A
+// warp's.
 #pragma once
 
 #include "kernels/fwd_sm90_block.cuh"
@@ -18,11 +20,14 @@ struct KeyDivision {
   // Query tiles for each block up to which keys are divided; keys of a part at the least; parts of a
   // query tile at the most, on average, unless a later kernel adds them.
   static constexpr int most_tiles = 4, least_part = 256, most_parts = 16;
-  // What a query tile takes beside its products, and what parts cost a block more, in keys; and what of the
-  // time may be left at the most: blocks with parts come to the same keys at different times.
-  static constexpr float keys_beside = 250.f, parts_cost = 800.f, least_gain = 0.8f;
-  // Longer ones are not divided: the line's length is an int.
-  static constexpr int most_units = 1 << 20;
+  // What a query tile takes beside its products, and what parts cost a block more, in keys.
+  static constexpr float keys_beside = 250.f, parts_cost = 800.f;
+  // What of the time may be left at the most. Blocks with parts come to the same keys at different times: that
+  // costs more where L2 does not keep all keys that several query tiles read.
+  static constexpr float least_gain = 0.8f, least_gain_in_l2 = 0.9f, l2_bytes = 40e6f;
+  static constexpr int most_gap = ceil_div(int(keys_beside), Block::tile_k);
+  // Query tiles, and lines, that are longer are not divided: so far fp32 counts.
+  static constexpr int most_units = 1 << 20, most_length = 1 << 22;
   // Query tiles up to which lanes count those of an entry each; else all those of one.
   static constexpr int few_tiles = 8;
 
@@ -31,32 +36,45 @@ struct KeyDivision {
   const Params& p;
   const int beside = gridDim.x, teams = gridDim.y;
   const int groups;  // of heads that share a query tile, or have theirs side by side
-  int units = 0;     // key tiles in the line
-  int of_lane = 0;   // of them, of the entry that a lane has seen last
-  int dividing = 0;  // teams that share them; 0 if none do
-  int each, larger;  // how many a team has, and how many teams have one more
+  // What lanes find out on their way through the entries.
+  struct Seen {
+    int longest = 0;     // the most key tiles of a query tile
+    int tiles = 0;       // query tiles of the last entry
+    int read_again = 0;  // key tiles of a head that several query tiles read
+  };
+  int of_lane = 0;   // the line of the entry that a lane has seen last
+  int gap = 0;       // behind the key tiles of each query tile
+  int dividing = 0;  // teams that share it; 0 if none do
+  int each, larger;  // how much of it a team has, and how many teams have one more
 
   // Of so many query tiles in all.
   DLATTN_DEVICE KeyDivision(const Params& params, int all_tiles)
-      : p(params), groups(Block::tiles_of_heads(params) / beside) {
-    const int tiles = all_tiles / beside;
+      : p(params), groups(params.tile_heads.beside.quotient(Block::tiles_of_heads(params))) {
+    const int tiles = p.tile_heads.beside.quotient(all_tiles);
     if (tiles == 0 || tiles > most_tiles * teams) return;
-    int longest = 0;
-    units = BatchWalk::count(p.batch,
-                             [&](int batch) { return of_lane = units_of_entry(batch, longest); });
-    longest = __reduce_max_sync(0xffffffffu, longest);
-    if (longest > most_units) return;
+    Seen seen;
+    const int units =
+        BatchWalk::count(p.batch, [&](int batch) { return of_lane = units_of_entry(batch, seen); });
+    const int longest = __reduce_max_sync(0xffffffffu, seen.longest);
+    if (longest > most_units || units > most_length - most_gap * tiles) return;
     int most = least(teams, units / ceil_div(least_part, Block::tile_k));
     if (p.parts.tiles == nullptr) most = least(most, most_parts * tiles);
     // Of equal tiles nobody had better have the end of one and the beginning of another.
-    const int as_many = most / tiles * tiles;
-    if (longest * tiles == units && as_many >= 0.9f * most) most = as_many;
+    const int as_many = quotient(most, tiles) * tiles;
+    const bool alike = longest * tiles == units && as_many >= 0.9f * most;
+    if (alike) most = as_many;
+    if (!alike) gap = most_gap;
+    const int length = units + gap * tiles;
+    of_lane += gap * seen.tiles;
+    // Each has a unit at the least.
+    if (!alike) most = least(most, length / (most_gap + 1));
     if (most == 0) return;
-    const float parts = keys_of(float(units) / most, ceil_div(tiles, most)) + parts_cost;
-    if (parts >= least_gain * keys_if_whole(tiles, longest)) return;
+    const float parts = __fdividef(length, most) * Block::tile_k + keys_beside + parts_cost;
+    const float gain = stay_in_l2(seen.read_again) ? least_gain_in_l2 : least_gain;
+    if (parts >= gain * keys_if_whole(units, tiles, longest)) return;
     dividing = most;
-    each = units / dividing;
-    larger = units % dividing;
+    each = quotient(length, dividing);
+    larger = length - each * dividing;
   }
 
   // Calls offer(item, key tiles) for each part of this block, of WorkItem and Interval. A block waits for parts of
@@ -68,6 +86,7 @@ struct KeyDivision {
     const Interval own{cut(team), cut(team + 1)};
     for (QueryTile at(*this, own.last - 1);; at.go_back(*this)) {
       const Interval part = own & at.units;
+      if (part.empty()) return;  // its own begin in the gap behind them
       WorkItem item{at.tile, first_head(at, blockIdx.x), at.batch};
       const int before = team - team_with(at.units.first);
       const int after = team_with(at.units.last - 1) - team;
@@ -82,8 +101,10 @@ struct KeyDivision {
   // (dlattn/plans/schedule.py), if it is divided.
   DLATTN_DEVICE void tell(int4* to, int batch, int number) const {
     const Lengths length(p, batch);
-    const int tiles = Block::tiles_of(p, length.q), group = number / tiles, place = group % beside;
-    const QueryTile at(*this, batch, group / beside, number % tiles);
+    const int tiles = Block::tiles_of(p, length.q), group_and_place = quotient(number, tiles);
+    const int group = p.tile_heads.beside.quotient(group_and_place);
+    const int place = group_and_place - group * beside;
+    const QueryTile at(*this, batch, group, number - group_and_place * tiles);
     const int first = team_with(at.units.first), last = team_with(at.units.last - 1);
     if (threadIdx.x % 32 != 0 || first == last) return;
     const int before = place * teams;  // blocks
@@ -97,15 +118,28 @@ struct KeyDivision {
     return Block::first_head(p, at.group * beside + place);
   }
 
+  // Of numbers that fp32 counts.
+  static DLATTN_DEVICE int quotient(int number, int by) {
+    const int near = __fdividef(number, by), rest = number - near * by;
+    return near + (rest >= by) - (rest < 0);
+  }
+
+  // Of so many key tiles a lane, of one head.
+  DLATTN_DEVICE bool stay_in_l2(int key_tiles) const {
+    constexpr float bytes = Block::tile_k * (Block::KTile::columns + Block::VTile::columns) * 2.f;
+    const float heads = p.tile_heads.of_keys.quotient(Block::tiles_of_heads(p));
+    return __reduce_add_sync(0xffffffffu, key_tiles) * heads * bytes <= l2_bytes;
+  }
+
   // What a block takes, in keys.
   static DLATTN_DEVICE float keys_of(float key_tiles, int tiles) {
     return key_tiles * Block::tile_k + keys_beside * tiles;
   }
   // The block with the most, where tiles are whole: those that differ fill each other's gaps.
-  DLATTN_DEVICE float keys_if_whole(int tiles, int longest) const {
-    const int rounds = ceil_div(tiles, teams);
-    const float mean = float(units) / tiles, even = float(units) / teams + mean / 2;
-    if (rounds == 1) return keys_of(longest, rounds);
+  DLATTN_DEVICE float keys_if_whole(int units, int tiles, int longest) const {
+    if (tiles <= teams) return keys_of(longest, 1);
+    const int rounds = quotient(tiles + teams - 1, teams);
+    const float mean = __fdividef(units, tiles), even = __fdividef(units, teams) + mean / 2;
     if (longest <= 1.25f * mean) return keys_of(mean * rounds, rounds);
     return keys_of(even > longest ? even : longest, rounds);
   }
@@ -118,7 +152,7 @@ struct KeyDivision {
     return units_of(Work::of(p, {tile, 0, 0}, length));
   }
   // A lane's: of all heads.
-  DLATTN_DEVICE int units_of_entry(int batch, int& longest) const {
+  DLATTN_DEVICE int units_of_entry(int batch, Seen& seen) const {
     const Lengths length = Lengths::of_lane(p, batch);
     // Lanes beyond the last entry have that one once more, which is counted once.
     const int lane = threadIdx.x % 32, before_it = __shfl_up_sync(0xffffffffu, batch, 1);
@@ -126,7 +160,7 @@ struct KeyDivision {
     const int tiles = is_first ? Block::tiles_of(p, length.q) : 0;
     int sum = 0;
     const auto add = [&](int own) {
-      longest = most(longest, own);
+      seen.longest = most(seen.longest, own);
       sum += own;
     };
 #pragma unroll 1
@@ -144,14 +178,23 @@ struct KeyDivision {
       const int all = __reduce_add_sync(0xffffffffu, sum);
       sum = lane == owner ? all : before;
     }
+    seen.tiles = tiles * groups;
+    if (tiles > 1) seen.read_again += ceil_div(length.kv, Block::tile_k);
     return sum * groups;
+  }
+  // The same of the line.
+  DLATTN_DEVICE int length_of_entry(int batch) const {
+    if (p.batch <= 32) return of_lane;
+    Seen seen;
+    const int units = units_of_entry(batch, seen);
+    return units + gap * seen.tiles;
   }
 
   // Where team i begins in the line, and the team that a unit is of.
   DLATTN_DEVICE int cut(int i) const { return i * each + least(i, larger); }
-  DLATTN_DEVICE int team_with(int unit) const {
-    const int after = unit - larger * (each + 1);
-    return after < 0 ? unit / (each + 1) : larger + after / each;
+  DLATTN_DEVICE int team_with(int place) const {
+    const int after = place - larger * (each + 1);
+    return after < 0 ? quotient(place, each + 1) : larger + quotient(after, each);
   }
 
   // A query tile of each place side by side, and its key tiles in the line.
@@ -160,40 +203,35 @@ struct KeyDivision {
     Interval units;
     Lengths length;
 
-    // With this unit.
-    DLATTN_DEVICE QueryTile(const KeyDivision& all, int unit) : length(all.p) {
+    // With this place of the line, or before a gap that it is in.
+    DLATTN_DEVICE QueryTile(const KeyDivision& all, int place) : length(all.p) {
       BatchWalk walk;
-      int longest = 0;
-      walk.find(unit, all.p.batch, [&](int b) {
-        return all.p.batch <= 32 ? all.of_lane : all.units_of_entry(b, longest);
-      });
+      walk.find(place, all.p.batch, [&](int b) { return all.length_of_entry(b); });
       batch = walk.batch;
       length = Lengths(all.p, batch);
       const int tiles = Block::tiles_of(all.p, length.q);
-      const auto own = [&](int of) { return all.units_of(of, length); };
       if (tiles == 1) {  // as of few queries, which should not wait for more code
         tile = 0;
-        const int of_tile = look(all.p);
-        group = walk.rest / of_tile;
-        units.first = unit - walk.rest % of_tile;
-        units.last = units.first + of_tile;
+        const int own = look(all.p), of_tile = own + all.gap;
+        group = quotient(walk.rest, of_tile);
+        units.first = place - walk.rest + group * of_tile;
+        units.last = units.first + own;
         return;
       }
+      const auto own = [&](int of) { return all.units_of(of, length) + all.gap; };
       const int of_group = BatchWalk::count(tiles, own);  // heads have as many each
-      group = walk.rest / of_group;
+      group = quotient(walk.rest, of_group);
       BatchWalk within;
-      within.find(walk.rest % of_group, tiles, own);
+      within.find(walk.rest - group * of_group, tiles, own);
       tile = within.batch;
-      units.first = unit - within.rest;
+      units.first = place - within.rest;
       units.last = units.first + look(all.p);
     }
 
     DLATTN_DEVICE QueryTile(const KeyDivision& all, int of_batch, int of_group, int number)
         : batch(of_batch), group(of_group), tile(number), length(all.p, of_batch) {
-      int longest = 0;
-      const int earlier =
-          BatchWalk::count(batch, [&](int b) { return all.units_of_entry(b, longest); });
-      const auto own = [&](int of) { return all.units_of(of, length); };
+      const int earlier = BatchWalk::count(batch, [&](int b) { return all.length_of_entry(b); });
+      const auto own = [&](int of) { return all.units_of(of, length) + all.gap; };
       const int of_group_before = BatchWalk::count(Block::tiles_of(all.p, length.q), own);
       units.first = earlier + group * of_group_before + BatchWalk::count(tile, own);
       units.last = units.first + look(all.p);
@@ -210,8 +248,8 @@ struct KeyDivision {
         }
         tile = Block::tiles_of(all.p, length.q) - 1;
       }
-      units.last = units.first;
-      units.first -= look(all.p);
+      units.last = units.first - all.gap;
+      units.first = units.last - look(all.p);
     }
 
    private:

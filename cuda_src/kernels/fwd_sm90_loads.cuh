@@ -190,13 +190,17 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   // The kernel before has numbered the tiles with queries, the longest sequences' first.
   DLATTN_DEVICE void offer_numbered(Place<item_stages>& place) {
-    const int count = uniform(p.ragged.items[0].x);
+    const int4* const items = p.ragged.items + 1;
+    int number = block_number();
+    int4 item = items[number];  // there is memory for one of each block
+    const int count = uniform(items[-1].x);
     begin_asking(count);
     if (offer_parts(place, count)) return;
-    for (int number = block_number(); number < count; number = ask()) {
-      const int4 row = p.ragged.items[1 + number];
-      const int head = Base::first_head(p, uniform(row.y));
-      offer_asked(place, {uniform(row.x), head, uniform(row.z)}, number);
+    while (number < count) {
+      const int head = Base::first_head(p, uniform(item.y));
+      offer_asked(place, {uniform(item.x), head, uniform(item.z)}, number);
+      number = ask();
+      if (number < count) item = items[number];
     }
   }
 
@@ -210,8 +214,9 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
     begin_asking(count);
     if (offer_parts(place, count)) return;
     for (int number = block_number(); walk.find<true>(number, p.batch, items); number = ask()) {
-      const int head = Base::first_head(p, walk.rest % groups);
-      const int tile = handed_out(walk.batch, head, walk.rest / groups);
+      const int after = p.tile_heads.tiles.quotient(walk.rest);
+      const int head = Base::first_head(p, walk.rest - after * groups);
+      const int tile = handed_out(walk.batch, head, after);
       offer_asked(place, {tile, head, walk.batch}, number);
     }
   }
@@ -394,11 +399,11 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
 
   template <class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                               Mapped tensor, int heads_per_key) {
+                               Mapped tensor, const Divisor& heads_per_key) {
     Place<stages> place;
     Place<1> padded;
     for_each_work([&](const Work& work, const auto& item_place) {
-      const int head = work.item.head / heads_per_key;
+      const int head = heads_per_key.quotient(work.item.head);
       const MappedEntry entry = p.template mapped_entry<Problem::ragged>(tensor, work.item.batch);
       bool told = tensor != Mapped::k;
       for (int tile = work.start(), after; work.visits(tile); tile = after) {
@@ -419,12 +424,13 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
   // The same through a page table, of which the entries for a tile are read a tile early.
   template <class Tile>
   DLATTN_DEVICE void gather_keys(Tile (&tiles)[stages], Ring<stages>& ring, const TensorMap& map,
-                                 Mapped tensor, const PageTableRef& table, int heads_per_key) {
+                                 Mapped tensor, const PageTableRef& table,
+                                 const Divisor& heads_per_key) {
     Place<stages> place;
     Place<1> padded;
     for_each_work([&](const Work& work, const auto& item_place) {
       const PagedBoxes<tile_k> boxes(table, work.item.batch);
-      const int head = work.item.head / heads_per_key;
+      const int head = heads_per_key.quotient(work.item.head);
       bool told = tensor != Mapped::k;
       int next = boxes.number_of_lane(work.start() * tile_k, work.length.kv);
 #pragma unroll 1
@@ -452,14 +458,16 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         return load_queries();
       case 1:
         if constexpr (Problem::paged_k) {
-          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages, p.heads_per_k);
+          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages,
+                             p.tile_heads.per_k);
         }
-        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.tile_heads.per_k);
       case 2:
         if constexpr (Problem::paged_v) {
-          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages, p.heads_per_v);
+          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages,
+                             p.tile_heads.per_v);
         }
-        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.tile_heads.per_v);
       case 3:
         return schedule();
     }

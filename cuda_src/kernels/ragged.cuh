@@ -55,7 +55,10 @@ struct BlockSums {
   }
   DLATTN_DEVICE void add(const int (&values)[count]) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) atomicAdd(shared + i, values[i]);
+    for (int i = 0; i < count; ++i) {
+      const int of_warp = __reduce_add_sync(0xffffffffu, values[i]);
+      if (threadIdx.x % 32 == 0) atomicAdd(shared + i, of_warp);
+    }
     __syncthreads();
   }
 };
@@ -84,10 +87,10 @@ struct Ragged {
 
   // Tiles of an entry's items, for each head or group of heads.
   DLATTN_DEVICE int item_tiles(int q, int kv) const {
-    return r.items_of_keys ? key_tiles(kv) : ceil_div(q, r.item_rows);
+    return r.items_of_keys ? key_tiles(kv) : r.item_rows.ceil(q);
   }
   // At least one, because earlier pairs' dQ is stored with an item.
-  DLATTN_DEVICE int key_tiles(int kv) const { return most(1, ceil_div(kv, r.item_rows)); }
+  DLATTN_DEVICE int key_tiles(int kv) const { return most(1, r.item_rows.ceil(kv)); }
 
   // Where an entry's sums of dK and dV are. A block's.
   DLATTN_DEVICE void place_key_sums(int batch) const {
@@ -102,73 +105,63 @@ struct Ragged {
   // A place has room for the sums of dQ of a group of heads of the longest sequence: of how many
   // groups of this one?
   DLATTN_DEVICE int bundled(int q) const {
-    const int fit = ceil_div(p.seq_q, r.tile_q) / most(1, ceil_div(q, r.tile_q));
-    return least(fit, p.heads_q / p.heads_per_block);
+    const int fit = r.tile_q.ceil(p.seq_q) / most(1, r.tile_q.ceil(q));
+    return least(fit, r.groups.number);
   }
 
   DLATTN_DEVICE void write_items(int batch, int tiles, int first, const RaggedEntry& entry) const {
-    const int heads = p.heads_q / p.heads_per_block;
-    const int per_wave = least(p.heads_per_wave, heads);
-    for (int i = threadIdx.x; i < heads * tiles; i += threads) {
-      const int first_head = i / (tiles * per_wave) * per_wave;
-      const int width = least(per_wave, heads - first_head);
-      const int rest = i - first_head * tiles, head = first_head + rest % width;
-      const int tile = r.last_first ? tiles - 1 - rest / width : rest / width;
-      const int bundle = entry.first_bundle + head / entry.bundled;
-      r.items[1 + first + i] = int4{tile, head, batch, bundle};
-      if (r.bundles != nullptr) r.bundles[bundle] = batch;
+    const int groups = r.groups.number;
+    for (int i = threadIdx.x; i < groups * tiles; i += threads) {
+      const int round = r.groups.quotient(i), group = i - round * groups;
+      const int first_of_wave = group - r.wave.rest(group);
+      const int width = least(r.wave.number, groups - first_of_wave);
+      const int number = first_of_wave * tiles + round * width + group - first_of_wave;
+      int bundle = 0;
+      if (r.bundles != nullptr) {
+        bundle = entry.first_bundle + group / entry.bundled;
+        r.bundles[bundle] = batch;
+      }
+      const int tile = r.last_first ? tiles - 1 - round : round;
+      r.items[1 + first + number] = int4{tile, group, batch, bundle};
     }
   }
 
-  // Where an entry begins, in elements.
-  DLATTN_DEVICE static int64 begin(const TensorRef& tensor, const CumulativeLengths& cu,
-                                   int batch) {
-    return cu.first != nullptr ? cu.begin(batch) * tensor.row : tensor.offset(batch);
+  DLATTN_DEVICE bool is_of_keys(const TensorRef& tensor) const {
+    return &tensor == &p.k || &tensor == &p.v || &tensor == &p.dK || &tensor == &p.dV;
   }
 
-  DLATTN_DEVICE void write_offset(const TensorRef& tensor, const CumulativeLengths& cu, int batch,
-                                  int gap = 0) const {
-    if (tensor.offsets == nullptr) return;
+  // Of a tensor whose offsets nobody gave.
+  DLATTN_DEVICE void write_offset(const TensorRef& tensor, int batch) const {
+    const CumulativeLengths cu = is_of_keys(tensor) ? cu_kv : cu_q;
+    if (cu.first == nullptr || tensor.offsets == nullptr) return;
+    const int64 gap = &tensor == &p.delta ? delta_gap : 0;
     auto* offsets = static_cast<int64*>(const_cast<void*>(tensor.offsets));
-    offsets[batch] = (cu.begin(batch) + int64(gap) * batch) * tensor.row;
+    offsets[batch] = (cu.begin(batch) + gap * batch) * tensor.row;
   }
 
-  // Of tensors whose offsets nobody gave.
-  DLATTN_DEVICE void write_offsets(int batch) const {
-    if (cu_q.first != nullptr) {
-      write_offset(p.q, cu_q, batch);
-      write_offset(p.o, cu_q, batch);
-      write_offset(p.stats, cu_q, batch);
-      write_offset(p.score_max, cu_q, batch);
-      write_offset(p.score_sum_exp, cu_q, batch);
-      write_offset(p.dO, cu_q, batch);
-      write_offset(p.dQ, cu_q, batch);
-      write_offset(p.dStats, cu_q, batch);
-      write_offset(p.delta, cu_q, batch, delta_gap);
+  DLATTN_DEVICE void write_map(Mapped map, int batch, int q, int kv) const {
+    const TensorRef& tensor = map == Mapped::dO ? p.dO : (&p.q)[int(map)];
+    const bool of_keys = is_of_keys(tensor);
+    const int length = of_keys ? kv : q, longest = of_keys ? p.seq_kv : p.seq_q;
+    const CumulativeLengths cu = of_keys ? cu_kv : cu_q;
+    MappedEntry entry{0, batch};
+    if (tensor.offsets != nullptr) {
+      const int64 begin = cu.first != nullptr ? cu.begin(batch) * tensor.row : tensor.offset(batch);
+      entry = {longest - length, int((begin + length * tensor.row) / 8)};
     }
-    if (cu_kv.first != nullptr) {
-      write_offset(p.k, cu_kv, batch);
-      write_offset(p.v, cu_kv, batch);
-      write_offset(p.dK, cu_kv, batch);
-      write_offset(p.dV, cu_kv, batch);
+    r.mapped[int(map) * p.batch + batch] = entry;
+  }
+
+  // Threads have a tensor each: one would be longer about all of them than about all else.
+  DLATTN_DEVICE void write_places(int batch, int q, int kv) const {
+    static_assert(threads >= 96);
+    const int of_offsets = threadIdx.x - 32, of_maps = threadIdx.x - 64;
+    if (0 <= of_offsets && of_offsets <= &p.dStats - &p.q) {
+      write_offset((&p.q)[of_offsets], batch);
     }
-  }
-
-  DLATTN_DEVICE void write_map(Mapped map, const TensorRef& tensor, const CumulativeLengths& cu,
-                               int batch, int length, int longest) const {
-    const bool is_ragged = tensor.offsets != nullptr;
-    r.mapped[int(map) * p.batch + batch] =
-        is_ragged ? MappedEntry{longest - length,
-                                int((begin(tensor, cu, batch) + length * tensor.row) / 8)}
-                  : MappedEntry{0, batch};
-  }
-
-  DLATTN_DEVICE void write_maps(int batch, int q, int kv) const {
-    write_map(Mapped::q, p.q, cu_q, batch, q, p.seq_q);
-    write_map(Mapped::k, p.k, cu_kv, batch, kv, p.seq_kv);
-    write_map(Mapped::v, p.v, cu_kv, batch, kv, p.seq_kv);
-    write_map(Mapped::o, p.o, cu_q, batch, q, p.seq_q);
-    write_map(Mapped::dO, p.dO, cu_q, batch, q, p.seq_q);
+    if (0 <= of_maps && of_maps < mapped_tensors && r.mapped != nullptr) {
+      write_map(Mapped(of_maps), batch, q, kv);
+    }
   }
 
   DLATTN_DEVICE void describe(int batch, int* s_sums) const {
@@ -176,16 +169,17 @@ struct Ragged {
     const int kv = length_kv(batch);
     // Items of long sequences take long: keys of many queries, queries of many keys.
     const auto cost = [&](int of_q, int of_kv) { return r.items_of_keys ? of_q : of_kv; };
-    const int groups = p.heads_q / p.heads_per_block;
+    const int groups = r.groups.number;
+    const bool bundles_heads = r.bundles != nullptr;
     int tiles_before = 0, items_before = 0, bundles_before = 0, items = 0, bundles = 0;
     for (int b = threadIdx.x; b < p.batch; b += threads) {
       const int other_q = length_q(b), other_kv = length_kv(b);
       const int tiles = item_tiles(other_q, other_kv) * groups;
-      const int its_bundles = ceil_div(groups, bundled(other_q));
+      const int its_bundles = bundles_heads ? ceil_div(groups, bundled(other_q)) : 0;
       const int own = cost(q, kv), other = cost(other_q, other_kv);
       items += tiles;
       bundles += its_bundles;
-      if (b < batch) tiles_before += ceil_div(other_q, r.tile_q);
+      if (b < batch) tiles_before += r.tile_q.ceil(other_q);
       if (other > own || (other == own && b < batch)) {
         items_before += tiles;
         bundles_before += its_bundles;
@@ -194,8 +188,8 @@ struct Ragged {
     BlockSums<threads, 5> sums(s_sums);
     sums.add({tiles_before, items_before, bundles_before, items, bundles});
     tiles_before = s_sums[0];
-    const int tiles = item_tiles(q, kv), groups_of_bundle = bundled(q);
-    int query_tiles = ceil_div(q, r.tile_q);
+    const int tiles = item_tiles(q, kv), groups_of_bundle = bundles_heads ? bundled(q) : groups;
+    int query_tiles = r.tile_q.ceil(q);
     if (tiles_before + query_tiles > r.row_tiles)
       q = query_tiles = 0;  // no room: more than promised
     if constexpr (Tiling::counts_key_tiles) place_key_sums(batch);
@@ -204,14 +198,13 @@ struct Ragged {
       const_cast<int*>(static_cast<const int*>(p.seq_len_q.data))[batch] = q;
       const_cast<int*>(static_cast<const int*>(p.seq_len_kv.data))[batch] = kv;
       r.entries[batch] = entry;
-      write_offsets(batch);
-      if (r.mapped != nullptr) write_maps(batch, q, kv);
       if (batch == 0 && r.items != nullptr) {
         r.items[0] = int4{s_sums[3], s_sums[4], 0, 0};
         *p.items_taken = 0;
         if (p.shares_taken != nullptr) *p.shares_taken = 0;
       }
     }
+    write_places(batch, q, kv);
     if (r.items != nullptr) write_items(batch, tiles, s_sums[1], entry);
   }
 };
@@ -220,6 +213,7 @@ template <class Problem, class Tiling>
 DLATTN_DEVICE void ragged(const Params& p) {
   __shared__ int s_sums[5];
   launch_dependents();
+  await_kernel_before();
   Ragged<Tiling>(p).describe(blockIdx.x, s_sums);
 }
 

@@ -120,6 +120,22 @@ class SoftCapSeries(ctypes.Structure):
     ]
 
 
+class Divisor(ctypes.Structure):
+    """What numbers below 2**31 are divided by: as a factor, and a shift of the product."""
+
+    _fields_ = [
+        ("number", ctypes.c_int32),
+        ("factor", ctypes.c_uint32),
+        ("shift", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, number: int) -> Self:
+        """A positive number."""
+        shift = 31 + (number - 1).bit_length()
+        return cls(number, -(-(1 << shift) // number), shift)
+
+
 class RaggedRef(ctypes.Structure):
     """What the first kernel of a ragged problem reads, and where it writes."""
 
@@ -131,9 +147,11 @@ class RaggedRef(ctypes.Structure):
         ("bundles", ctypes.c_uint64),
         ("items", ctypes.c_uint64),
         ("mapped", ctypes.c_uint64),
-        ("tile_q", ctypes.c_int32),
+        ("tile_q", Divisor),
+        ("item_rows", Divisor),
+        ("groups", Divisor),
+        ("wave", Divisor),
         ("row_tiles", ctypes.c_int32),
-        ("item_rows", ctypes.c_int32),
         ("items_of_keys", ctypes.c_int32),
         ("last_first", ctypes.c_int32),
         ("tokens_q", ctypes.c_int32),
@@ -150,6 +168,19 @@ class PartsRef(ctypes.Structure):
         ("marks", ctypes.c_uint64),
         ("mark", ctypes.c_uint64),
         ("tiles", ctypes.c_uint64),
+    ]
+
+
+class TileHeadsRef(ctypes.Structure):
+    """Which heads share query tiles of a Hopper forward."""
+
+    _fields_ = [
+        ("tiles", Divisor),
+        ("of_keys", Divisor),
+        ("together", Divisor),
+        ("beside", Divisor),
+        ("per_k", Divisor),
+        ("per_v", Divisor),
     ]
 
 
@@ -227,6 +258,7 @@ class Params(ctypes.Structure):
         ("heads_together", ctypes.c_int32),
         ("log2_head_rows", ctypes.c_int32),
         ("parts_per_tile", ctypes.c_int32),
+        ("tile_heads", TileHeadsRef),
         ("dq_additions", ctypes.c_uint64),
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dlattn.plans.argument import MappedFwdParams
+from dlattn.plans.argument import Divisor, MappedFwdParams, TileHeadsRef
 from dlattn.plans.cuda import MOST_HOPPER_HEAD_DIM, refusal
 from dlattn.plans.few_queries import kernels_of_other
 from dlattn.plans.fwd_sm90_shares import WAVE_BYTES, Shares, pairs_at_work
@@ -58,6 +58,7 @@ class FwdSm90(MappedPlan):
         self.tiling = shares.shared_out(tiling or shares.best(tilings(self.problem)))
         self._heads, self._sharing, _ = shares.by_heads(self.tiling)
         self._params.heads_per_block = self._heads.tile
+        self._params.tile_heads = self._tile_heads()
         self._params.log2_head_rows = self._heads.rows.bit_length() - 1
         self._params.parts_per_tile = self._heads.parts(self.tiling)
         self._params.parts.mark = drawn_mark()
@@ -68,6 +69,18 @@ class FwdSm90(MappedPlan):
         if "debug_softmax" not in geometry.tensors:
             # The copy engine has maps of them; only the kernel of debug_softmax reads by address.
             self._slots = [it for it in self._slots if it[0] not in ("q", "k", "v")]
+
+    def _tile_heads(self) -> TileHeadsRef:
+        geometry, of_keys = self.geometry, -(-self.geometry.heads_together // self._heads.tile)
+        numbers = (
+            len(self._heads.first(geometry)),
+            of_keys,
+            geometry.heads_together,
+            self._sharing.beside,
+            geometry.heads_q // geometry.heads_k,
+            geometry.heads_q // geometry.heads_v,
+        )
+        return TileHeadsRef(*map(Divisor.of, numbers))
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:
@@ -123,7 +136,8 @@ class FwdSm90(MappedPlan):
         if not self.problem.ragged:
             return None
         rows = self._heads.tile_rows(self.tiling)
-        items = Items(rows, query_tiles(self.geometry, rows), of_keys=False, last_first=True)
+        most = max(query_tiles(self.geometry, rows), self.target.multiprocessors)
+        items = Items(rows, most, of_keys=False, last_first=True)
         return RaggedScratch(self.geometry, items=items)
 
     @property

@@ -38,7 +38,7 @@ COUNTED_ROUNDS = 8
 MOST_PARTS_OF_ONE = 3
 #: Where the device alone knows lengths: parts of a tile at the most unless a kernel of its own adds
 #: them, what they cost a block more, in keys, and what of the time that whole tiles take may be
-#: left (``KeyDivision`` in the kernel).
+#: left, whatever L2 keeps (``KeyDivision`` in the kernel).
 MOST_PARTS_ASKED, PARTS_COST_ASKED, LEAST_GAIN_ASKED = 16, 800, 0.8
 #: Queries of a sequence of which mostly all are there.
 FEW_QUERIES = 64

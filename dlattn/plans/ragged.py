@@ -6,7 +6,7 @@ import ctypes
 from functools import cached_property
 
 from dlattn.dtypes import data_type
-from dlattn.plans.argument import LengthRef, Params
+from dlattn.plans.argument import Divisor, LengthRef, Params
 from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.params import Place, places_of
 from dlattn.plans.source import kernel_source
@@ -84,16 +84,20 @@ class RaggedScratch:
     def kernel(self) -> KernelLaunch:
         """The kernel that writes it."""
         source = ragged_source(counts_key_tiles=self.key_tiles > 0)
-        return KernelLaunch(source, (self.geometry.batch, 1, 1), _THREADS, 0, plain=True)
+        grid = self.geometry.batch, 1, 1
+        return KernelLaunch(
+            source, grid, _THREADS, 0, plain=True, programmatic=self.items is not None
+        )
 
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
-        ref = params.ragged
-        ref.tile_q, ref.row_tiles, ref.key_tiles = self.tile_q, self.row_tiles, self.key_tiles
-        ref.item_rows = 1
+        ref, groups = params.ragged, params.heads_q // params.heads_per_block
+        ref.tile_q, ref.groups = Divisor.of(self.tile_q), Divisor.of(groups)
+        ref.wave = Divisor.of(min(params.heads_per_wave, groups))
+        ref.row_tiles, ref.key_tiles = self.row_tiles, self.key_tiles
+        ref.item_rows = Divisor.of(1 if self.items is None else self.items.rows)
         if self.items is not None:
-            ref.item_rows, ref.items_of_keys = self.items.rows, self.items.of_keys
-            ref.last_first = self.items.last_first
+            ref.items_of_keys, ref.last_first = self.items.of_keys, self.items.last_first
         params.seq_len_q = params.seq_len_kv = LengthRef(0, 1, 0, 0)
 
     def places(self, params: Params) -> list[Place]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlattn.dtypes import data_type
+from dlattn.plans.argument import Divisor
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.params import address_slot, few_terms, params_for
 from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
@@ -86,3 +87,15 @@ def test_a_short_series_is_the_hyperbolic_tangent(exponent: float, sign: int) ->
     ratio = inner.astype(float) * variable + low
     angle = x.astype(float) * slope
     np.testing.assert_allclose(np.float32(ratio) * angle, np.tanh(angle), rtol=2.0**-20.3)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_a_divisor_divides(number: int, other: int) -> None:
+    """A factor of 32 bits and a shift give the quotient of every number below 2**31, as the kernels
+    compute it (``cuda_src/base/divisor.cuh``); so do multiples and their neighbours, where a
+    rounded factor would be off first."""
+    divisor = Divisor.of(number)
+    assert (divisor.number, 0 <= divisor.factor < 2**32, divisor.shift < 64) == (number, True, True)
+    multiple = other // number * number
+    for of in (other, multiple, max(0, multiple - 1), 2**31 - 1):
+        assert of * divisor.factor >> divisor.shift == of // number
