@@ -13,6 +13,7 @@ from dlattn.plans.cuda import CudaPlan
 from dlattn.plans.kernels import KernelLaunch
 from dlattn.plans.select import select
 from dlattn.problem import (
+    BLOCK,
     PAGE_TABLES,
     Alibi,
     Band,
@@ -140,6 +141,10 @@ def _problem(arguments: argparse.Namespace) -> tuple[Problem, Geometry]:
             tensors[table] = _spec(table, (batch, 1, pages, 1), data_type.INT32)
         for length in ("seq_len_q", "seq_len_kv"):
             tensors[length] = _spec(length, (batch, 1, 1, 1), data_type.INT32)
+    if arguments.block_mask:
+        blocks = -(-seq // BLOCK)
+        dim = (batch, heads, blocks, -(-blocks // 8))
+        tensors["block_mask"] = _spec("block_mask", dim, data_type.UINT8)
     stats = not forward or not arguments.no_stats
     if stats:
         tensors["stats"] = _spec("stats", (batch, heads, seq, 1), data_type.FLOAT)

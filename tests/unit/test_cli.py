@@ -171,6 +171,19 @@ def test_show_takes_every_edit_and_dropout(
     assert f"using Dropout = {form}Dropout;" in printed
 
 
+def test_show_takes_block_masks_whose_tiles_have_an_order(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hopper's forward orders its tiles by the mask's numbers of batch entries and heads."""
+    try:
+        nvrtc.load(cache)
+    except CompileError:
+        pytest.skip("NVRTC is not installed")
+    assert main(["show", "--head-dim", "64", "--arch", "sm_90a", "--block-mask"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("fwd_sm90") and "dlattn_tile_order" in printed
+
+
 @pytest.mark.parametrize(("page", "plan"), [("4", "fwd_sm80"), ("16", "fwd_sm90")])
 def test_show_takes_pages(
     page: str, plan: str, cache: Path, capsys: pytest.CaptureFixture[str]
