@@ -18,6 +18,7 @@ from dlattn.jax.batching import batched
 from dlattn.jax.known import check_known
 from dlattn.jax.traced import varying
 from dlattn.one_call.arguments import Options, pair
+from dlattn.runtime.gradients import warn_of_slopes
 
 
 class _Static(NamedTuple):
@@ -133,6 +134,8 @@ def _attention(static: _Static, arrays: dict[str, Any]) -> Any:
 
 def _forward(static: _Static, primals: dict[str, Any]) -> tuple[Any, Any]:
     arrays = {name: x.value for name, x in primals.items()}
+    if "alibi_slopes" in primals and primals["alibi_slopes"].perturbed:
+        warn_of_slopes("jax.lax.stop_gradient(alibi_slopes)")
     out, lse = _once("forward", static.options, (True,), arrays)
     # As keys, since what is kept is made of arrays.
     learned = dict.fromkeys(x for x in ("bias", "sinks") if x in primals and primals[x].perturbed)

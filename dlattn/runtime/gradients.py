@@ -26,17 +26,32 @@ def is_learned(obj: Any) -> bool:
 
 def warn_of_gradients(objs: Iterable[Any]) -> None:
     """Says that gradients end here, if there are any; to be asked once for a kind of call."""
-    if not any(obj is not None and wants_gradient(obj) for obj in objs):
-        return
+    if any(obj is not None and wants_gradient(obj) for obj in objs):
+        _warn(
+            "An input requires a gradient, but gets none from here: graphs, and functions outside "
+            "of dlattn.torch, are none of autograd's; call dlattn.torch.attention to learn, or "
+            "this under torch.no_grad()."
+        )
+
+
+def warn_of_slopes(constant: str) -> None:
+    """Says that slopes that are learned stay what they are.
+
+    Args:
+        constant: what makes a constant of them.
+    """
+    _warn(
+        "alibi_slopes: slopes count as constants, and get no gradient from here; to learn them, "
+        f"give -slope * distance as a bias; where no gradient is wanted, {constant}."
+    )
+
+
+def _warn(message: str) -> None:
+    """Warns of what the program does where it calls dlattn."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(
-        "An input requires a gradient, but gets none from here: graphs, and functions outside of "
-        "dlattn.torch, are none of autograd's; call dlattn.torch.attention to learn, or this under "
-        "torch.no_grad().",
-        stacklevel=level,
-    )
+    warnings.warn(message, stacklevel=level)
 
 
 #: What tells a framework that tensors were written to, and what finds them in a call's.

@@ -10,6 +10,7 @@ from torch import Tensor
 from dlattn.calls.arguments import SAID, flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import pair, shared
+from dlattn.runtime.gradients import wants_gradient, warn_of_slopes
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
@@ -157,6 +158,12 @@ def attend(
         return_lse = flag("return_lse", return_lse)
     others = None
     if not (alibi_slopes is lengths is cu_seqlens is block_table is state is None):
+        if (
+            isinstance(alibi_slopes, Tensor)
+            and not torch.compiler.is_compiling()
+            and wants_gradient(alibi_slopes)
+        ):
+            warn_of_slopes("alibi_slopes.detach()")
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
         every = tensors_of(q, k, v, bias, sinks, others)

@@ -301,6 +301,20 @@ def test_no_second_derivative() -> None:
             function(q)
 
 
+def test_slopes_that_are_learned_are_warned_of() -> None:
+    """Their gradient is 0, which is said to who asks for it, and to nobody else."""
+    x, slopes = random(1, 4, 2, 8), np.ones(2, np.float32)
+
+    def loss(x: Any, slopes: Any) -> Any:
+        return attention(x, x, x, alibi_slopes=slopes).sum()
+
+    jax.jit(jax.grad(loss))(x, slopes)
+    for differentiated in (jax.grad(loss, 1), jax.jit(jax.grad(loss, (0, 1)))):
+        with pytest.warns(UserWarning, match="alibi_slopes: slopes count as constants"):
+            found = differentiated(x, slopes)
+        assert not jax.tree.leaves(found)[-1].any()
+
+
 def test_dropout_is_the_same_in_both_passes() -> None:
     """The output is linear in v, so that its gradient tells the mask; another key, another mask."""
     q, k, v, d_o = (random(1, 30, 2, 8, seed=i) for i in range(4))

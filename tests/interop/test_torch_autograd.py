@@ -75,6 +75,26 @@ def test_lengths_of_another_framework() -> None:
     assert_same(list(found), list(wanted))
 
 
+def test_slopes_that_are_learned_are_warned_of() -> None:
+    """Slopes have no gradient, which is said where one would be lost, and nowhere else; a bias of
+    the same numbers has it."""
+    x, slopes = random(2, 5, 4, 8), torch.linspace(0.1, 0.7, 4, requires_grad=True)
+    rows = x.transpose(1, 2)
+    with pytest.warns(UserWarning, match="alibi_slopes: slopes count as constants") as seen:
+        found = [attend(x, {"alibi_slopes": slopes})]
+        scaled_dot_product_attention(rows, rows, rows, alibi_slopes=slopes)
+        torch.func.grad(lambda it: attend(x, {"alibi_slopes": it}))(slopes.detach())
+    assert len(seen) == 3 and {it.filename for it in seen} == {__file__}
+    attend(x, {"alibi_slopes": slopes.detach()})
+    with torch.no_grad():
+        attend(x, {"alibi_slopes": slopes})
+    positions = torch.arange(5)
+    distance = (positions[:, None] - positions).abs()
+    found.append(attend(x, {"bias": -slopes[:, None, None] * distance}))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+    assert torch.autograd.grad(found[1], slopes)[0].abs().min() > 0
+
+
 def in_pytorchs_words(q: Any, k: Any, v: Any, *, bias: Any = None, sinks: Any = None) -> Any:
     return scaled_dot_product_attention(q, k, v, bias, sinks=sinks)
 
