@@ -311,7 +311,8 @@ def number(name: str, value: Any) -> float:
     """
     if not isinstance(value, numbers.Real) or not is_float32(value):
         raise InvalidArgumentError(
-            f"{name}: expected a finite number of float32, got {value!r:.100}."
+            f"{name}: expected a finite number of float32, as a float or an int, "
+            f"got {value!r:.100}."
         )
     return float(value)
 

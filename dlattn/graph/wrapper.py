@@ -222,7 +222,10 @@ class Graph(Operations):
         listed = Counter([*chosen_inputs, *chosen_outputs])
         twice = [said_name(t) for t, count in listed.items() if count > 1]
         if twice:
-            raise InvalidGraphError(f"inputs and outputs have {', '.join(twice)} more than once.")
+            raise InvalidGraphError(
+                f"inputs and outputs have {', '.join(twice)} more than once; an array that "
+                "operations take more than once is one tensor, so list it once."
+            )
         missing = [said_name(t) for t in lowered.held if t not in listed]
         if missing:
             raise InvalidGraphError(

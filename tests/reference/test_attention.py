@@ -258,6 +258,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of floats": ({"window": (1.5, None)}, "window: expected an integer"),
     "negative window": ({"window": (-2, None)}, "window: expected 0 or more"),
     "scale": ({"scale": "1"}, "scale: expected a finite number"),
+    "scale of a tensor": ({"scale": np.array(0.5)}, "scale: .*, as a float or an int, got array"),
     "scale beyond float32": ({"scale": 1e39}, "scale: expected a finite number"),
     "scale beyond floats": ({"scale": 10**400}, "scale: expected a finite number"),
     "softcap": ({"softcap": -1.0}, "softcap: expected 0 or None, for none, or"),

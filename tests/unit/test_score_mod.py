@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dlattn as cudnn
@@ -328,6 +329,8 @@ def test_other_operations() -> None:
         NotSupported, "score_mod of 'sdpa': matmul is no pointwise operation",
     )  # fmt: skip
     refused(lambda graph, score: graph.add(score, 1.0), TypeError, "add: b must be a tensor")
+    made = r"graph.tensor_like\(\) makes of an array.*got a ndarray"
+    refused(lambda graph, score: graph.add(score, np.zeros(1)), TypeError, made)
     refused(lambda graph, score: graph.neg(score, name=5), TypeError, "name must be a str")
     refused(
         lambda graph, score: graph.exp(score).set_output(True),

@@ -132,8 +132,8 @@ class ScoreGraph(Primitives):
             if given[operand] is not None and not isinstance(given[operand], Tensor):
                 raise TypeError(
                     f"score_mod of {self._node!r}: {operation}: {operand} must be a tensor of the "
-                    f"graph, or graph.tensor_scalar() of a number; got a "
-                    f"{type(given[operand]).__qualname__}."
+                    "graph, which graph.tensor_like() makes of an array, and "
+                    f"graph.tensor_scalar() of a number; got a {type(given[operand]).__qualname__}."
                 )
         if given["name"] is not None:
             text("name", given["name"])
