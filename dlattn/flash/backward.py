@@ -138,7 +138,8 @@ def mha_varlen_bwd(
     Arguments that are not listed are those of the forward, and of :func:`mha_bwd`.
 
     Args:
-        zero_tensors: what belongs to no sequence is 0 in all results, and not whatever was there.
+        zero_tensors: what belongs to no sequence, or lies past its used rows, is 0 in all results,
+            and not whatever was there.
 
     Returns:
         As :func:`mha_bwd`, softmax_d as (num_heads, total_q + 128 * batch_size): that of sequence i

@@ -187,8 +187,8 @@ def mha_varlen_fwd(
         seqused_k, seqused_q: int32, (batch_size,): how many rows of each sequence count.
         block_table_: int32, (batch_size, max_num_blocks_per_seq): the pages of each sequence.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Windows are compared with max_seqlen_k.
-        zero_tensors: rows of out and softmax_lse that belong to no sequence are 0 and -inf, and not
-            whatever was there.
+        zero_tensors: rows of out and softmax_lse that belong to no sequence, or lie past its used
+            rows, are 0 and -inf, and not whatever was there.
 
     Returns:
         As :func:`mha_fwd`, softmax_lse as (num_heads, total_q).

@@ -105,7 +105,8 @@ def flash_attn_with_kvcache(
         softmax_scale: ``1 / sqrt(head_size)`` unless given.
         causal: the last query is at the last token of the cache, new ones included.
         window_size: how many keys to the left and right of its position a query attends to; -1 is
-            any number.
+            any number. As in FlashAttention-2, a size from the rows that the cache has for a
+            sequence on is any number, too, and with a left size alone the right one is those rows.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
         rotary_interleaved: pairs are columns 0 and 1, 2 and 3, ... (GPT-J), or else column i of the
             first and of the second half of rotary_dim (GPT-NeoX). If causal or in a window, query i

@@ -65,7 +65,8 @@ def attention(
 
     Returns:
         The output, or with ``return_lse`` a pair of it and the log-sum-exp, both differentiable.
-        Of ``"thd"``, rows of no sequence are 0, and their log-sum-exp is not written.
+        Of ``"thd"``, rows of no sequence, or past the lengths, are 0, and their log-sum-exp is not
+        written.
 
     Raises:
         InvalidArgumentError: arrays or arguments contradict each other, an option is traced, or an

@@ -86,7 +86,7 @@ def attention_backward(
     Returns:
         The gradients of q, k and v, in their shapes and types, and of what was asked for. Rows past
         the lengths are 0. Of ``"thd"`` rows that belong to no sequence are 0 too, but in memory
-        that the caller gives they are not written.
+        that the caller gives neither are written.
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).

@@ -66,7 +66,8 @@ def attention(
 
     Returns:
         The output, or with ``return_lse`` a pair of it and the log-sum-exp, both differentiable.
-        Of ``"thd"``, rows of no sequence are 0, and their log-sum-exp is not written.
+        Of ``"thd"``, rows of no sequence, or past the lengths, are 0, and their log-sum-exp is not
+        written.
 
     Raises:
         InvalidArgumentError: tensors or arguments contradict each other (a ``RuntimeError``).

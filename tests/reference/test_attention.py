@@ -163,6 +163,24 @@ def test_packed_gradients() -> None:
         assert (gradient[cu[-1] :] == 0).all()
 
 
+def test_packed_rows_that_count_for_nothing() -> None:
+    """Past the lengths, and in no sequence, gradients are 0, and memory that is given for them, as
+    that for the output, is left as it was."""
+    q = random(12, 2, 8)
+    packed = {"layout": "thd", "cu_seqlens": np.array([1, 5, 10], np.int32)}
+    packed["lengths"] = np.array([3, 0], np.int32)
+    out, *given = (np.full_like(q, np.nan) for _ in range(4))
+    _, lse = dlattn.attention(q, q, q, return_lse=True, out=out, **packed)
+    made = dlattn.attention_backward(q, q, q, q, out, lse, **packed)[:3]
+    dlattn.attention_backward(
+        q, q, q, q, out, lse, **packed, **dict(zip(("dq", "dk", "dv"), given, strict=True))
+    )
+    used = np.isin(np.arange(12), (1, 2, 3))
+    for there, zeros in zip((out, *given), (None, *made), strict=True):
+        assert np.isnan(there[~used]).all() and np.isfinite(there[used]).all()
+        assert zeros is None or not zeros[~used].any()
+
+
 def test_bias_gradients_have_the_shape_of_the_bias() -> None:
     """Sums over what a bias broadcasts to, also where it lacks dimensions."""
     q, k, v, d_o = (random(2, 6, 4, 8) for _ in range(4))
