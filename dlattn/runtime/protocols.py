@@ -120,11 +120,14 @@ def view_by_protocol(obj: Any, cuda_ordinal: Callable[[int], int]) -> TensorView
     kind = type(obj)
     if hasattr(kind, "__dlpack__"):
         return _view_by_dlpack(obj)
-    if hasattr(kind, "__cuda_array_interface__"):
-        interface = obj.__cuda_array_interface__
-        return _view_by_interface(interface, lambda pointer: ("cuda", cuda_ordinal(pointer)))
-    if hasattr(kind, "__array_interface__") and not isinstance(obj, np.generic):
-        return _view_by_interface(obj.__array_interface__, lambda pointer: ("cpu", 0))
+    # Wrappers of addresses have interfaces of the object, not of its type, and types that have one
+    # for their objects are no tensors.
+    if not isinstance(obj, (type, np.generic)):
+        if hasattr(obj, "__cuda_array_interface__"):
+            interface = obj.__cuda_array_interface__
+            return _view_by_interface(interface, lambda pointer: ("cuda", cuda_ordinal(pointer)))
+        if hasattr(obj, "__array_interface__"):
+            return _view_by_interface(obj.__array_interface__, lambda pointer: ("cpu", 0))
     raise InvalidVariantPackError(
         f"Expected a tensor (torch.Tensor, jax.Array, cupy.ndarray, numpy.ndarray or any object "
         f"with __dlpack__), but got {obj!r:.200} of type {kind.__module__}.{kind.__qualname__}"

@@ -110,6 +110,25 @@ def test_array_interface() -> None:
     assert view(Old()) == view(array)
 
 
+@pytest.mark.parametrize(
+    ("name", "device"), [("__array_interface__", "cpu"), ("__cuda_array_interface__", "cuda")]
+)
+def test_interface_of_an_object_alone(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrappers of addresses set the attribute on an object, where NumPy and CuPy find it, too; a
+    type that has it for its objects is no tensor."""
+    monkeypatch.setattr(frameworks, "cuda_ordinal", lambda pointer: 0)
+    array = np.zeros((3, 4), np.float32)
+    assert view(SimpleNamespace(**{name: array.__array_interface__})) == view(array)._replace(
+        device=(device, 0)
+    )
+    kind = type("Stranger", (), {name: property(lambda self: array.__array_interface__)})
+    assert view(kind()).ptr == view(array).ptr
+    with pytest.raises(InvalidVariantPackError, match="Expected a tensor"):
+        view(kind)
+
+
 def test_array_interfaces_that_say_less_or_more() -> None:
     """A mask would be left out, and memory without an address cannot be read."""
     interface = np.zeros((3, 4), np.float32).__array_interface__
