@@ -9,11 +9,12 @@ from torch import Tensor
 
 from dlattn.calls.arguments import SAID, flag
 from dlattn.errors import InvalidArgumentError
-from dlattn.one_call.arguments import pair, shared
+from dlattn.one_call.arguments import TENSORS, pair, shared
 from dlattn.runtime.gradients import wants_gradient, warn_of_slopes
 from dlattn.torch import ops  # noqa: F401 - registers the operators
 from dlattn.torch.arguments import (
     Options,
+    Tensors,
     bounds,
     expect_tensors,
     forward,
@@ -167,10 +168,10 @@ def attend(
             warn_of_slopes("alibi_slopes.detach()")
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
     if is_meta or not plain or torch.compiler.is_compiling():
-        every = tensors_of(q, k, v, bias, sinks, others)
+        every = _of_torch(tensors_of(q, k, v, bias, sinks, others), options.words)
         out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif is_observed():
-        every = tensors_of(q, k, v, bias, sinks, others)
+        every = _of_torch(tensors_of(q, k, v, bias, sinks, others), options.words)
         out, lse = Transformed.apply(*every, *options, deterministic)
     elif torch.is_grad_enabled() and (
         q.requires_grad
@@ -188,6 +189,15 @@ def attend(
         found = forward(every, options, return_lse=return_lse)
         return tuple(found) if return_lse else found[0]
     return (out, lse) if return_lse else out
+
+
+def _of_torch(tensors: Tensors, words: str) -> Tensors:
+    """As they are, for operators and transforms, to which arrays of others are none; but for
+    PyTorch's compiler, which makes tensors of them."""
+    if not torch.compiler.is_compiling():
+        given = zip(TENSORS, tensors, strict=False)
+        expect_tensors(**{SAID[words].get(name, name): it for name, it in given})
+    return tensors
 
 
 def _check(q: Any, k: Any, v: Any, bias: Any, sinks: Any, words: str) -> None:

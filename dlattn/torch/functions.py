@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.runtime.tensors import array_beside
 from dlattn.torch.arguments import Options, Tensors, backward, forward, split
 from dlattn.torch.batching import batching
 from dlattn.torch.derivative import gradients, refuse, save
@@ -42,11 +43,12 @@ class Eager(torch.autograd.Function):  # type: ignore[misc]
     ) -> Any:
         others, options, deterministic, return_lse = constants
         out, lse = forward(tensors_of(q, k, v, bias, sinks, others), options)
-        # PyTorch sees when a saved tensor is written to before the backward reads it.
-        kept = others or ()
-        saved = (x if isinstance(x, Tensor) else None for x in kept)
-        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *saved)
-        ctx.arrays = [None if isinstance(x, Tensor) else x for x in kept]
+        # PyTorch sees when a saved tensor is written to before the backward reads it; of an array,
+        # nobody would.
+        kept = (
+            x if x is None or isinstance(x, Tensor) else array_beside(x, q) for x in others or ()
+        )
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse, *kept)
         ctx.asked = options, deterministic
         if not return_lse:
             return out
@@ -57,8 +59,7 @@ class Eager(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 6
-        q, k, v, bias, sinks, out, lse, *saved = ctx.saved_tensors
-        others = [y if x is None else x for x, y in zip(saved, ctx.arrays, strict=True)]
+        q, k, v, bias, sinks, out, lse, *others = ctx.saved_tensors
         options, deterministic = ctx.asked
         tensors, wanted = tensors_of(q, k, v, bias, sinks, others), ctx.needs_input_grad[3:5]
         asked = options, wanted, deterministic

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad  # noqa: E402
 
+from dlattn.errors import InvalidArgumentError  # noqa: E402
 from dlattn.torch import attention, scaled_dot_product_attention  # noqa: E402
 from tests.torch_checks import assert_same, random  # noqa: E402
 
@@ -93,6 +95,31 @@ def test_slopes_that_are_learned_are_warned_of() -> None:
     found.append(attend(x, {"bias": -slopes[:, None, None] * distance}))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
     assert torch.autograd.grad(found[1], slopes)[0].abs().min() > 0
+
+
+def test_arrays_that_are_written_to_before_the_backward() -> None:
+    """Gradients are of the numbers that the forward read."""
+    x = random(2, 5, 4, 8)
+    lengths = np.array([2, 3])
+    (wanted,) = torch.autograd.grad(attend(x, {"lengths": lengths}), x)
+    loss = attend(x, {"lengths": lengths})
+    lengths[:] = 1
+    (found,) = torch.autograd.grad(loss, x)
+    assert_same([found], [wanted])
+
+
+@pytest.mark.parametrize("name", ["lengths", "cu_seqlens", "alibi_slopes"])
+def test_arrays_under_transforms(name: str) -> None:
+    """They are refused by name: transforms and modes see tensors alone."""
+    x = random(2, 5, 4, 8, grad=False)
+    given = {name: np.ones(4, np.float32)}
+    for call in (
+        lambda: torch.func.grad(lambda x: attend(x, given))(x),
+        lambda: torch.vmap(lambda x: attention(x, x, x, **given))(x[None]),
+        lambda: attention(*[torch.empty(2, 5, 4, 8, device="meta")] * 3, **given),
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"{name}.*: expected a torch\.Tensor"):
+            call()
 
 
 def in_pytorchs_words(q: Any, k: Any, v: Any, *, bias: Any = None, sinks: Any = None) -> Any:
