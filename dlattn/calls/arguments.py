@@ -15,7 +15,7 @@ from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGr
 from dlattn.problem import PAGE_TABLES, TensorSpec
 from dlattn.problem.layout import canonical_stride, overlaps
 from dlattn.problem.score import SOFTCAPS, is_float32
-from dlattn.runtime.gradients import is_learned
+from dlattn.runtime.gradients import wants_gradient
 from dlattn.runtime.protocols import TensorView
 from dlattn.runtime.tensors import framework, view
 
@@ -29,7 +29,7 @@ class Argument:
 
     Attributes:
         position: among the tensors of the call.
-        learned: it is what gradients are for.
+        learned: gradients are for it, or pass through it.
     """
 
     name: str
@@ -119,13 +119,13 @@ class Argument:
         """Refuse memory that cannot take results.
 
         Raises:
-            InvalidArgumentError: it is read-only, gradients are for it, or elements may share an
-                address.
+            InvalidArgumentError: it is read-only, it requires a gradient, which would be that of
+                what it held before, or elements may share an address.
         """
         if self.learned:
             raise InvalidArgumentError(
-                f"{self.name}: it is written to, but it is a leaf that requires a gradient; pass "
-                "its detach(), or call under torch.no_grad()."
+                f"{self.name}: it is written to, but it requires a gradient; pass its detach(), "
+                "or call under torch.no_grad()."
             )
         if not self.seen.writable:
             raise InvalidArgumentError(
@@ -223,7 +223,7 @@ def admit(
         name = said.get(role, role)
         try:
             owner, seen = framework(value).name, view(value)
-            argument = Argument(name, position, owner, seen, is_learned(value))
+            argument = Argument(name, position, owner, seen, wants_gradient(value))
         except InvalidVariantPackError as error:
             raise InvalidArgumentError(f"{name}: {error}") from error
         if any(n > 1 and step < 0 for n, step in zip(argument.shape, argument.stride, strict=True)):

@@ -136,10 +136,6 @@ class Framework(ABC):
         """See :func:`dlattn.runtime.gradients.wants_gradient`."""
         return False
 
-    def is_learned(self, obj: Any) -> bool:
-        """See :func:`dlattn.runtime.gradients.is_learned`."""
-        return False
-
     def order_before(self, obj: Any, stream: int) -> None:
         """See :func:`order_before`; nothing for frameworks that run on the caller's stream."""
         return

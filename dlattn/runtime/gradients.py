@@ -19,11 +19,6 @@ def wants_gradient(obj: Any) -> bool:
     return framework(obj).wants_gradient(obj)
 
 
-def is_learned(obj: Any) -> bool:
-    """Whether, at present, a tensor is what gradients are for, which nothing may write to."""
-    return framework(obj).is_learned(obj)
-
-
 def warn_of_gradients(objs: Iterable[Any]) -> None:
     """Says that gradients end here, if there are any; to be asked once for a kind of call."""
     if any(obj is not None and wants_gradient(obj) for obj in objs):

@@ -36,9 +36,6 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
     ):  # one is no tensor of torch's, or has no strides
         return None
 
-    # Nothing may be written to a leaf that requires a gradient.
-    leaves = [x.is_leaf for x in tensors] if any(x.requires_grad for x in tensors) else None
-
     def look(*given: Any) -> list[int] | None:
         if modes():
             return None
@@ -50,8 +47,6 @@ def lookalikes(tensors: Sequence[Any]) -> Look | None:
         except AttributeError:  # one is no tensor of torch's
             return None
         if not check(*given):
-            return None
-        if leaves is not None and [x.is_leaf for x in given] != leaves:
             return None
         addresses = []
         for x in given:

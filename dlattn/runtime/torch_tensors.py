@@ -113,7 +113,7 @@ class Torch(Framework):
     def signature(self, obj: Any) -> tuple[int, Any]:
         # Torch's own objects take a third of the time of a view, and strides of what is contiguous
         # need not be asked for: those of sizes 1 mean nothing.
-        learned = self.wants_gradient(obj) and (1, obj.is_leaf)
+        learned = self.wants_gradient(obj)
         try:
             strides = obj.is_contiguous() or obj.stride()
             if not obj.is_neg() and not self._modes():
@@ -170,9 +170,6 @@ class Torch(Framework):
 
     def wants_gradient(self, obj: Any) -> bool:
         return bool(obj.requires_grad and self._torch.is_grad_enabled())
-
-    def is_learned(self, obj: Any) -> bool:
-        return bool(obj.is_leaf) and self.wants_gradient(obj)
 
     def draw(self, like: Any, generator: Any, count: int) -> tuple[int, int]:
         torch, on_cuda = self._torch, like.is_cuda

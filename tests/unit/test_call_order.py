@@ -143,8 +143,9 @@ def test_each_call_gives_what_it_gives_alone(name: str, library: str) -> None:
             assert (run(kind) == expected).all(), ([*before], [*kind])
 
 
-def test_a_leaf_is_never_written_to() -> None:
-    """Whatever memory of its looks took results before; others of a gradient may."""
+def test_what_requires_a_gradient_is_never_written_to() -> None:
+    """Whatever memory of its looks took results before: a leaf, a part of one, or what autograd has
+    made of it, whose gradient would be that of what it held."""
     torch = pytest.importorskip("torch")
     q = torch.randn(2, ROWS, HEADS, 8)
     lse = torch.zeros(2, HEADS, ROWS)
@@ -153,19 +154,22 @@ def test_a_leaf_is_never_written_to() -> None:
         "mha_fwd": lambda out: flash.mha_fwd(q, q, q, out),
         "mha_bwd": lambda out: flash.mha_bwd(q, q, q, q, q, lse, out),
         "flash_attn_with_kvcache": lambda out: flash.flash_attn_with_kvcache(q, q, q, out=out),
+        "k_cache": lambda out: flash.flash_attn_with_kvcache(
+            q, out, q.clone(), q[:, :1], q[:, :1], cache_seqlens=0
+        ),
         "merge_states": lambda out: dlattn.merge_states(q, lse, q, lse, out=(out, lse.clone())),
     }
     for name, call in calls.items():
-        learned = torch.full_like(q, 7.0).requires_grad_()
-        for before in (q.clone(), (q.clone().requires_grad_() * 2)):
+        leaf = torch.full_like(q, 7.0).requires_grad_()
+        for learned in (leaf, leaf[:], leaf * 1):
             forget_calls()
-            call(before)
+            call(q.clone())
             for _ in range(2):
                 with pytest.raises(dlattn.InvalidArgumentError, match="requires a gradient"):
                     call(learned)
-        assert (learned == 7).all(), name
+            assert (learned == 7).all(), name
         with torch.no_grad():
-            call(learned)
+            call(leaf)
 
 
 def test_lost_gradients_are_told_of() -> None:
