@@ -155,6 +155,8 @@ class Execution:
             elif type(value) in WATCHED_TYPES:
                 watched.append(value)
         if self._ragged:
+            # What is in host memory is read here, before the plan runs.
+            order_before(unordered, 0)
             sequences = HostSequences(self._geometry, pointers)
             for ragged_slot, offsets in self._ragged:
                 ragged_slot.check_sequences(sequences, offsets, sizes_of.get(ragged_slot.role))

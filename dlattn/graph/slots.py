@@ -25,7 +25,7 @@ from dlattn.problem.problem import SCALAR_ROLES
 from dlattn.problem.score import Array
 from dlattn.runtime.protocols import compact_strides
 from dlattn.runtime.target import Target
-from dlattn.runtime.tensors import TensorView, matcher, view
+from dlattn.runtime.tensors import TensorView, matcher, order_before, view
 
 #: No memory is mapped below: numbers there are mistakes, such as a scale given as an int.
 _LOWEST_ADDRESS = 4096
@@ -278,6 +278,8 @@ class NumberSlot(Slot):
         if not isinstance(value, (float, np.floating)):
             is_address = type(value) is int and not self.takes_int
             address = self.checked_address(value) if is_address else self.admit(value)[0]
+            if not is_address:
+                order_before([value], 0)
             value = host_array(address, self.spec).item()
         if not self._number.accepts(float(value)):
             raise InvalidVariantPackError(

@@ -1,4 +1,4 @@
-"""Tensors of strangers: objects that have the DLPack protocol and nothing else."""
+"""Tensors of strangers: objects that have the DLPack protocol and nothing else; and late ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from dlattn.runtime import protocols
+
+
+def late(x: Any) -> Any:
+    """An array of JAX's that it still computes when this returns."""
+    jax = pytest.importorskip("jax")
+
+    def same(x: Any, y: Any) -> Any:
+        y = jax.lax.fori_loop(0, 200, lambda _, y: jax.numpy.tanh(y @ y), y)
+        return x + (y[0, 0] > 2)
+
+    return jax.jit(same)(x, np.full((200, 200), 1e-3, np.float32))
 
 
 class Producer:

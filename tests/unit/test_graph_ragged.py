@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dlattn as cudnn
+from tests.unit.producers import late
 from tests.unit.valid_graphs import HALF, Backward, Forward, bshd, lengths
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
@@ -281,6 +282,16 @@ def test_a_thread_with_more_tokens(by_address):
     wrong = fewer_tokens(made, ROWS)
     with pytest.raises(ValueError, match="offset: expected offsets from 0 to at most 192"):
         made.graph.execute(Interrupted(wrong, lambda: made.graph.execute(pack)))
+
+
+def test_offsets_and_lengths_that_jax_still_computes():
+    """They are waited for before they are checked: until then their memory holds anything."""
+    made = Packed(with_lengths=True)
+    for first in (8, 5, 7, 6):
+        numbers = (0, 64 * first, 64 * 13), (first, 13 - first)
+        for t, own in zip((made.offset, made.lengths), numbers, strict=True):
+            made.pack[t] = late(np.array(own, np.int32).reshape(-1, 1, 1, 1))
+        made.graph.execute(made.pack)
 
 
 def test_through_the_wrapper():

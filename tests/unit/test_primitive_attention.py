@@ -14,6 +14,7 @@ from dlattn.graph import placement
 from dlattn.problem import Problem, Program
 from dlattn.runtime.target import KNOWN
 from tests.mha import Mha, arrays, primitives
+from tests.unit.producers import late
 
 HALF, FLOAT = cudnn.data_type.HALF, cudnn.data_type.FLOAT
 MAX = cudnn.reduction_mode.MAX
@@ -307,5 +308,7 @@ def test_numbers_in_packs() -> None:
     ):
         with pytest.raises(InvalidVariantPackError, match=said):
             built.graph.execute({**pack, named[name]: wrong})
+    for fill in (-1e9, -2e9):
+        built.graph.execute({**pack, named["fill"]: late(np.full((1, 1, 1, 1), fill, np.float32))})
     uids = {t.get_uid(): x for t, x in pack.items()}
     built.graph.execute(uids)
