@@ -29,7 +29,10 @@ def replace_sdpa(*, fall_back: bool = True) -> Iterator[None]:
     Models that call it by that name, as ``torch.nn.MultiheadAttention`` does in training and
     ``transformers`` with ``attn_implementation="sdpa"``, run on dlattn without a change. For the
     whole process, and all its threads, until the block ends. Tensors of classes with a
-    ``__torch_function__`` of their own get what that makes of PyTorch's function.
+    ``__torch_function__`` of their own get what that makes of PyTorch's function. What
+    ``torch.compile`` makes of PyTorch's own layers keeps the attention of its first call, as the
+    compiler takes for granted that nobody replaces it: run a model always inside, or always
+    outside.
 
     Args:
         fall_back: what dlattn cannot run (fp32 on a GPU, say, or forward-mode derivatives) goes to
