@@ -31,17 +31,18 @@ struct KeyDivision {
   // Query tiles up to which lanes count those of an entry each; else all those of one.
   static constexpr int few_tiles = 8;
 
-  // Query tiles of other heads with the same keys stand side by side, and have blocks of their own each (along
-  // x): a team of blocks comes to the same keys at a time.
-  const Params& p;
-  const int beside = gridDim.x, teams = gridDim.y;
-  const int groups;  // of heads that share a query tile, or have theirs side by side
   // What lanes find out on their way through the entries.
   struct Seen {
     int longest = 0;     // the most key tiles of a query tile
     int tiles = 0;       // query tiles of the last entry
     int read_again = 0;  // key tiles of a head that several query tiles read
   };
+
+  // Query tiles of other heads with the same keys stand side by side, and have blocks of their own each (along
+  // x): a team of blocks comes to the same keys at a time.
+  const Params& p;
+  const int beside = gridDim.x, teams = gridDim.y;
+  const int groups;  // of heads that share a query tile, or have theirs side by side
   int of_lane = 0;   // the line of the entry that a lane has seen last
   int gap = 0;       // behind the key tiles of each query tile
   int dividing = 0;  // teams that share it; 0 if none do
