@@ -12,6 +12,7 @@ from dlattn.plans.decode_tiling import (
     MOST_BLOCKS,
     MOST_BOX_ROWS,
     MOST_CLUSTER_ROWS,
+    MOST_QUERIES,
     DecodeTiling,
     all_box_tilings,
     box_tilings,
@@ -31,9 +32,6 @@ from dlattn.problem import PAGE_TABLES, Direction, Geometry, Problem, TensorSpec
 from dlattn.runtime.jit import KernelSource
 from dlattn.runtime.target import Target
 from dlattn.runtime.tensormap import L2_PROMOTION_128B
-
-#: More of them fill tiles of their own.
-MOST_QUERIES = 16
 
 #: For which a warp has the registers.
 MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V = 192, 128

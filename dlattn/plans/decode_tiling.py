@@ -11,6 +11,9 @@ from dlattn.problem import Geometry, Problem
 from dlattn.records import dataclass
 from dlattn.runtime.target import Target
 
+#: More of them fill tiles of their own.
+MOST_QUERIES = 16
+
 
 @dataclass(frozen=True)
 class DecodeTiling:

@@ -8,6 +8,7 @@ from dlattn.plans.decode_tiling import (
     LONG_KEYS,
     MOST_BOX_ROWS,
     MOST_CLUSTER_ROWS,
+    MOST_QUERIES,
     cluster_of,
     items_of,
     rows_of,
@@ -29,22 +30,17 @@ _MOST_HEADS_OF_TILE = 8
 _HARDLY_SHARED = 0.45
 
 
-def may_fill_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether rows are so many that Hopper's forward is faster at some sizes: the parts of an item
-    that is shared meet in one block, which takes the longer the more rows they have. A tile of the
-    forward must have all heads that share keys."""
-    has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE and not problem.has_bias
-    return has_all and rows_of(geometry) > MOST_BOX_ROWS and target.capability == (9, 0)
-
-
-def depends_on_sizes(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether it is at some sizes, and at others not."""
-    return may_fill_tiles(problem, geometry, target) and rows_of(geometry) <= MOST_CLUSTER_ROWS
+def may_fill_tiles(problem: Problem, target: Target) -> bool:
+    """Whether Hopper's forward is faster at some sizes."""
+    return target.capability == (9, 0) and not problem.has_bias
 
 
 def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
-    """Whether it is faster at these."""
-    if not may_fill_tiles(problem, geometry, target):
+    """Whether it is at these, of so many rows: the parts of an item that is shared meet in one
+    block, which takes the longer the more rows they have. A tile of the forward must have all heads
+    that share keys."""
+    has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE
+    if not (may_fill_tiles(problem, target) and has_all and rows_of(geometry) > MOST_BOX_ROWS):
         return False
     if rows_of(geometry) > MOST_CLUSTER_ROWS:
         return True
@@ -57,10 +53,12 @@ def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
 
 
 def kernels_of_other(plan: Decode | FwdSm90, name: str) -> list[KernelSource]:
-    """Those of the plan of this name, where it is faster at other sizes."""
+    """Those of the plan of this name, which is faster at other numbers of few queries, or of heads
+    that share keys."""
     what = plan.problem, plan.geometry, plan.target
     kind = cast("type[Decode | FwdSm90]", plan_named(name))
-    if not depends_on_sizes(*what) or kind.supports(*what) is not None:
+    few = plan.geometry.seq_q <= MOST_QUERIES and may_fill_tiles(plan.problem, plan.target)
+    if not few or kind.supports(*what) is not None:
         return []
     other = kind(*what)
     return [*other.sources(), *other.other_tilings()]

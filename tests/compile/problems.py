@@ -12,7 +12,8 @@ from dlattn.dtypes import data_type
 from dlattn.plans.bwd_sm80 import BwdSm80
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.plans.cuda import CudaPlan
-from dlattn.plans.decode import MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V, MOST_QUERIES, Decode
+from dlattn.plans.decode import MOST_HEAD_DIM_QK, MOST_HEAD_DIM_V, Decode
+from dlattn.plans.decode_tiling import MOST_QUERIES
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
