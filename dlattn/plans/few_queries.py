@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _MOST_HEADS_OF_TILE = 8
 
 #: Items of a multiprocessor from which on those of many keys are shared by so few blocks that their
-#: parts cost little.
-_HARDLY_SHARED = 0.45
+#: parts cost little; and keys that each has, of so many heads side by side, from which on they cost
+#: little beside those.
+_HARDLY_SHARED, _LONG_PARTS, _HEADS_BESIDE = 0.45, 1900, 8
 
 
 def may_fill_tiles(problem: Problem, target: Target) -> bool:
@@ -45,11 +46,13 @@ def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
     if rows_of(geometry) > MOST_CLUSTER_ROWS:
         return True
     items = items_of(geometry) / target.multiprocessors
+    beside = geometry.heads_q // geometry.heads_together >= _HEADS_BESIDE
+    long_parts = beside and items * geometry.seq_kv >= _LONG_PARTS
     has_long, has_many = geometry.seq_kv >= LONG_KEYS, items >= _HARDLY_SHARED
     # Where the device alone knows lengths, the forward takes longer to begin.
     begins_late = (geometry.has_lengths or problem.ragged) and not (has_long or has_many)
     clusters = not problem.ragged and cluster_of(geometry, target) > 0
-    return not (has_long and has_many or begins_late or clusters)
+    return not (has_long and (has_many or long_parts) or begins_late or clusters)
 
 
 def kernels_of_other(plan: Decode | FwdSm90, name: str) -> list[KernelSource]:

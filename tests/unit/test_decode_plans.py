@@ -78,6 +78,10 @@ def test_few_queries_are_decoded(arch: str) -> None:
         (16, 8, 8, 8192, "decode"),
         (8, 8, 8, 8192, "decode"),
         (64, 1, 8, 1024, "decode"),
+        # Or where parts of them are long, and rows of keys of many heads neighbours.
+        (4, 8, 5, 8192, "decode"),
+        (1, 8, 8, 65536, "decode"),
+        (16, 2, 8, 8192, "fwd_sm90"),
         (1, 8, 8, 8192, "fwd_sm90"),
         (64, 2, 8, 1024, "fwd_sm90"),
         # Above 64, parts take longer than all else.
