@@ -174,8 +174,8 @@ class RaggedSlot(Slot):
     def check_sequences(
         self, sequences: HostSequences, offsets_name: str, sizes: Sizes | None
     ) -> None:
-        """Refuses offsets in host memory that leave the tensor, and sequences that do; of an
-        address, which has no sizes, none."""
+        """Refuses offsets in host memory that leave the tensor, sequences that do, and results that
+        share rows; of an address, which has no sizes, none."""
         if sizes is None:
             return
         offsets, end = sequences.offsets(self.role), sizes.elements + sizes.gap
@@ -185,7 +185,8 @@ class RaggedSlot(Slot):
                 f"{offsets_name}: expected offsets from 0 to at most {end}, where {self.said} "
                 f"ends, got {least} to {most}; count elements of that tensor."
             )
-        reach = self._reach(offsets[:-1], sequences.lengths_of(self.role))
+        lengths = sequences.lengths_of(self.role)
+        reach = self._reach(offsets[:-1], lengths)
         if reach.max() > sizes.elements:
             entry = int(reach.argmax())
             raise InvalidVariantPackError(
@@ -193,6 +194,29 @@ class RaggedSlot(Slot):
                 f"length, at {reach[entry]}, behind {self.said}, of {sizes.elements} elements; "
                 "give another offset, a shorter length, or more memory."
             )
+        shared = self._sharing(offsets[:-1], lengths) if self.is_output else None
+        if shared is not None:
+            one, other = shared
+            raise InvalidVariantPackError(
+                f"{offsets_name}: sequences {one} and {other} of {self.said} begin at "
+                f"{offsets[one]} and {offsets[other]}, and have rows in common with their lengths "
+                f"of {lengths[one]} and {lengths[other]}; results need rows of their own."
+            )
+
+    def _sharing(self, offsets: Array, lengths: Array) -> tuple[int, int] | None:
+        """Two sequences, one next to the other in memory, that have rows in common."""
+        _, heads, _, columns = self.spec.dim
+        _, head, row, _ = self.spec.stride
+        extent = columns + ((heads - 1) * head if head < row else 0)  # of a token
+        order = np.argsort(np.where(lengths > 0, offsets, -1), kind="stable")
+        order = order[np.count_nonzero(lengths <= 0) :]
+        distance = np.diff(offsets[order])
+        # Rows of one may lie between those of another. Of single ones, no distance is known.
+        row = row or int(distance.max(initial=0)) + extent
+        apart = distance % row
+        meet = (apart < extent) | (apart > row - extent)
+        found = np.flatnonzero(meet & (distance < (lengths[order[:-1]] - 1) * row + extent))
+        return (int(order[found[0]]), int(order[found[0] + 1])) if len(found) else None
 
     def _reach(self, offsets: Array, lengths: Array) -> Array:
         """Where each sequence ends; one without tokens does nowhere."""

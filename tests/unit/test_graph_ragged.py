@@ -264,6 +264,20 @@ def fewer_tokens(made, rows):
     return short | {made.offset: np.array(rows, np.int32).reshape(3, 1, 1, 1)}
 
 
+@pytest.mark.parametrize("begin", [0, 4 * 64, 3 * 64 + 1])
+def test_results_in_host_memory_share_no_rows(begin):
+    """A sequence of o may not begin within another, whichever comes first."""
+    made = Packed(with_lengths=True)
+    made.pack[made.lengths] = np.array([5, 5], np.int32).reshape(2, 1, 1, 1)
+    for rows in ((0, begin, 13 * 64), (begin, 0, 13 * 64)):
+        made.pack[made.offset] = np.array(rows, np.int32).reshape(3, 1, 1, 1)
+        with pytest.raises(cudnn.InvalidVariantPackError, match="rows in common.* of their own"):
+            made.run()
+    made.pack[made.offset] = np.array((5 * 64, 0, 13 * 64), np.int32).reshape(3, 1, 1, 1)
+    made.pack[made.lengths] = np.array([8, 5], np.int32).reshape(2, 1, 1, 1)
+    made.run()
+
+
 def test_a_thread_with_fewer_tokens():
     """Offsets are checked against the tensors of their own call: those of a call at the same time
     may hold less."""
