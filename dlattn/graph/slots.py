@@ -207,15 +207,18 @@ class RaggedSlot(Slot):
         """Two sequences, one next to the other in memory, that have rows in common."""
         _, heads, _, columns = self.spec.dim
         _, head, row, _ = self.spec.stride
-        extent = columns + ((heads - 1) * head if head < row else 0)  # of a token
-        order = np.argsort(np.where(lengths > 0, offsets, -1), kind="stable")
-        order = order[np.count_nonzero(lengths <= 0) :]
-        distance = np.diff(offsets[order])
-        # Rows of one may lie between those of another. Of single ones, no distance is known.
-        row = row or int(distance.max(initial=0)) + extent
-        apart = distance % row
-        meet = (apart < extent) | (apart > row - extent)
-        found = np.flatnonzero(meet & (distance < (lengths[order[:-1]] - 1) * row + extent))
+        used = np.flatnonzero(lengths > 0)
+        order = used[np.argsort(offsets[used], kind="stable")]
+        fewest, most = 1 - lengths[order[1:]], lengths[order[:-1]] - 1
+        # Of the rows of both, from every head of one to every head of the other, the nearest two.
+        heads_between = np.arange(1 - heads, heads)[:, None]
+        distance = np.diff(offsets[order]) - heads_between * head
+        meet = np.zeros(len(fewest), bool)
+        for nearest in (0, 1):
+            # Of sequences of one token, no distance is known.
+            tokens = np.clip(distance // max(row, 1) + nearest, fewest, most)
+            meet |= (abs(distance - tokens * row) < columns).any(0)
+        found = np.flatnonzero(meet)
         return (int(order[found[0]]), int(order[found[0] + 1])) if len(found) else None
 
     def _reach(self, offsets: Array, lengths: Array) -> Array:
