@@ -70,7 +70,7 @@ struct KeyDivision {
     // Each has a unit at the least.
     if (!alike) most = least(most, length / (most_gap + 1));
     if (most == 0) return;
-    const float parts = __fdividef(length, most) * Block::tile_k + keys_beside + parts_cost;
+    const float parts = keys_of(__fdividef(length, most), 1) + parts_cost;
     const float gain = stay_in_l2(seen.read_again) ? least_gain_in_l2 : least_gain;
     if (parts >= gain * keys_if_whole(units, tiles, longest)) return;
     dividing = most;

@@ -31,7 +31,7 @@ _MOST_HEADS_OF_TILE = 8
 _HARDLY_SHARED, _LONG_PARTS, _HEADS_BESIDE = 0.45, 1900, 8
 
 
-def may_fill_tiles(problem: Problem, target: Target) -> bool:
+def _may_fill_tiles(problem: Problem, target: Target) -> bool:
     """Whether Hopper's forward is faster at some sizes."""
     return target.capability == (9, 0) and not problem.has_bias
 
@@ -41,7 +41,7 @@ def fills_tiles(problem: Problem, geometry: Geometry, target: Target) -> bool:
     block, which takes the longer the more rows they have. A tile of the forward must have all heads
     that share keys."""
     has_all = geometry.heads_together <= _MOST_HEADS_OF_TILE
-    if not (may_fill_tiles(problem, target) and has_all and rows_of(geometry) > MOST_BOX_ROWS):
+    if not (_may_fill_tiles(problem, target) and has_all and rows_of(geometry) > MOST_BOX_ROWS):
         return False
     if rows_of(geometry) > MOST_CLUSTER_ROWS:
         return True
@@ -60,7 +60,7 @@ def kernels_of_other(plan: Decode | FwdSm90, name: str) -> list[KernelSource]:
     that share keys."""
     what = plan.problem, plan.geometry, plan.target
     kind = cast("type[Decode | FwdSm90]", plan_named(name))
-    few = plan.geometry.seq_q <= MOST_QUERIES and may_fill_tiles(plan.problem, plan.target)
+    few = plan.geometry.seq_q <= MOST_QUERIES and _may_fill_tiles(plan.problem, plan.target)
     if not few or kind.supports(*what) is not None:
         return []
     other = kind(*what)
