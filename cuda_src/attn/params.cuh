@@ -50,7 +50,7 @@ struct Params {
   int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
                         // decode, items that blocks walk side by side
   int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; at
-                        // the most, in a Hopper forward: some of heads_together, if more than one
+                        // the most, in a Hopper forward: some that share keys, if more than one
   int dq_places;  // for how many pairs there are sums of dQ, or bundles of a ragged problem; 0: for all
                   // query tiles of one
   int paged_rows;  // of dK and dV, where K or V is paged: seq_kv, up to whole pages
@@ -74,7 +74,6 @@ struct Params {
                     // and add to those sums
   int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
-  int heads_together;  // query heads that share both a head of K and one of V
   // Of a Hopper forward: rows of each head that a consumer has, and how many consumers have other queries.
   int log2_head_rows, parts_per_tile;
   TileHeadsRef tile_heads;

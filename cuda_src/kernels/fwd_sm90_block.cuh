@@ -257,13 +257,14 @@ struct FwdSm90Block {
   // From this one on: those that share keys may not fill their last tile.
   static DLATTN_DEVICE int heads_of_tile(const Params& p, int head) {
     if (heads_per_tile(p) == 1) return 1;
-    return least(heads_per_tile(p), p.heads_together - p.tile_heads.together.rest(head));
+    const Divisor& together = p.tile_heads.together;
+    return least(heads_per_tile(p), together.number - together.rest(head));
   }
   // The first head of the tiles of this number, of a batch entry.
   static DLATTN_DEVICE int first_head(const Params& p, int number) {
     const Divisor& of_keys = p.tile_heads.of_keys;
     const int together = of_keys.quotient(number), tile = number - together * of_keys.number;
-    return together * p.heads_together + tile * heads_per_tile(p);
+    return together * p.tile_heads.together.number + tile * heads_per_tile(p);
   }
   static DLATTN_DEVICE int tiles_of_heads(const Params& p) { return p.tile_heads.tiles.number; }
 

@@ -255,7 +255,6 @@ class Params(ctypes.Structure):
         ("whole_items", ctypes.c_int32),
         ("item_parts", ctypes.c_int32),
         ("lone_shares", ctypes.c_int32),
-        ("heads_together", ctypes.c_int32),
         ("log2_head_rows", ctypes.c_int32),
         ("parts_per_tile", ctypes.c_int32),
         ("tile_heads", TileHeadsRef),

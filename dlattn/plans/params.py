@@ -57,7 +57,6 @@ def params_for(geometry: Geometry) -> Params:
         paged_rows=geometry.rows_kv,
         heads_per_k=geometry.heads_q // geometry.heads_k,
         heads_per_v=geometry.heads_q // geometry.heads_v,
-        heads_together=geometry.heads_together,
         band_left=geometry.band_left or 0,
         band_right=geometry.band_right or 0,
         bottom_right=geometry.bottom_right,
