@@ -52,7 +52,7 @@ DLATTN_DEVICE int key_tiles_of(const Params& p, int batch, int head, int tile,
 // Sums that a query tile is added to, and what counts additions.
 template <class Problem, class Tiling>
 DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, int row_tile,
-                              bool has_room) {
+                              bool has_room, int length_q) {
   using Shapes = BwdShapes<Problem, Tiling>;
   if (!Problem::ragged && p.items_taken != nullptr && row_tile == 0 && threadIdx.x == 0) {
     *p.items_taken = 0;
@@ -60,9 +60,11 @@ DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, in
   }
   if constexpr (Problem::ragged && Tiling::adds_keys) KeySums<Problem, Tiling>::clear(p, batch);
 
-  int sum_tile = row_tile;
+  if constexpr (Problem::ragged && Tiling::relays) return;  // an item has all of dQ
+  int sum_tile = row_tile, rows = Shapes::tile_q;
   if (Problem::ragged && p.dq_places == 0) {
     if (!has_room) return;
+    rows = length_q - tile * Shapes::tile_q;  // a sum of its own is read no further
   } else {
     const int pair = Shapes::pair(p, batch, head);
     if (pair >= p.dq_places) return;
@@ -74,6 +76,7 @@ DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, in
   auto* g_dq = reinterpret_cast<float4*>(Shapes::dq_accum(p, sum_tile));
 #pragma unroll 4
   for (int i = threadIdx.x; i < Shapes::tile_q * Shapes::dim_qk / 4; i += Shapes::threads) {
+    if (Problem::ragged && Shapes::first_row_of_sum(4 * i) >= rows) continue;
     g_dq[i] = float4{0.f, 0.f, 0.f, 0.f};
   }
 }
@@ -99,7 +102,7 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
   const float log2_factor = Problem::Score::factor(ScoreValues(p)) * log2_e;
 
   // First, because nothing is waited for.
-  clear_sums<Problem, Tiling>(p, batch, head, tile, row_tile, has_room);
+  clear_sums<Problem, Tiling>(p, batch, head, tile, row_tile, has_room, length.q);
 
   // A row in each pass, of which a lane has every n-th unit; what some passes read is on its way
   // before any of it is used.

@@ -382,7 +382,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     typename Base::Queries queries;
     Base::template for_each_item<BwdSm90>(block...,
                                           [&](auto& kernel) { kernel.work_on_queries(queries); });
-    if constexpr (!relays) Stores(block..., 0).template store_rest<true>();
+    if (!relays && Base::warp_of_group() == 0) Shares(block..., 0).prepare_rests();
   }
 
   template <class... Arguments>
@@ -397,7 +397,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
         kernel.work_on_keys(steps);
       }
     });
-    if constexpr (!relays) Stores(block..., 0).template store_rest<false>();
+    if constexpr (!relays) Stores(block..., 0).store_rest();
   }
 };
 

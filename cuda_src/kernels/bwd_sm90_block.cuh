@@ -41,8 +41,9 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr int share_slots = Tiling::share_slots;
-  // Nobody adds to sums of dQ (bwd_sm90_relay.cuh).
-  static constexpr bool relays = Tiling::relays;
+  // Nobody adds to sums of dQ (bwd_sm90_relay.cuh): an item hands parts on, or, as in every ragged problem that
+  // relays, has all keys.
+  static constexpr bool relays = Tiling::relays, hands_on = relays && !Problem::ragged;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
   static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;
 
@@ -101,7 +102,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     MappedEntry mapped[mapped_tensors];
     T *dK, *dV;  // where the entry's begin
   };
-  struct TellPartOfGroup : TellRagged {
+  struct TellRelayed : TellRagged {
+    T* dQ;  // where that of the item's first head begins
+  };
+  using OfGroup = Either<relays, TellRelayed, TellRagged>;
+  struct TellPartOfGroup : OfGroup {
     float* key_sums;  // of dK and dV
   };
   // All items of a ragged problem have some heads of a group.
@@ -109,7 +114,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr bool tells_items = cluster == 1;
   static constexpr bool tells_tiles = tells_items && !Problem::ragged;
   static_assert(tells_items || (!Problem::ragged && !Tiling::adds_keys));
-  using OfRagged = Either<parts_of_groups, TellPartOfGroup, TellRagged>;
+  using OfRagged = Either<parts_of_groups, TellPartOfGroup, OfGroup>;
   using OfOthers = Either<tells_tiles, TellTiles, TellNumber>;
   using Told = Either<Problem::ragged, OfRagged, OfOthers>;
 
@@ -178,20 +183,19 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     Ring<dq_slots> dq_ring;                      // from the query worker to the writer
     Ring<ds_stages> weights_ring[block_k / 64];  // between the key workers, of each 64 keys
     Ring<2> sums_ring;                           // from the writer to the counter
+    Ring<2> rest_ring;                           // from the query worker to the key workers
     Either<relays, Ring<most(share_slots, 1)>, Nothing> parts_ring;  // from the copy engine
     int sums_added[2];  // what a step has been added to
     uint64 landed[2];   // what a loader is to clear
     uint64 share_complete, share_stored;
     uint64 share_landed[most(share_slots, 1)][4];  // of each warp
-    Share share, rest;                             // that goes with the item; that goes with none
+    Share share, rest[2];                          // that goes with the item; that go with none
     Either<Problem::ragged, int, Nothing> item_count;
   };
 
   // Named barriers, by event.
   enum Barrier {
-    share_told = 1,
-    share_stored,
-    ds_staged,
+    ds_staged = 1,
   };
 
   const MappedBwdParams& m;
@@ -253,6 +257,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
       shared.ds_ring.init(4 * cluster, ds_warps);
       shared.dq_ring.init(1, 4);
       shared.sums_ring.init(1);
+      shared.rest_ring.init(key_warps);
       if constexpr (relays) shared.parts_ring.init(4);
       mbarrier_init(shared.share_complete, 1);
       mbarrier_init(shared.share_stored, Tiling::shares_last ? key_warps : 4);
@@ -329,9 +334,13 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     }
     if (lane == mapped_tensors + 4) told.dK = p.dK.template rows<T, true>(row.z, 0, 0);
     if (lane == mapped_tensors + 5) told.dV = p.dV.template rows<T, true>(row.z, 0, 0);
+    if constexpr (relays) {
+      const int head = row.y * p.heads_per_block;
+      if (lane == mapped_tensors + 6) told.dQ = p.dQ.template rows<T, true>(row.z, head, 0);
+    }
     if constexpr (parts_of_groups) {
       const int head = row.y * p.heads_per_block / p.heads_per_k;
-      if (lane == mapped_tensors + 6) {
+      if (lane == mapped_tensors + 7) {
         told.key_sums = KeySums<Problem, Tiling>::of_entry(p, row.z, head, row.x).g_first;
       }
     }

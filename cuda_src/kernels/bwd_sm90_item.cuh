@@ -31,7 +31,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
         length(own_lengths()),
         keys(uniform(keys_of_block(rank()))),
         tiles(own_tiles()),
-        handed_on(Base::relays ? uniform(first_of_next()) : tiles.last) {}
+        handed_on(Base::hands_on ? uniform(first_of_next()) : tiles.last) {}
 
   // For all roles, by the warp that takes items.
   static DLATTN_DEVICE void describe(Told& told, int number, const Params& p) {
@@ -128,7 +128,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   }
   // Of a walk.
   DLATTN_DEVICE int last_tile() const {
-    return (Base::relays && handed_on > tiles.first ? handed_on : tiles.last) - 1;
+    return (Base::hands_on && handed_on > tiles.first ? handed_on : tiles.last) - 1;
   }
 
   DLATTN_DEVICE MappedEntry entry(Mapped tensor) const {

@@ -104,7 +104,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // Calls visit(i, tile) for the query tiles of the item's heads, in the order of the steps.
   template <class Visit>
   DLATTN_DEVICE void for_each_tile(Visit visit) {
-    if constexpr (Base::relays) return this->for_each_in_relay(visit);
+    if constexpr (Base::hands_on) return this->for_each_in_relay(visit);
 #pragma unroll 1
     for (int i = 0; i < p.heads_per_block; ++i) {
 #pragma unroll 1
@@ -116,7 +116,8 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // before that of keys.
   template <class Begin, class Visit>
   DLATTN_DEVICE void for_each_step(Begin begin, Visit visit) {
-    if constexpr (Base::relays) {
+    if constexpr (Base::hands_on) {
+      if (tiles.empty()) begin(0);
       return this->for_each_in_relay([&](int i, int tile) {
         visit(i, tile);
         if (i == 0 && tile == this->first_in_relay()) begin(0);

@@ -70,16 +70,19 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
   }
 
   // Some of this block's columns of the dQ of a step and 64 queries, piece by piece: give(dQ, column,
-  // piece).
-  template <int columns, class Give>
-  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first, Give give) {
+  // piece). end(): the step's products have been computed.
+  template <int columns, class Give, class End>
+  DLATTN_DEVICE void part_of_dq(uint32 step, int first_row, int first, Give give, End end) {
     const int stage = step % ds_stages;
     Accumulator<1, columns / 8> dQ;
     start_dq(dQ, first_row, first, stage);
     wgmma_wait<0>();
     tie(dQ);
     const bool is_last = first_row + 64 == tile_q && first + columns == own_columns;
-    if (is_last) Base::release_in_all(shared.ds_ring.empty[stage]);
+    if (is_last) {
+      Base::release_in_all(shared.ds_ring.empty[stage]);
+      end();
+    }
     const int before = first_row / 64 * own_columns + first;
 #pragma unroll
     for (int column = 0; column < columns; column += piece_columns) {
@@ -88,16 +91,16 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
   }
 
   // The dQ of a step.
-  template <class Give>
-  DLATTN_DEVICE void step_of_dq(uint32 step, Give give) {
+  template <class Give, class End>
+  DLATTN_DEVICE void step_of_dq(uint32 step, Give give, End end) {
     constexpr int columns = Base::product_columns, rest = own_columns % columns;
 #pragma unroll
     for (int row = 0; row < tile_q; row += 64) {
 #pragma unroll
       for (int first = 0; first + columns <= own_columns; first += columns) {
-        part_of_dq<columns>(step, row, first, give);
+        part_of_dq<columns>(step, row, first, give, end);
       }
-      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest, give);
+      if constexpr (rest > 0) part_of_dq<rest>(step, row, own_columns - rest, give, end);
     }
   }
 
@@ -113,20 +116,32 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
     mbarrier_wait(shared.ds_ring.full[place.stage], place.parity);
   }
 
+  // Then keys are free before the last step's dQ is on its way.
+  static constexpr bool knows_last_step = !Base::Tiles::skips;
+
   DLATTN_DEVICE void work_in_relay(Queries& at) {
+    const auto free_keys = [&] { Base::release_after_walk(shared.k_ring.empty[0]); };
     mbarrier_wait(shared.k_ring.full[0], this->keys_parity(0));
-    const int end_of_taken_over = uniform(Base::end_of_taken_over());
-    this->for_each_in_relay([&](int i, int tile) {
+    const int end_of_taken_over = Base::hands_on ? uniform(Base::end_of_taken_over()) : 0;
+    int steps = uniform(p.heads_per_block * (tiles.last - tiles.first));
+    if (steps == 0) free_keys();
+    this->for_each_tile([&](int i, int tile) {
       await_ds(at);
-      step_of_dq(at.steps++, [&](const auto& dQ, int column, int piece) {
-        if (tile >= Base::handed_on) {
-          send(dQ, column, place_of<dq_slots>(at.handed_on++));
-        } else {
-          this->store_whole(dQ, column, i, tile, piece, tile < end_of_taken_over, at.taken_over);
-        }
-      });
+      step_of_dq(
+          at.steps++,
+          [&](const auto& dQ, int column, int piece) {
+            if (Base::hands_on && tile >= Base::handed_on) {
+              send(dQ, column, place_of<dq_slots>(at.handed_on++));
+            } else {
+              const bool taken_over = Base::hands_on && tile < end_of_taken_over;
+              this->store_whole(dQ, column, i, tile, piece, taken_over, at.taken_over);
+            }
+          },
+          [&] {
+            if (--steps == 0) free_keys();
+          });
     });
-    Base::release_after_walk(shared.k_ring.empty[0]);
+    this->store_zeros();
   }
 
   DLATTN_DEVICE void work_on_queries(Queries& at) {
@@ -139,6 +154,10 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
       if constexpr (Base::cluster > 1) {
         mbarrier_wait(shared.other_k_ring.full[0], this->keys_parity(i));
       }
+      const auto free_keys = [&] {
+        Base::release_after_walk(shared.k_ring.empty[0]);
+        if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
+      };
       int steps = uniform(this->heads_of_keys() * (tiles.last - tiles.first));
       const auto step = [&] {
         if constexpr (Base::share_slots > 0 || Tiling::shares_last) {
@@ -147,15 +166,20 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
           this->store_piece_beside(at.share, [&] { await_ds(at); });
         }
         const uint32 before = at.steps++;
-        step_of_dq(before, [&](const auto& dQ, int column, int piece) {
-          send(dQ, column, place_of<dq_slots>(before * Base::own_pieces + piece));
-        });
+        step_of_dq(
+            before,
+            [&](const auto& dQ, int column, int piece) {
+              send(dQ, column, place_of<dq_slots>(before * Base::own_pieces + piece));
+            },
+            [&] {
+              if (knows_last_step && steps == 1) free_keys();
+            });
         if constexpr (Base::share_slots > 0) this->continue_share(at.share);
         return --steps > 0;
       };
+      if (knows_last_step && steps == 0) free_keys();
       this->take_steps(i, i + this->heads_of_keys(), steps > 0, step);
-      Base::release_after_walk(shared.k_ring.empty[0]);
-      if constexpr (Base::cluster > 1) release(shared.other_k_ring.empty[0]);
+      if constexpr (!knows_last_step) free_keys();
     }
     if constexpr (!Tiling::shares_last) this->finish_share(at.share);
   }

@@ -2,7 +2,8 @@
 // share them (narrow windows), or where one tile has all keys. Nobody adds to sums. The item of the first
 // key tile leaves its part of a query tile's dQ in memory, in fp32; that of the second, the next one, adds
 // its own in registers and stores dQ. A part is read soon after it was written, memory needs no zeros, and
-// the order is fixed. Of one key tile, the item has all of dQ, and stores it.
+// the order is fixed. Of one key tile, the item has all of dQ, and stores it; that of queries without keys,
+// too. Sequences of a ragged problem that relays have one each.
 #pragma once
 
 #include "kernels/bwd_sm90_sums.cuh"
@@ -17,6 +18,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   using Base::first_head;
   using Base::gives_orders;
   using Base::handed_on;
+  using Base::hands_on;
   using Base::length;
   using Base::own_pieces;
   using Base::p;
@@ -25,6 +27,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   using Base::sum;
   using Base::work;
   using typename Base::DQPiece;
+  using typename Base::HeadOfDQ;
 
   // Where a part is, among those of all heads that have a place.
   DLATTN_DEVICE int part(int i, int tile) const {
@@ -33,6 +36,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
 
   // The writer: tells the next item of each part once it is there.
   DLATTN_DEVICE void hand_on(Place<dq_slots>& place) {
+    if constexpr (!hands_on) return;
     this->await_place(work);
     fence_proxy_async_global();
     this->for_each_in_relay([&](int i, int tile) {
@@ -66,6 +70,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
 
   // In the place of the counter: brings the other items' parts, and counts what this one stores.
   DLATTN_DEVICE void fetch_parts(uint32& fetched) {
+    if constexpr (!hands_on) return;
     this->await_place(work);
     const int taken_over = uniform(end_of_taken_over());
     int stored = 0;
@@ -98,6 +103,15 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
     __syncwarp();
   }
 
+  DLATTN_DEVICE auto own_head_of_dq(int i) const {
+    if constexpr (Problem::ragged) {  // no register during the walk
+      const auto& told = this->told();
+      return HeadOfDQ{told.length_q, told.dQ + i * p.dQ.head};
+    } else {
+      return this->head_of_dq(work.batch, first_head() + i);
+    }
+  }
+
   // The query worker: a piece of a query tile's dQ, of which it has computed its own part.
   template <int n_tiles>
   DLATTN_DEVICE void store_whole(const Accumulator<1, n_tiles>& dQ, int first_column, int i,
@@ -114,12 +128,38 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
       }
       return sum;
     };
-    const auto head = this->head_of_dq(work.batch, first_head() + i);
-    this->store_piece(head, tile, piece, whole, [](int) {});
+    this->store_piece(own_head_of_dq(i), tile, piece, whole, [](int) {});
+    // Or the next product begins before that, and there are no registers for both.
+    if constexpr (Problem::ragged) __syncwarp();
     if (!taken_over) return;
     __syncwarp();
     release(shared.parts_ring.empty[place.stage]);
     ++taken;
+  }
+
+  // Where one tile has all keys, the dQ of query tiles that attend to none, which are no step.
+  DLATTN_DEVICE void store_zeros() {
+    int all;
+    if constexpr (Problem::ragged) {
+      all = this->told().entry.query_tiles;
+    } else {
+      if (rows_of_gradients<Problem>(p) > Base::tile_k) return;
+      all = ceil_div(p.seq_q, Base::tile_q);
+    }
+    const Interval steps = this->query_tiles(this->own_item(), this->own_lengths(), p);
+#pragma unroll 1
+    for (int tile = 0; tile < all; ++tile) {
+      if (tile == steps.first) tile = steps.last;
+      if (tile >= all) return;
+#pragma unroll 1
+      for (int i = 0; i < p.heads_per_block; ++i) {
+#pragma unroll 1
+        for (int piece = 0; piece < own_pieces; ++piece) {
+          this->store_piece(
+              own_head_of_dq(i), tile, piece, [](int) { return float4{}; }, [](int) {});
+        }
+      }
+    }
   }
 };
 

@@ -258,11 +258,15 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // divided among the items of the bundle dq_lag later. What another share is not counted with has no
   // first tile.
   DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
+    const int batch = bundle >= 0 ? p.ragged.bundles[bundle] : 0;
+    prepare_ragged_share(described, bundle, batch, part, parts);
+  }
+  DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int batch, int part,
+                                          int parts) {
     if (gives_orders()) {
       described.tile = -1;
       described.pieces = 0;
       if (bundle >= 0) {
-        const int batch = p.ragged.bundles[bundle];
         const RaggedEntry entry = p.ragged.entries[batch];
         const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
         described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
@@ -299,28 +303,30 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
 
   // Of an item's own bundle, which has as many shares as items, or so many parts of them.
-  DLATTN_DEVICE void prepare_ragged_rest(int item, int part, int parts) {
+  DLATTN_DEVICE void prepare_ragged_rest(Share& described, int item, int part, int parts) {
     const int4 row = p.ragged.items[1 + item];
     const int length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
     const Turn turn =
         turn_in_bundle({row.x, row.y, row.z}, p.ragged.entries[row.z], row.w, length_kv);
-    prepare_ragged_share(shared.rest, row.w, turn.number * parts + part, turn.of * parts);
+    prepare_ragged_share(described, row.w, row.z, turn.number * parts + part, turn.of * parts);
   }
 
-  // A share that goes with no item; where those are fewer than blocks, a part of one.
-  DLATTN_DEVICE void prepare_rest(int taken) {
+  // A share that goes with no item; where those are fewer than blocks, a part of one. False if there are
+  // not so many.
+  DLATTN_DEVICE bool prepare_rest(Share& described, int taken) {
     bool exists;
     if constexpr (Problem::ragged) {
-      const int4 count = p.ragged.items[0];
       if (has_places()) {
         const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
-        const int bundle = count.y - least(count.y, ragged_lag()) + taken / parts;
-        exists = bundle < count.y;
-        if (exists) prepare_ragged_share(shared.rest, bundle, taken % parts, parts);
+        const int bundles = p.ragged.items[0].y;
+        const int bundle = bundles - least(bundles, ragged_lag()) + taken / parts;
+        exists = bundle < bundles;
+        if (exists) prepare_ragged_share(described, bundle, taken % parts, parts);
       } else {
-        const int parts = most(1, int(gridDim.x) / count.x), item = taken / parts;
-        exists = item < count.x;
-        if (exists) prepare_ragged_rest(item, taken % parts, parts);
+        const int items = Base::item_count(p, shared);
+        const int parts = most(1, int(gridDim.x) / items), item = taken / parts;
+        exists = item < items;
+        if (exists) prepare_ragged_rest(described, item, taken % parts, parts);
       }
     } else {
       const int lone = Base::item_count(p, shared) - p.lone_shares;
@@ -329,12 +335,27 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = share < lone * Base::cluster;
       if (exists) {
         const int number = p.lone_shares + share / Base::cluster;
-        prepare_share(shared.rest, [=] { return opaque(number); },
+        prepare_share(described, [=] { return opaque(number); },
                       {share % Base::cluster, taken % parts, parts});
       }
     }
-    if (!exists && gives_orders()) shared.rest.pieces = none_left;
+    if (!exists && gives_orders()) described.pieces = none_left;
     __syncwarp();
+    return exists;
+  }
+
+  // When no item is left, a warp prepares these, one ahead of who stores them: what a share follows from is
+  // looked up step by step, which takes as long as to store it.
+  DLATTN_DEVICE void prepare_rests() {
+    bool more = true;
+#pragma unroll 1
+    for (uint32 told = 0; more; ++told) {
+      const int taken = gives_orders() ? fetch_add(p.shares_taken, 1) : 0;
+      const auto place = place_of<2>(told);
+      mbarrier_wait(shared.rest_ring.empty[place.stage], place.parity ^ 1);
+      more = prepare_rest(shared.rest[place.stage], uniform(taken));
+      release(shared.rest_ring.full[place.stage]);
+    }
   }
 };
 

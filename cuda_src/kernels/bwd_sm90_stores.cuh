@@ -21,7 +21,6 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
   using Base::none_left;
   using Base::p;
   using Base::piece_columns;
-  using Base::prepare_rest;
   using Base::query_tiles_of;
   using Base::share_slots;
   using Base::shared;
@@ -240,41 +239,35 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
     release(shared.share_stored);
   }
 
-  // All workers, when no item is left: shares that go with no item. Nobody waits for their places. The
-  // next share is asked for before this one is stored, because that there is none takes as long to hear;
-  // but ragged problems have no register for the answer.
-  template <bool tells>
+  // The key workers, when no item is left: shares that go with no item, whose pieces they have by turns. A
+  // worker that has no piece of one goes on to the next.
   DLATTN_DEVICE void store_rest() {
-    constexpr int workers = 3, at_once = tells ? 1 : 2;
-    const bool asks = tells && Base::warp_of_group() == 0;
-    const auto ask = [&] { return gives_orders() ? fetch_add(p.shares_taken, 1) : 0; };
-    int taken = asks && !Problem::ragged ? ask() : 0;
-    while (true) {
-      if (asks) {
-        if constexpr (Problem::ragged) taken = ask();
-        prepare_rest(uniform(taken));
-        if constexpr (!Problem::ragged) taken = ask();
-      }
-      named_barrier_sync(Base::share_told, 128 * workers);
-      const int pieces = uniform(shared.rest.pieces);
-      if (pieces == none_left) return;
-      int piece = tells ? workers - 1 : Base::warpgroup_index() - 2;
+    constexpr int workers = 2, at_once = 2;
 #pragma unroll 1
-      for (; piece < pieces; piece += workers * at_once) {
+    for (uint32 told = 0;; ++told) {
+      const auto place = place_of<2>(told);
+      const Share& rest = shared.rest[place.stage];
+      mbarrier_wait(shared.rest_ring.full[place.stage], place.parity);
+      const int pieces = uniform(rest.pieces);
+      if (pieces == none_left) return;
+#pragma unroll 1
+      for (int piece = (Base::warpgroup_index() + told) % workers; piece < pieces;
+           piece += workers * at_once) {
         LoadedRows rows[at_once];
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
           const int one = piece + workers * i;
-          if (one < pieces) rows[i] = load_rows(shared.rest, one);
+          if (one < pieces) rows[i] = load_rows(rest, one);
         }
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
           const int one = piece + workers * i;
           if (one >= pieces) break;
-          store_rows<false>(shared.rest, one, [&](int n) { return rows[i].at[n]; });
+          store_rows<false>(rest, one, [&](int n) { return rows[i].at[n]; });
         }
       }
-      named_barrier_sync(Base::share_stored, 128 * workers);
+      __syncwarp();
+      release(shared.rest_ring.empty[place.stage]);
     }
   }
 };

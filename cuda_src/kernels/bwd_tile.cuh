@@ -25,6 +25,7 @@ struct BwdTiling {
   // What head dimensions are rounded up to: 32 is what the narrowest division of dK, dV and dQ among
   // warps can hold.
   static constexpr int columns = 32;
+  static constexpr int piece_columns = 0;  // sums of dQ are no pieces
   static constexpr bool stats_in_products = false, adds_keys = false, relays = false;
 };
 
@@ -109,6 +110,14 @@ struct BwdShapes {
   // The number of a (batch, group of heads) pair.
   static DLATTN_DEVICE int pair(const Params& p, int batch, int head) {
     return batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+  }
+
+  // The first query that this value of a query tile's sum, or its neighbours, may be of: 16 rows after 16
+  // rows of 64 by piece_columns.
+  static DLATTN_DEVICE int first_row_of_sum(int i) {
+    if constexpr (Tiling::piece_columns == 0) return 0;
+    constexpr int piece = most(1, 64 * Tiling::piece_columns);
+    return i / (64 * dim_qk) * 64 + i % piece * 4 / piece * 16;
   }
 
   // Where the sum of a query tile's dQ is: pairs share dq_places places. In ragged problems without

@@ -207,7 +207,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return None
         most = self._pairs * self._key_tiles
         last_first = self.problem.deterministic and self.geometry.band_right is not None
-        items = Items(self.tiling.tile_k, most, True, last_first, bundles=self._pairs)
+        bundles = 0 if self.tiling.relays else self._pairs
+        items = Items(self.tiling.tile_k, most, True, last_first, bundles)
         scratch = RaggedScratch(self.geometry, self.tiling.tile_q, self._tiles_of_head, items)
         if self._division is None:
             return scratch
@@ -253,7 +254,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     def _dq_places(self) -> int:
         if not self.problem.ragged:
             return super()._dq_places
-        return 0 if self._own_sums else self._most_places
+        return 0 if self._own_sums or self.tiling.relays else self._most_places
 
     def dbias_kernel(self) -> KernelLaunch:
         whole = self.problem.masked_by_edits

@@ -115,14 +115,14 @@ class Sm90BwdTiling:
         weights = 16 + sent if self.by_product else 16
         piece = 4 * 64 * self.piece_columns
         dq = self.dq_slots * piece + (self.share_slots * piece or 128)
-        ring_stages = 6 + self.stages + self.do_stages + self.dq_slots
+        ring_stages = 8 + self.stages + self.do_stages + self.dq_slots
         ring_stages += (1 + self.block_k // 64) * self.ds_stages + (self.cluster > 1)
         ring_stages += self.share_slots * self.relays
         barriers = 8 * (2 * ring_stages + 2 + 2 + 4 * max(1, self.share_slots))
         item = 36 + 4 * problem.corner_as_given
-        items, sums_added, shares = (4 if self.cluster > 1 else item) * 2, 4 * 2, 24 * 2
+        items, sums_added, shares = (4 if self.cluster > 1 else item) * 2, 4 * 2, 24 * 3
         if problem.ragged:
-            items, shares = (120 if self.adds_keys else 112) * 2, 56 * 2
+            items, shares = (112 + 8 * self.relays + 8 * self.adds_keys) * 2, 56 * 3
         told = items + sums_added + shares + 8
         bias = bias_tile_bytes(problem, self.tile_q, self.tile_k) if self.stages_bias else 0
         stages = self.stages * (q + row_stats + step + bias) + self.do_stages * dO

@@ -11,6 +11,7 @@ from dlattn.dtypes import data_type
 from dlattn.plans import bwd_sm90
 from dlattn.plans.bwd_division import Division
 from dlattn.plans.bwd_sm90 import BwdSm90
+from dlattn.plans.bwd_sm90_tiling import tilings
 from dlattn.plans.kernels import KernelLaunch
 from dlattn.problem import Direction, Problem, Scale
 from dlattn.runtime import jit
@@ -96,6 +97,25 @@ def test_one_key_tile(head_dim: int, batch: int, causal: bool, dtype: data_type)
     assert plan.tiling.relays
     assert plan.tiling.adds_keys == (batch == 1 and not causal)
     assert_compiled_cleanly(plan.kernels())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("head_dims", [(40, 40), (64, 64), (96, 96), (128, 64), (128, 128)])
+def test_one_key_tile_of_each_sequence(
+    head_dims: tuple[int, int], mask: str, deterministic: bool
+) -> None:
+    """The same of packed sequences, whether items are divided or not."""
+    problem = Problem(
+        Direction.BACKWARD, data_type.BFLOAT16, *head_dims, (Scale(positive=True),), MASKS[mask],
+        data_type.FLOAT, deterministic=deterministic, ragged=True,
+    )  # fmt: skip
+    plan = plan_for(BwdSm90, problem, "sm_90a", seq=100)
+    assert isinstance(plan, BwdSm90) and plan.tiling.relays
+    relaying = [it for it in tilings(problem) if it.relays]
+    assert {it.adds_keys for it in relaying} == ({False} if mask == "window" else {False, True})
+    others = [BwdSm90(plan.problem, plan.geometry, plan.target, it) for it in relaying]
+    assert_compiled_cleanly(kernel for it in others for kernel in it.kernels())
 
 
 @pytest.mark.parametrize("dtype", [data_type.BFLOAT16, data_type.HALF])

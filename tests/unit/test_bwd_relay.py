@@ -86,22 +86,26 @@ def test_lengths_have_no_relay() -> None:
     "head_dim, seq_kv, is_one",
     [(64, 77, True), (128, 128, True), (128, 129, False), (192, 77, False)],
 )
-def test_one_key_tile_stores_all_of_dq(head_dim: int, seq_kv: int, is_one: bool) -> None:
-    """Where an item has all keys of its queries, nobody adds to sums, and there are none; unless a
-    length or a mask leaves queries without keys, which would be nobody's."""
+@pytest.mark.parametrize("ragged", [False, True])
+def test_one_key_tile_stores_all_of_dq(
+    head_dim: int, seq_kv: int, is_one: bool, ragged: bool
+) -> None:
+    """Where an item has all keys of its queries, nobody adds to sums, and there are none; whatever
+    length or mask leaves queries without keys."""
+    given = replace(problem(head_dim), ragged=ragged)
     shape = geometry(8, 8, 8, 4096, seq_kv, head_dim)
-    plan = BwdSm90(problem(head_dim), shape, HOPPER)
+    plan = BwdSm90(given, shape, HOPPER)
     assert plan.tiling.relays == is_one
     assert (plan._arrays["dq_accum"] == 0) == is_one
     lengths = TensorSpec("seq_len_kv", (8, 1, 1, 1), (1, 1, 1, 1), data_type.INT32)
     causal = replace(geometry(8, 8, 8, seq_kv, seq_kv, head_dim), band_right=0)
-    assert BwdSm90(problem(head_dim), causal, HOPPER).tiling.relays == is_one
     for others in (
+        causal,
         replace(shape, tensors={**shape.tensors, "seq_len_kv": lengths}),
         replace(shape, band_right=0),
         replace(causal, band_right=-1),
     ):
-        assert not BwdSm90(problem(head_dim), others, HOPPER).tiling.relays
+        assert BwdSm90(given, others, HOPPER).tiling.relays == is_one
 
 
 def roles(item: int, plan: BwdSm90, memory: dict, stored: list) -> list[Iterator[bool]]:

@@ -74,6 +74,8 @@ def test_items_wait_for_smaller_numbers(
     for number, (bundle, *_) in enumerate(items):
         numbers.setdefault(bundle, []).append(number)
     assert sorted(numbers) == list(range(len(numbers))) and len(numbers) <= plan._pairs
+    if plan.tiling.relays:  # there are no sums of dQ
+        numbers = {}
     assert params.dq_places > 0 or params.dq_lag >= len(numbers)
     places = params.dq_places or len(numbers)
     for bundle, own in numbers.items():
