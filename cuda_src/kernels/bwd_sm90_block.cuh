@@ -41,8 +41,8 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   static constexpr int ds_stages = Tiling::ds_stages;
   static constexpr int dq_slots = Tiling::dq_slots;
   static constexpr int share_slots = Tiling::share_slots;
-  // Nobody adds to sums of dQ (bwd_sm90_relay.cuh): an item hands parts on, or, as in every ragged problem that
-  // relays, has all keys.
+  // Nobody adds to sums of dQ (bwd_sm90_relay.cuh): items may hand parts on, or, as in every ragged problem
+  // that relays, one tile has all keys.
   static constexpr bool relays = Tiling::relays, hands_on = relays && !Problem::ragged;
   // Of a block; that work on keys: on dK and dV; and those of them that make dS.
   static constexpr int warps = 16, key_warps = 8, ds_warps = by_product ? 4 : 8;

@@ -34,9 +34,14 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
     return Base::sum_tile(p, work.batch, first_head() + i, tile);
   }
 
+  // One tile has all keys, or those of a sequence: nothing is handed on, and nobody waits.
+  DLATTN_DEVICE bool has_all_keys() const {
+    return !hands_on || rows_of_gradients<Problem>(p) <= Base::tile_k;
+  }
+
   // The writer: tells the next item of each part once it is there.
   DLATTN_DEVICE void hand_on(Place<dq_slots>& place) {
-    if constexpr (!hands_on) return;
+    if (has_all_keys()) return;
     this->await_place(work);
     fence_proxy_async_global();
     this->for_each_in_relay([&](int i, int tile) {
@@ -70,7 +75,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
 
   // In the place of the counter: brings the other items' parts, and counts what this one stores.
   DLATTN_DEVICE void fetch_parts(uint32& fetched) {
-    if constexpr (!hands_on) return;
+    if (has_all_keys()) return;
     this->await_place(work);
     const int taken_over = uniform(end_of_taken_over());
     int stored = 0;
@@ -137,16 +142,14 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
     ++taken;
   }
 
-  // Where one tile has all keys, the dQ of query tiles that attend to none, which are no step.
+  // Where one tile has all keys, the dQ of query tiles that attend to none, which are no step; of items in
+  // parts, by the first.
   DLATTN_DEVICE void store_zeros() {
-    int all;
-    if constexpr (Problem::ragged) {
-      all = this->told().entry.query_tiles;
-    } else {
-      if (rows_of_gradients<Problem>(p) > Base::tile_k) return;
-      all = ceil_div(p.seq_q, Base::tile_q);
-    }
+    if (!has_all_keys()) return;
     const Interval steps = this->query_tiles(this->own_item(), this->own_lengths(), p);
+    if (this->own_tiles().first > steps.first) return;
+    int all = ceil_div(p.seq_q, Base::tile_q);
+    if constexpr (Problem::ragged) all = this->told().entry.query_tiles;
 #pragma unroll 1
     for (int tile = 0; tile < all; ++tile) {
       if (tile == steps.first) tile = steps.last;

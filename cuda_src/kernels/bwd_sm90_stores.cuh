@@ -1,5 +1,5 @@
 // Complete sums of dQ are stored, and zeros are left. An item's share is: by its query worker beside its own
-// work, a piece a step, or, where steps are few, by its key workers after theirs. All workers store what goes
+// work, a piece a step, or, where steps are few, by its key workers after theirs. These also store what goes
 // with no item, when none is left.
 #pragma once
 

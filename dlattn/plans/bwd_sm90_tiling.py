@@ -188,10 +188,8 @@ def relaying(tiling: Sm90BwdTiling) -> Sm90BwdTiling | None:
 
 def may_add_keys(problem: Problem, tiling: Sm90BwdTiling) -> bool:
     """Whether items of some sizes are divided. Without registers for it, none are; in clusters and
-    beside few steps, it was not tried; and what relays in a window has several key tiles."""
-    windows = tiling.relays and any(it.left for it in problem.bands)
-    apart = tiling.shares_last or windows
-    return tiling.stats_in_products and not apart and may_divide(problem)
+    beside few steps, it was not tried."""
+    return tiling.stats_in_products and not tiling.shares_last and may_divide(problem)
 
 
 def tilings(problem: Problem) -> list[Sm90BwdTiling]:

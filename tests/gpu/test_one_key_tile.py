@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 from dlattn.plans.bwd_sm90 import BwdSm90
 from dlattn.runtime.target import cuda_target
 from tests.callers import gpu_callers
@@ -45,24 +46,78 @@ def on_hopper() -> None:
         pytest.skip("only Hopper's backward has such items")
 
 
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[BwdSm90]:
+    """Those whose kernels are made."""
+    made: list[BwdSm90] = []
+    kernels = BwdSm90.kernels
+    monkeypatch.setattr(BwdSm90, "kernels", lambda plan: made.append(plan) or kernels(plan))
+    return made
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("case", [PACKED, PADDED], ids=["packed", "padded"])
-def test_all_of_dq_is_stored(
-    case: FlashCase, size: dict, mask: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_of_dq_is_stored(case: FlashCase, size: dict, mask: dict, plans: list[BwdSm90]) -> None:
     """Gradients are right, and zero where there are no keys, by items that relay."""
-    plans = []
-    kernels = BwdSm90.kernels
-    monkeypatch.setattr(BwdSm90, "kernels", lambda plan: plans.append(plan) or kernels(plan))
     check(replace(case, **size, **mask), gpu_callers()[0])
     assert plans and all(plan.tiling.relays for plan in plans)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, heads_k", [(2, 2), (32, 1)])
-def test_divided_items(heads: int, heads_k: int) -> None:
+def test_divided_items(heads: int, heads_k: int, causal: bool, plans: list[BwdSm90]) -> None:
     """The same where an item has some heads of a group, or some of its queries."""
-    alone = replace(PADDED, lens_q=(2000,), lens_k=(100,), heads=heads, heads_k=heads_k)
-    check(alone, gpu_callers()[0])
-    check(replace(alone, causal=True), gpu_callers()[0])
-    check(replace(PACKED, lens_q=(2000, 3), lens_k=(100, 0), heads=32), gpu_callers()[0])
+    sizes = {"heads": heads, "heads_k": heads_k, "causal": causal}
+    check(replace(PADDED, lens_q=(2000,), lens_k=(100,), **sizes), gpu_callers()[0])
+    check(replace(PACKED, lens_q=(2000, 3), lens_k=(100, 0), **sizes), gpu_callers()[0])
+    assert all(plan.tiling.relays for plan in plans)
+    assert any(plan.tiling.adds_keys for plan in plans) or (heads_k == 2 and causal)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, heads_k", [(3, 3), (48, 3)])
+def test_what_is_written(heads: int, heads_k: int, causal: bool, deterministic: bool) -> None:
+    """Of packed gradients, the rows of sequences alone; of padded dQ all, zeros beyond a length; if
+    asked, the same bits twice. Items may be more than had places, and tiles no step of any."""
+    torch = pytest.importorskip("torch")
+    queries, keys, batch, gap = 300, 77, 60, 5
+
+    def tensor(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, 64, device="cuda", dtype=torch.bfloat16)
+
+    def integers(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+    lens = [(37 * n) % 301 for n in range(batch)]
+    kv_lens = [(29 * n) % 78 for n in range(batch)]
+    options = {"is_causal": causal, "softmax_scale": 0.125}
+
+    q, dO = tensor(batch, queries, heads), tensor(batch, queries, heads)
+    k, v = tensor(batch, keys, heads_k), tensor(batch, keys, heads_k)
+    used = {"seqused_q": integers(lens), "seqused_k": integers(kv_lens)}
+    o, *_, lse = mha_fwd(q, k, v, **options, **used)[:5]
+    results = []
+    for _ in range(2):
+        dQ = torch.full_like(q, torch.nan)
+        mha_bwd(dO, q, k, v, o, lse, dQ, **options, **used, deterministic=deterministic)
+        results.append(dQ)
+    beyond = torch.arange(queries, device="cuda")[None] >= used["seqused_q"][:, None]
+    assert (results[0][beyond] == 0).all()
+    assert results[0].isfinite().all()
+    assert not deterministic or torch.equal(*results)
+
+    starts, kv_starts = ([gap + sum(of[:n]) for n in range(batch + 1)] for of in (lens, kv_lens))
+    packed = integers(starts), integers(kv_starts), None, None, None, queries, keys
+    q, dO = (tensor(starts[-1] + gap, heads) for _ in range(2))
+    k, v = (tensor(kv_starts[-1] + gap, heads_k) for _ in range(2))
+    o, *_, lse = mha_varlen_fwd(q, k, v, None, *packed, **options)[:5]
+    dQ, dK, dV = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    starts_of = packed[0], packed[1], None, queries, keys
+    mha_varlen_bwd(
+        dO, q, k, v, o, lse, dQ, dK, dV, *starts_of, **options, deterministic=deterministic
+    )
+    for gradient in (dQ, dK, dV):
+        assert gradient[:gap].isnan().all() and gradient[-gap:].isnan().all()
+        assert gradient[gap:-gap].isfinite().all()
