@@ -13,6 +13,7 @@ import ctypes
 import struct
 import sys
 
+from bench.machine import require_gpu
 from bench.timing import time_once
 
 #: Warpgroups of a block, wgmma of a commit, and the instruction's shape.
@@ -152,11 +153,7 @@ def measure(
 
 
 def main() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        print("bench.ceiling needs a CUDA device; there is none.")
-        return
+    require_gpu("bench.ceiling")
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     for dtype in ("bf16", "f16"):
         first, sustained = measure(seconds, dtype=dtype)

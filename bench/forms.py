@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dlattn
+from bench.machine import require_gpu
 from bench.timing import interleaved
 
 BATCH, HEADS, ROWS, HEAD_DIM = 4, 16, 4096, 128
@@ -208,6 +209,7 @@ def documents(
 def main() -> None:
     import torch
 
+    require_gpu("bench.forms")
     torch.manual_seed(0)
     for name, (first, second) in (
         (name, forms.items()) for name, forms in (primitives("cuda") | documents("cuda")).items()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bench.cases import FORWARD
 from bench.jobs import Effort, Job, Named
+from bench.machine import require_gpu
 from bench.measure import Measured, check_device, sentence
 from bench.peers import Peer
 
@@ -232,6 +233,7 @@ class HostJob(Job):
 
 def main() -> None:
     """Prints microseconds of every call."""
+    require_gpu("bench.host")
     for measured in HostJob().measure((FORWARD,), (), Effort(5, 0.0, ())):
         for impl, ms in measured.ms.get(HOST, {}).items():
             print(f"{measured.case.name}, {impl}: {1e3 * ms:.2f} us")

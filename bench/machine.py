@@ -8,6 +8,18 @@ import subprocess
 from pathlib import Path
 
 
+def require_gpu(command: str) -> None:
+    """Ends a command that can only measure on a GPU.
+
+    Raises:
+        SystemExit: torch sees none.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{command} needs a CUDA device; there is none.")
+
+
 def gpu_name() -> str:
     """The GPU as a folder name, e.g. ``h200``."""
     import torch

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from bench.machine import require_gpu
 from bench.peers.flash import load_flash3
 from bench.timing import capture, interleaved
 from dlattn.calls.cache import forget_calls
@@ -67,6 +68,7 @@ def contenders(
 
 
 def main() -> None:
+    require_gpu("bench.tune_ragged")
     missing = load_flash3()
     if missing is not None:
         raise SystemExit(missing)

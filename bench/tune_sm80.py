@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.run import machine
+from bench.machine import machine, require_gpu
 from bench.sm80_cases import Shape, make_tensors, prepare, shapes
 from bench.timing import geometric_mean, interleaved
 from dlattn.config import settings
@@ -165,6 +165,7 @@ def right_calls(
 
 
 def main() -> None:
+    require_gpu("bench.tune_sm80")
     print(f"{machine()}; NVRTC {nvrtc.load(settings().cache_dir).version}")
     for direction in sys.argv[1:] or ["forward", "backward"]:
         sweep(Direction(direction))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.machine import require_gpu
 from bench.peers.flash import load_flash3
 from bench.sm80_cases import SEQS, TOKENS, Shape, make_tensors, shapes
 from bench.timing import geometric_mean, interleaved
@@ -167,6 +168,7 @@ def main() -> None:
         help=f"lengths of sequences, of {TOKENS} tokens in all (%(default)s)",
     )
     given = parser.parse_args()
+    require_gpu("bench.tune_sm90")
     for head_dim in given.head_dims:
         sweep(given.direction, head_dim, given.seqs)
 

@@ -258,33 +258,38 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // divided among the items of the bundle dq_lag later. What another share is not counted with has no
   // first tile.
   DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
-    const int batch = bundle >= 0 ? p.ragged.bundles[bundle] : 0;
-    prepare_ragged_share(described, bundle, batch, part, parts);
+    if (bundle >= 0) {
+      const int batch = p.ragged.bundles[bundle];
+      return prepare_ragged_share(described, bundle, batch, part, parts);
+    }
+    if (gives_orders()) {
+      described.tile = -1;
+      described.pieces = 0;
+    }
+    __syncwarp();
   }
   DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int batch, int part,
                                           int parts) {
     if (gives_orders()) {
       described.tile = -1;
       described.pieces = 0;
-      if (bundle >= 0) {
-        const RaggedEntry entry = p.ragged.entries[batch];
-        const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
-        described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
-        described.bundle = bundle;
-        described.query_tiles = entry.query_tiles;
-        described.length_q = p.seq_len_q.at(batch, p.seq_q);
-        described.length_kv = p.seq_len_kv.at(batch, p.seq_kv);
-        const int heads = (groups.last - groups.first) * p.heads_per_block;
-        const int tiles = heads * entry.query_tiles;
-        const int each = ceil_div(tiles, parts), first = part * each;
-        described.bundled_tiles = tiles;
-        described.batch = batch;
-        described.first_head = groups.first * p.heads_per_block;
-        described.sums = sum(Base::first_sum(p, entry, bundle, described.first_head) + first);
-        if (part == 0 || first < tiles) {
-          described.tile = first;
-          described.pieces = (least(first + each, tiles) - first) * dq_pieces;
-        }
+      const RaggedEntry entry = p.ragged.entries[batch];
+      const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
+      described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
+      described.bundle = bundle;
+      described.query_tiles = entry.query_tiles;
+      described.length_q = p.seq_len_q.at(batch, p.seq_q);
+      described.length_kv = p.seq_len_kv.at(batch, p.seq_kv);
+      const int heads = (groups.last - groups.first) * p.heads_per_block;
+      const int tiles = heads * entry.query_tiles;
+      const int each = ceil_div(tiles, parts), first = part * each;
+      described.bundled_tiles = tiles;
+      described.batch = batch;
+      described.first_head = groups.first * p.heads_per_block;
+      described.sums = sum(Base::first_sum(p, entry, bundle, described.first_head) + first);
+      if (part == 0 || first < tiles) {
+        described.tile = first;
+        described.pieces = (least(first + each, tiles) - first) * dq_pieces;
       }
     }
     __syncwarp();

@@ -248,21 +248,20 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
       const auto place = place_of<2>(told);
       const Share& rest = shared.rest[place.stage];
       mbarrier_wait(shared.rest_ring.full[place.stage], place.parity);
-      const int pieces = uniform(rest.pieces);
-      if (pieces == none_left) return;
+      if (uniform(rest.pieces) == none_left) return;
 #pragma unroll 1
-      for (int piece = (Base::warpgroup_index() + told) % workers; piece < pieces;
+      for (int piece = (Base::warpgroup_index() + told) % workers; piece < rest.pieces;
            piece += workers * at_once) {
         LoadedRows rows[at_once];
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
           const int one = piece + workers * i;
-          if (one < pieces) rows[i] = load_rows(rest, one);
+          if (one < rest.pieces) rows[i] = load_rows(rest, one);
         }
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
           const int one = piece + workers * i;
-          if (one >= pieces) break;
+          if (one >= rest.pieces) break;
           store_rows<false>(rest, one, [&](int n) { return rows[i].at[n]; });
         }
       }

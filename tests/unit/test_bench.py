@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import numpy as np
 import pytest
@@ -309,3 +310,16 @@ def test_ceiling_source_is_complete() -> None:
     text = ceiling.source().text
     assert "@" not in text
     assert "%63}, %64, %65, 1, 1, 1, 0, 0;" in text
+
+
+@pytest.mark.parametrize(
+    "command", ["ceiling", "forms", "host", "tune_ragged", "tune_sm80", "tune_sm90 forward"]
+)
+def test_commands_say_that_they_need_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence, and fail."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name, *arguments = command.split()
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit, match=rf"bench\.{name} needs a CUDA device; there is none\."):
+        importlib.import_module(f"bench.{name}").main()
