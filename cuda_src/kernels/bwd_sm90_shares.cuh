@@ -254,13 +254,17 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return {(item.head - groups.first) * tiles + item.tile, (groups.last - groups.first) * tiles};
   }
 
+  // One of so many parts of a bundle's dQ.
+  struct BundlePart {
+    int bundle, batch, part, parts;
+  };
+
   // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are
   // divided among the items of the bundle dq_lag later. What another share is not counted with has no
   // first tile.
   DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
     if (bundle >= 0) {
-      const int batch = p.ragged.bundles[bundle];
-      return prepare_ragged_share(described, bundle, batch, part, parts);
+      return prepare_ragged_share(described, {bundle, p.ragged.bundles[bundle], part, parts});
     }
     if (gives_orders()) {
       described.tile = -1;
@@ -268,33 +272,32 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     __syncwarp();
   }
-  DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int batch, int part,
-                                          int parts) {
+  DLATTN_DEVICE void prepare_ragged_share(Share& described, const BundlePart& of) {
     if (gives_orders()) {
       described.tile = -1;
       described.pieces = 0;
-      const RaggedEntry entry = p.ragged.entries[batch];
-      const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
-      described.dQ = p.dQ.template rows<T, true>(batch, 0, 0);
-      described.bundle = bundle;
+      const RaggedEntry entry = p.ragged.entries[of.batch];
+      const Interval groups = entry.groups_of(of.bundle, p.heads_q / p.heads_per_block);
+      described.dQ = p.dQ.template rows<T, true>(of.batch, 0, 0);
+      described.bundle = of.bundle;
       described.query_tiles = entry.query_tiles;
-      described.length_q = p.seq_len_q.at(batch, p.seq_q);
-      described.length_kv = p.seq_len_kv.at(batch, p.seq_kv);
+      described.length_q = p.seq_len_q.at(of.batch, p.seq_q);
+      described.length_kv = p.seq_len_kv.at(of.batch, p.seq_kv);
       const int heads = (groups.last - groups.first) * p.heads_per_block;
       const int tiles = heads * entry.query_tiles;
-      const int each = ceil_div(tiles, parts), first = part * each;
+      const int each = ceil_div(tiles, of.parts), first = of.part * each;
       described.bundled_tiles = tiles;
-      described.batch = batch;
+      described.batch = of.batch;
       described.first_head = groups.first * p.heads_per_block;
-      described.sums = sum(Base::first_sum(p, entry, bundle, described.first_head) + first);
-      if (part == 0 || first < tiles) {
+      described.sums = sum(Base::first_sum(p, entry, of.bundle, described.first_head) + first);
+      if (of.part == 0 || first < tiles) {
         described.tile = first;
         described.pieces = (least(first + each, tiles) - first) * dq_pieces;
       }
     }
     __syncwarp();
     if (uniform(described.pieces) == 0) return;
-    await_place(bundle);
+    await_place(of.bundle);
     const Lengths lengths = Lengths::of(p, described.length_q, described.length_kv);
     const int* arrivals = p.dq_arrivals + (described.sums - sum(0)) / dq_pieces;
 #pragma unroll 1
@@ -307,13 +310,24 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // Of an item's own bundle, which has as many shares as items, or so many parts of them.
-  DLATTN_DEVICE void prepare_ragged_rest(Share& described, int item, int part, int parts) {
+  // What of a ragged problem goes with no item: parts of the last bundles, as many as most items; or, where
+  // all have sums of their own, of each item's, as many as items, or blocks. There is none of a bundle below 0.
+  DLATTN_DEVICE BundlePart ragged_rest(int taken) const {
+    if (has_places()) {
+      const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
+      const int bundles = p.ragged.items[0].y;
+      const int bundle = bundles - least(bundles, ragged_lag()) + taken / parts;
+      if (bundle >= bundles) return {-1, 0, 0, 0};
+      return {bundle, p.ragged.bundles[bundle], taken % parts, parts};
+    }
+    const int items = Base::item_count(p, shared);
+    const int parts = most(1, int(gridDim.x) / items), item = taken / parts;
+    if (item >= items) return {-1, 0, 0, 0};
     const int4 row = p.ragged.items[1 + item];
     const int length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
     const Turn turn =
         turn_in_bundle({row.x, row.y, row.z}, p.ragged.entries[row.z], row.w, length_kv);
-    prepare_ragged_share(described, row.w, row.z, turn.number * parts + part, turn.of * parts);
+    return {row.w, row.z, turn.number * parts + taken % parts, turn.of * parts};
   }
 
   // A share that goes with no item; where those are fewer than blocks, a part of one. False if there are
@@ -321,18 +335,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE bool prepare_rest(Share& described, int taken) {
     bool exists;
     if constexpr (Problem::ragged) {
-      if (has_places()) {
-        const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
-        const int bundles = p.ragged.items[0].y;
-        const int bundle = bundles - least(bundles, ragged_lag()) + taken / parts;
-        exists = bundle < bundles;
-        if (exists) prepare_ragged_share(described, bundle, taken % parts, parts);
-      } else {
-        const int items = Base::item_count(p, shared);
-        const int parts = most(1, int(gridDim.x) / items), item = taken / parts;
-        exists = item < items;
-        if (exists) prepare_ragged_rest(described, item, taken % parts, parts);
-      }
+      const BundlePart of = ragged_rest(taken);
+      exists = of.bundle >= 0;
+      if (exists) prepare_ragged_share(described, of);
     } else {
       const int lone = Base::item_count(p, shared) - p.lone_shares;
       const int parts = most(1, int(gridDim.x) / (Base::cluster * most(1, lone)));
