@@ -239,7 +239,8 @@ def choose_tiles(problem: Problem) -> Sm90BwdTiling:
     if dim_qk + dim_v + 64 * others > 320 or max(dim_qk, dim_v) > 192:
         if problem.has_blocks:
             return _walking(problem, by_product)
-        if problem.ragged and problem.has_bias and problem.dropout:  # nor beside these
+        # Nor of packed sequences, where a bias and dropout take theirs.
+        if problem.ragged and problem.has_bias and problem.dropout:
             return replace(by_product, piece_columns=32, dq_slots=2, share_slots=0)
         return replace(by_product, dq_slots=2 if dim_qk > 192 else dim_qk // 64, share_slots=0)
     if max(dim_qk, dim_v) > 128:
