@@ -95,10 +95,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const auto& told = this->told();
       const int bundle = told.bundle - ragged_lag();
       const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
-      prepare_ragged_share(shared.share, bundle, turn.number, turn.of);
+      describe_ragged_share(shared.share, bundle, turn.number, turn.of);
     } else {
-      prepare_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
+      describe_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
     }
+    await_sums(shared.share);
     release(shared.share_complete);
     uint32 told = 0;  // a multiple of four in an item: its first message always has the same place
     bool more = true;
@@ -164,21 +165,6 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     return Base::sum_tile(p, item.batch, item.head * p.heads_per_block, 0) + tile_of_pair;
   }
 
-  // A warp waits until a share can be stored. Before the place is the pair's, the counts there are
-  // another pair's.
-  DLATTN_DEVICE void await_sums(WorkItem item, SharePart of) const {
-    await_place(item);
-    const Lengths lengths(p, item.batch);
-    const Interval tiles = share(item, of);
-    const int first = sum_tile_of(item, 0);
-#pragma unroll 1
-    for (int tile = tiles.first + opaque(threadIdx.x) % 32; tile < tiles.last; tile += 32) {
-      const Interval all = visitors(tile % ceil_div(p.seq_q, tile_q), lengths);
-      const int count = additions(item.batch, item.head * p.heads_per_block, tile, all);
-      while (load_acquire(p.dq_arrivals + first + tile) != count) __nanosleep(100);
-    }
-    __syncwarp();
-  }
   static DLATTN_DEVICE bool is_counted(const Share& share) {
     return share.pieces > 0 || (Problem::ragged && share.tile == 0);
   }
@@ -204,6 +190,28 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       return Base::pair(p, share.batch, share.first_head);
     }
   }
+  // A warp waits until a share can be stored. Before the place is its own, the counts there are another
+  // pair's.
+  DLATTN_DEVICE void await_sums(const Share& share) const {
+    if (uniform(share.pieces) == 0) return;
+    await_place(pair_of(share));
+    const Lengths lengths = lengths_of(share);
+    const int* arrivals = p.dq_arrivals + (share.sums - sum(0)) / dq_pieces;
+#pragma unroll 1
+    for (int i = opaque(threadIdx.x) % 32; i < share.pieces / dq_pieces; i += 32) {
+      const Interval all = visitors((share.tile + i) % query_tiles_of(share), lengths);
+      const int count = additions(share.batch, share.first_head, share.tile + i, all);
+      while (load_acquire(arrivals + i) != count) __nanosleep(100);
+    }
+    __syncwarp();
+  }
+  DLATTN_DEVICE Lengths lengths_of(const Share& share) const {
+    if constexpr (Problem::ragged) {
+      return Lengths::of(p, share.length_q, share.length_kv);
+    } else {
+      return {p, share.batch};
+    }
+  }
   // A warp tells that a share has been stored.
   DLATTN_DEVICE void free_sums(const Share& share) const {
     if (!has_places()) return;
@@ -218,14 +226,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     __syncwarp();
   }
 
-  // A warp describes an item's share once it can be stored; there is none of items before the first.
+  // A warp describes an item's share; there is none of items before the first.
   template <class Number>
-  DLATTN_DEVICE void prepare_share(Share& described, Number number, SharePart of) {
+  DLATTN_DEVICE void describe_share(Share& described, Number number, SharePart of) const {
     if (number() < 0) {
       if (gives_orders()) described.pieces = 0;
       return __syncwarp();
     }
-    await_sums(Base::work_item(number(), p), of);
     const WorkItem item = Base::work_item(number(), p);
     const Interval tiles = share(item, of);
     if (gives_orders()) {
@@ -262,9 +269,10 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // The same in ragged problems, whose bundles differ in items and in tiles: those of a bundle are
   // divided among the items of the bundle dq_lag later. What another share is not counted with has no
   // first tile.
-  DLATTN_DEVICE void prepare_ragged_share(Share& described, int bundle, int part, int parts) {
+  DLATTN_DEVICE void describe_ragged_share(Share& described, int bundle, int part,
+                                           int parts) const {
     if (bundle >= 0) {
-      return prepare_ragged_share(described, {bundle, p.ragged.bundles[bundle], part, parts});
+      return describe_ragged_share(described, {bundle, p.ragged.bundles[bundle], part, parts});
     }
     if (gives_orders()) {
       described.tile = -1;
@@ -272,7 +280,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     __syncwarp();
   }
-  DLATTN_DEVICE void prepare_ragged_share(Share& described, const BundlePart& of) {
+  DLATTN_DEVICE void describe_ragged_share(Share& described, const BundlePart& of) const {
     if (gives_orders()) {
       described.tile = -1;
       described.pieces = 0;
@@ -294,18 +302,6 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
         described.tile = first;
         described.pieces = (least(first + each, tiles) - first) * dq_pieces;
       }
-    }
-    __syncwarp();
-    if (uniform(described.pieces) == 0) return;
-    await_place(of.bundle);
-    const Lengths lengths = Lengths::of(p, described.length_q, described.length_kv);
-    const int* arrivals = p.dq_arrivals + (described.sums - sum(0)) / dq_pieces;
-#pragma unroll 1
-    for (int i = opaque(threadIdx.x) % 32; i < described.pieces / dq_pieces; i += 32) {
-      const int tile = (described.tile + i) % described.query_tiles;
-      const Interval all = visitors(tile, lengths);
-      const int count = additions(described.batch, described.first_head, described.tile + i, all);
-      while (load_acquire(arrivals + i) != count) __nanosleep(100);
     }
     __syncwarp();
   }
@@ -332,21 +328,21 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A share that goes with no item; where those are fewer than blocks, a part of one. False if there are
   // not so many.
-  DLATTN_DEVICE bool prepare_rest(Share& described, int taken) {
+  DLATTN_DEVICE bool describe_rest(Share& described, int number) const {
     bool exists;
     if constexpr (Problem::ragged) {
-      const BundlePart of = ragged_rest(taken);
+      const BundlePart of = ragged_rest(number);
       exists = of.bundle >= 0;
-      if (exists) prepare_ragged_share(described, of);
+      if (exists) describe_ragged_share(described, of);
     } else {
       const int lone = Base::item_count(p, shared) - p.lone_shares;
       const int parts = most(1, int(gridDim.x) / (Base::cluster * most(1, lone)));
-      const int share = taken / parts;  // of all blocks
+      const int share = number / parts;  // of all blocks
       exists = share < lone * Base::cluster;
       if (exists) {
-        const int number = p.lone_shares + share / Base::cluster;
-        prepare_share(described, [=] { return opaque(number); },
-                      {share % Base::cluster, taken % parts, parts});
+        const int of = p.lone_shares + share / Base::cluster;
+        describe_share(described, [=] { return opaque(of); },
+                       {share % Base::cluster, number % parts, parts});
       }
     }
     if (!exists && gives_orders()) described.pieces = none_left;
@@ -363,7 +359,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const int taken = gives_orders() ? fetch_add(p.shares_taken, 1) : 0;
       const auto place = place_of<2>(told);
       mbarrier_wait(shared.rest_ring.empty[place.stage], place.parity ^ 1);
-      more = prepare_rest(shared.rest[place.stage], uniform(taken));
+      more = describe_rest(shared.rest[place.stage], uniform(taken));
+      if (more) await_sums(shared.rest[place.stage]);
       release(shared.rest_ring.full[place.stage]);
     }
   }
