@@ -72,8 +72,9 @@ struct Params {
   float* key_sums;      // (batch, heads of k, key tiles, less whole_items): fp32 sums of dK and dV
   int whole_items;  // of a Hopper backward: items from here on have parts of groups or of queries,
                     // and add to those sums
-  int item_parts;   // in how many parts of their queries
   int lone_shares;  // shares of dQ from here on go with no item
+  ItemsRef items;
+  SharesRef shares;
   // Of a Hopper forward: rows of each head that a consumer has, and how many consumers have other queries.
   int log2_head_rows, parts_per_tile;
   TileHeadsRef tile_heads;

@@ -204,6 +204,23 @@ struct PartsRef {
   int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh), or null
 };
 
+// How items are numbered (attn/schedule.cuh): of pairs of a batch entry and a head, or a group of heads, so
+// many at a time.
+struct ItemsRef {
+  Divisor of_wave;            // items of so many pairs
+  Divisor pairs, last_pairs;  // of a wave, and of the last one
+  Divisor heads;              // of a batch entry, or groups of them, that have items of their own
+  Divisor parts;  // of a Hopper backward: of its queries, that an item from whole_items on is in
+};
+
+// How the sums of dQ of a Hopper backward are shared out (kernels/bwd_sm90_shares.cuh).
+struct SharesRef {
+  Divisor places;       // dq_places, or one
+  Divisor query_tiles;  // of a head
+  int tiles;            // of a pair's query tiles, that a share has
+  Divisor lone_parts;   // that a share which goes with no item is in
+};
+
 // Which heads share query tiles of a Hopper forward (dlattn/plans/fwd_sm90_tiles.py).
 struct TileHeadsRef {
   Divisor tiles;         // with the same queries, of all heads of a batch entry

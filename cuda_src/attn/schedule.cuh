@@ -20,22 +20,22 @@ struct WorkItem {
   short parts = 0;
 };
 
-// Decodes a flat block index. (batch, head) pairs are taken heads_per_wave at a time, so that the
-// keys and values of a wave stay in L2; inside a wave the last tiles of all heads come first,
-// because under a causal mask they are the longest.
-DLATTN_DEVICE WorkItem longest_first(int index, int tiles, int heads, const Params& p) {
-  const int pairs = heads * p.batch;
-  const int wave = index / (tiles * p.heads_per_wave);
-  const int first_pair = wave * p.heads_per_wave;
-  const int width = least(p.heads_per_wave, pairs - first_pair);
-  const int rest = index - first_pair * tiles;
-  const int pair = first_pair + rest % width;
-  return {tiles - 1 - rest / width, pair % heads, pair / heads};
+// Decodes a flat index. (batch, head) pairs are taken some at a time, so that the keys and values of a wave
+// stay in L2; inside a wave the last tiles of all heads come first, because under a causal mask they are the
+// longest.
+DLATTN_DEVICE WorkItem longest_first(int index, int tiles, const Params& p) {
+  const ItemsRef& items = p.items;
+  const int first_pair = items.of_wave.quotient(index) * items.pairs.number;
+  const bool is_last = first_pair + items.pairs.number >= items.heads.number * p.batch;
+  const Divisor width = is_last ? items.last_pairs : items.pairs;
+  const int rest = index - first_pair * tiles, round = width.quotient(rest);
+  const int pair = first_pair + rest - round * width.number, batch = items.heads.quotient(pair);
+  return {tiles - 1 - round, pair - batch * items.heads.number, batch};
 }
 
 // longest_first with the first tiles first: under a causal mask, the longest key tiles.
-DLATTN_DEVICE WorkItem first_first(int index, int tiles, int heads, const Params& p) {
-  WorkItem item = longest_first(index, tiles, heads, p);
+DLATTN_DEVICE WorkItem first_first(int index, int tiles, const Params& p) {
+  WorkItem item = longest_first(index, tiles, p);
   item.tile = tiles - 1 - item.tile;
   return item;
 }

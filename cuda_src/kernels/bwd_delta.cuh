@@ -66,9 +66,10 @@ DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, in
     if (!has_room) return;
     rows = length_q - tile * Shapes::tile_q;  // a sum of its own is read no further
   } else {
-    const int pair = Shapes::pair(p, batch, head);
+    const int group = head / p.heads_per_block, head_of_group = head - group * p.heads_per_block;
+    const int pair = Shapes::pair(p, batch, group);
     if (pair >= p.dq_places) return;
-    sum_tile = Shapes::slot(p, pair, head % p.heads_per_block, tile);
+    sum_tile = Shapes::slot(p, pair, head_of_group, tile);
     if (threadIdx.x == 0 && p.dq_stored != nullptr) p.dq_stored[pair] = 0;
   }
   if (threadIdx.x == 0 && p.dq_arrivals != nullptr) p.dq_arrivals[sum_tile] = 0;

@@ -347,9 +347,9 @@ DLATTN_DEVICE void bwd_sm80(const Params& p) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
-  Kernel kernel(p, shared,
-                first_first(blockIdx.x, ceil_div(rows_of_gradients<Problem>(p), Tiling::tile_k),
-                            p.heads_q / p.heads_per_block, p));
+  Kernel kernel(
+      p, shared,
+      first_first(blockIdx.x, ceil_div(rows_of_gradients<Problem>(p), Tiling::tile_k), p));
   if (kernel.is_void()) return;
   kernel.walk_heads();
 }

@@ -147,7 +147,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // An earlier item's share of dQ: some query tiles of its pair.
   struct PlainShare {
     DQPiece* sums;
-    int batch, first_head;
+    int batch, group;  // of heads
     int tile, pieces;  // the first tile, of all heads of the pair; how many pieces there are
   };
   // And what memory says of its batch entry.
@@ -216,30 +216,30 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
   // What the item of this number is; not of a ragged problem.
   static DLATTN_DEVICE WorkItem work_item(int item, const Params& p) {
     constexpr auto order = last_keys_first ? longest_first : first_first;
-    return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k),
-                 p.heads_q / p.heads_per_block, p);
+    return order(item, ceil_div(rows_of_gradients<Problem>(p), tile_k), p);
   }
   static DLATTN_DEVICE int item_count(const Params& p, const SharedMemory& shared) {
     if constexpr (Problem::ragged) return uniform(shared.item_count);
-    return ceil_div(rows_of_gradients<Problem>(p), tile_k) * (p.heads_q / p.heads_per_block) *
-           p.batch;
+    return ceil_div(rows_of_gradients<Problem>(p), tile_k) * p.items.heads.number * p.batch;
   }
 
   // Blocks take items and, of those that are in parts, these: one after another.
   static DLATTN_DEVICE int part_count(const Params& p, const SharedMemory& shared) {
     const int items = item_count(p, shared);
     if constexpr (!Tiling::adds_keys || parts_of_groups) return items;
-    return items + (items - p.whole_items) * (p.item_parts - 1);
+    return items + (items - p.whole_items) * (p.items.parts.number - 1);
   }
   static DLATTN_DEVICE int item_of_part(int number, const Params& p) {
     if (!Tiling::adds_keys || number < p.whole_items) return number;
-    return p.whole_items + (number - p.whole_items) / p.item_parts;
+    return p.whole_items + p.items.parts.quotient(number - p.whole_items);
   }
   // Which of an item's queries a part has.
   static DLATTN_DEVICE Interval queries_of_part(Interval all, int number, const Params& p) {
     if (!Tiling::adds_keys || parts_of_groups || number < p.whole_items) return all;
-    const int part = (number - p.whole_items) % p.item_parts, count = all.last - all.first;
-    return {all.first + count * part / p.item_parts, all.first + count * (part + 1) / p.item_parts};
+    const Divisor& parts = p.items.parts;
+    const int part = parts.rest(number - p.whole_items), count = all.last - all.first;
+    return {all.first + parts.quotient(count * part),
+            all.first + parts.quotient(count * (part + 1))};
   }
 
   // Of the item at work.

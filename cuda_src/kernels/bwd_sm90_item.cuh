@@ -139,7 +139,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
     }
   }
 
-  // Base::row_tile and Base::sum_tile.
+  // Base::row_tile and Base::slot.
   DLATTN_DEVICE int own_row_tile(int head, int tile) const {
     if constexpr (Problem::ragged) {
       return this->told().entry.tile_of_head(head, p.heads_q) + tile;
@@ -152,7 +152,7 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
       const auto& told = this->told();
       return told.first_sum + head_of_pair * told.entry.query_tiles + tile;
     } else {
-      return Base::sum_tile(p, work.batch, first_head() + head_of_pair, tile);
+      return Base::slot(p, this->pair(work), head_of_pair, tile);
     }
   }
 

@@ -30,9 +30,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
   using typename Base::HeadOfDQ;
 
   // Where a part is, among those of all heads that have a place.
-  DLATTN_DEVICE int part(int i, int tile) const {
-    return Base::sum_tile(p, work.batch, first_head() + i, tile);
-  }
+  DLATTN_DEVICE int part(int i, int tile) const { return Base::slot(p, this->pair(work), i, tile); }
 
   // One tile has all keys, or those of a sequence: nothing is handed on, and nobody waits.
   DLATTN_DEVICE bool has_all_keys() const {
@@ -104,7 +102,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
       if (gives_orders()) p.dq_arrivals[at] = 0;
       __syncwarp();
     });
-    if (gives_orders()) add_release(p.dq_stored + this->pair(work) % p.dq_places, stored);
+    if (gives_orders()) add_release(p.dq_stored + p.shares.places.rest(this->pair(work)), stored);
     __syncwarp();
   }
 

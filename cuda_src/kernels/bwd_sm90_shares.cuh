@@ -36,18 +36,17 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // How often their blocks add, to a query tile of those of a pair, its heads one after the other.
   using Tiles = Walk<typename Problem::Mask, tile_q, tile_k>;
   static constexpr bool adds_steps_alone = counts_additions<Problem>;
-  DLATTN_DEVICE int additions(int batch, int first_head, int tile_of_pair, Interval all) const {
+  DLATTN_DEVICE int additions(int batch, int group, int tile_of_pair, Interval all) const {
     if constexpr (!adds_steps_alone) return (all.last - all.first) * Base::cluster;
+    const int first_head = group * p.heads_per_block;
     return p.dq_additions[Base::row_tile(p, batch, first_head, tile_of_pair)] * Base::cluster;
   }
 
   // ---- Where the sums are ----
 
-  DLATTN_DEVICE int pair(WorkItem item) const {
-    return Base::pair(p, item.batch, item.head * p.heads_per_block);
-  }
+  DLATTN_DEVICE int pair(WorkItem item) const { return Base::pair(p, item.batch, item.head); }
   DLATTN_DEVICE int query_tiles_per_pair() const {
-    return p.heads_per_block * ceil_div(p.seq_q, tile_q);
+    return p.heads_per_block * p.shares.query_tiles.number;
   }
   DLATTN_DEVICE DQPiece* sum(int sum_tile) const {
     return reinterpret_cast<DQPiece*>(Base::dq_accum(p, sum_tile));
@@ -76,9 +75,11 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
   DLATTN_DEVICE void await_place(int pair) const {
     if (!has_places()) return;
-    const int stored = pair / p.dq_places * query_tiles_per_pair();
+    const Divisor& places = p.shares.places;
+    const int round = places.quotient(pair), stored = round * query_tiles_per_pair();
     if (stored == 0) return;
-    while (load_acquire(p.dq_stored + pair % p.dq_places) < stored) __nanosleep(100);
+    const int* g_stored = p.dq_stored + pair - round * places.number;
+    while (load_acquire(g_stored) < stored) __nanosleep(100);
   }
 
   // ---- The counter ----
@@ -97,7 +98,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const Turn turn = turn_in_bundle(told.item, told.entry, told.bundle, told.length_kv);
       describe_ragged_share(shared.share, bundle, turn.number, turn.of);
     } else {
-      describe_share(shared.share, [&] { return share_beside(this->number()); }, {Base::rank()});
+      describe_share(shared.share, [&] { return share_beside(this->number()); },
+                     {Base::rank(), 0, p.shares.tiles});
     }
     await_sums(shared.share);
     release(shared.share_complete);
@@ -145,24 +147,18 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   // ---- Shares: the query tiles of a pair, divided among its items, and their blocks, in the order of
   // their heads ----
 
-  // Which of an item's shares, one for each block, or which of so many parts of one.
+  // Which of an item's shares, one for each block, and which part of it, of so many query tiles each.
   struct SharePart {
-    int block, part = 0, parts = 1;
+    int block, part, tiles;
   };
   DLATTN_DEVICE Interval share(WorkItem item, SharePart of) const {
-    const int tiles = query_tiles_per_pair();
-    const int shares = ceil_div(rows_of_gradients<Problem>(p), tile_k) * Base::cluster;
-    const Interval whole = part_of({0, tiles}, item.tile * Base::cluster + of.block, shares);
-    return part_of(whole, of.part, of.parts);
+    const Interval all{0, query_tiles_per_pair()};
+    const Interval whole = part_of(all, item.tile * Base::cluster + of.block, p.shares.tiles);
+    return part_of(whole, of.part, of.tiles);
   }
-  static DLATTN_DEVICE Interval part_of(Interval whole, int part, int parts) {
-    const int each = ceil_div(whole.last - whole.first, parts);
+  static DLATTN_DEVICE Interval part_of(Interval whole, int part, int each) {
     const int first = least(whole.first + part * each, whole.last);
     return {first, least(first + each, whole.last)};
-  }
-
-  DLATTN_DEVICE int sum_tile_of(WorkItem item, int tile_of_pair) const {
-    return Base::sum_tile(p, item.batch, item.head * p.heads_per_block, 0) + tile_of_pair;
   }
 
   static DLATTN_DEVICE bool is_counted(const Share& share) {
@@ -176,18 +172,27 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     return tiles;
   }
-  DLATTN_DEVICE int query_tiles_of(const Share& share) const {
+  // A query tile of a share's pair, as a head of the pair's and a tile of that. Of ragged problems, wide heads
+  // have registers for quotients of unsigned numbers alone, which take fewer; in all others ptxas spills one by
+  // those, and none by quotients of signed ones.
+  using Number = Either<Problem::ragged && (Base::dim_qk > 64), uint32, int>;
+  struct TileOfHead {
+    Number head, tile;
+  };
+  DLATTN_DEVICE TileOfHead tile_of_head(const Share& share, Number tile_of_pair) const {
     if constexpr (Problem::ragged) {
-      return share.query_tiles;
+      const Number tiles = share.query_tiles;
+      return {tile_of_pair / tiles, tile_of_pair % tiles};
     } else {
-      return ceil_div(p.seq_q, tile_q);
+      const int head = p.shares.query_tiles.quotient(tile_of_pair);
+      return {head, tile_of_pair - head * p.shares.query_tiles.number};
     }
   }
   DLATTN_DEVICE int pair_of(const Share& share) const {
     if constexpr (Problem::ragged) {
       return share.bundle;
     } else {
-      return Base::pair(p, share.batch, share.first_head);
+      return Base::pair(p, share.batch, share.group);
     }
   }
   // A warp waits until a share can be stored. Before the place is its own, the counts there are another
@@ -199,8 +204,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const int* arrivals = p.dq_arrivals + (share.sums - sum(0)) / dq_pieces;
 #pragma unroll 1
     for (int i = opaque(threadIdx.x) % 32; i < share.pieces / dq_pieces; i += 32) {
-      const Interval all = visitors((share.tile + i) % query_tiles_of(share), lengths);
-      const int count = additions(share.batch, share.first_head, share.tile + i, all);
+      const Interval all = visitors(tile_of_head(share, share.tile + i).tile, lengths);
+      const int count = additions(share.batch, share.group, share.tile + i, all);
       while (load_acquire(arrivals + i) != count) __nanosleep(100);
     }
     __syncwarp();
@@ -221,7 +226,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if (gives_orders()) {
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) arrivals[tile] = 0;
-      add_release(p.dq_stored + pair % p.dq_places, counted_tiles(share, tiles));
+      add_release(p.dq_stored + p.shares.places.rest(pair), counted_tiles(share, tiles));
     }
     __syncwarp();
   }
@@ -236,7 +241,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     const WorkItem item = Base::work_item(number(), p);
     const Interval tiles = share(item, of);
     if (gives_orders()) {
-      described = {sum(sum_tile_of(item, tiles.first)), item.batch, item.head * p.heads_per_block,
+      described = {sum(Base::slot(p, pair(item), 0, tiles.first)), item.batch, item.head,
                    tiles.first, most(tiles.last - tiles.first, 0) * dq_pieces};
     }
     __syncwarp();
@@ -257,7 +262,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE Turn turn_in_bundle(const WorkItem& item, const RaggedEntry& entry, int bundle,
                                     int length_kv) const {
     const int tiles = most(1, ceil_div(length_kv, tile_k));
-    const Interval groups = entry.groups_of(bundle, p.heads_q / p.heads_per_block);
+    const Interval groups = entry.groups_of(bundle, p.items.heads.number);
     return {(item.head - groups.first) * tiles + item.tile, (groups.last - groups.first) * tiles};
   }
 
@@ -285,7 +290,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       described.tile = -1;
       described.pieces = 0;
       const RaggedEntry entry = p.ragged.entries[of.batch];
-      const Interval groups = entry.groups_of(of.bundle, p.heads_q / p.heads_per_block);
+      const Interval groups = entry.groups_of(of.bundle, p.items.heads.number);
       described.dQ = p.dQ.template rows<T, true>(of.batch, 0, 0);
       described.bundle = of.bundle;
       described.query_tiles = entry.query_tiles;
@@ -296,8 +301,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       const int each = ceil_div(tiles, of.parts), first = of.part * each;
       described.bundled_tiles = tiles;
       described.batch = of.batch;
-      described.first_head = groups.first * p.heads_per_block;
-      described.sums = sum(Base::first_sum(p, entry, of.bundle, described.first_head) + first);
+      described.group = groups.first;
+      const int first_head = groups.first * p.heads_per_block;
+      described.sums = sum(Base::first_sum(p, entry, of.bundle, first_head) + first);
       if (of.part == 0 || first < tiles) {
         described.tile = first;
         described.pieces = (least(first + each, tiles) - first) * dq_pieces;
@@ -335,14 +341,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       exists = of.bundle >= 0;
       if (exists) describe_ragged_share(described, of);
     } else {
-      const int lone = Base::item_count(p, shared) - p.lone_shares;
-      const int parts = most(1, int(gridDim.x) / (Base::cluster * most(1, lone)));
-      const int share = number / parts;  // of all blocks
-      exists = share < lone * Base::cluster;
+      const Divisor& parts = p.shares.lone_parts;
+      const int share = parts.quotient(number);  // of all blocks
+      const int item = p.lone_shares + share / Base::cluster;
+      exists = item < Base::item_count(p, shared);
       if (exists) {
-        const int of = p.lone_shares + share / Base::cluster;
-        describe_share(described, [=] { return opaque(of); },
-                       {share % Base::cluster, number % parts, parts});
+        describe_share(described, [=] { return opaque(item); },
+                       {share % Base::cluster, parts.rest(number), parts.ceil(p.shares.tiles)});
       }
     }
     if (!exists && gives_orders()) described.pieces = none_left;

@@ -21,11 +21,11 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
   using Base::none_left;
   using Base::p;
   using Base::piece_columns;
-  using Base::query_tiles_of;
   using Base::share_slots;
   using Base::shared;
   using Base::tile_q;
   using typename Base::DQRows;
+  using typename Base::Number;
   using typename Base::Share;
   using typename Base::T;
 
@@ -50,22 +50,14 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
     return {p.seq_q, p.dQ.template rows<T>(batch, head, 0)};
   }
 
-  // Ragged problems of wide heads have registers for quotients of unsigned numbers alone, which take fewer;
-  // in all others ptxas spills one by those, and none by quotients of signed ones.
-  using Number = Either<Problem::ragged && (dim_qk > 64), uint32, int>;
-
   // Stores these rows as dQ, and leaves zeros in the sum, if its place will be another pair's. load(n)
   // is this lane's part of columns [8 n, 8 n + 8).
   template <bool leaves_zeros = true, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
-    Number tile = share.tile + Number(piece_of_share) / dq_pieces, head = share.first_head;
-    if (Problem::ragged || p.heads_per_block > 1) {
-      const Number tiles_per_head = query_tiles_of(share);
-      head += tile / tiles_per_head;
-      tile %= tiles_per_head;
-    }
+    const auto at = this->tile_of_head(share, share.tile + Number(piece_of_share) / dq_pieces);
+    const HeadOfDQ head = head_of(share, share.group * p.heads_per_block + at.head);
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
-    store_piece(head_of(share, head), tile, piece_of_share % dq_pieces, load, [&](int n) {
+    store_piece(head, at.tile, piece_of_share % dq_pieces, load, [&](int n) {
       if constexpr (leaves_zeros) g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
     });
   }

@@ -108,8 +108,8 @@ struct BwdShapes {
   }
 
   // The number of a (batch, group of heads) pair.
-  static DLATTN_DEVICE int pair(const Params& p, int batch, int head) {
-    return batch * (p.heads_q / p.heads_per_block) + head / p.heads_per_block;
+  static DLATTN_DEVICE int pair(const Params& p, int batch, int group) {
+    return batch * p.items.heads.number + group;
   }
 
   // The first query that this value of a query tile's sum, or its neighbours, may be of: 16 rows after 16
@@ -120,16 +120,10 @@ struct BwdShapes {
     return i / (64 * dim_qk) * 64 + i % piece * 4 / piece * 16;
   }
 
-  // Where the sum of a query tile's dQ is: pairs share dq_places places. In ragged problems without
-  // places, where its statistics are; in others, items are told.
-  static DLATTN_DEVICE int sum_tile(const Params& p, int batch, int head, int tile) {
-    const int heads = p.heads_per_block;
-    if constexpr (Problem::ragged) return row_tile(p, batch, head, tile);
-    return slot(p, pair(p, batch, head), head % heads, tile);
-  }
-  // Of all that a place has room for: a pair, or a bundle of several shorter ones (RaggedEntry).
+  // Where the sum of a query tile's dQ is, of all that a place has room for: pairs share dq_places places,
+  // or bundles of several shorter ones (RaggedEntry).
   static DLATTN_DEVICE int slot(const Params& p, int pair, int head_of_pair, int tile) {
-    const int place = pair % p.dq_places * p.heads_per_block + head_of_pair;
+    const int place = p.shares.places.rest(pair) * p.heads_per_block + head_of_pair;
     return place * ceil_div(p.seq_q, tile_q) + tile;
   }
   // Of a ragged problem, of the first query tile of a head that is in this bundle.

@@ -240,9 +240,8 @@ DLATTN_DEVICE void fwd_sm80(const Params& p) {
   auto& shared = *reinterpret_cast<typename Kernel::SharedMemory*>(dynamic_shared_memory);
   static_assert(sizeof(typename Kernel::SharedMemory) == Problem::shared_memory);
 
-  Kernel kernel(
-      p, shared,
-      longest_first(blockIdx.x / Kernel::slices, ceil_div(p.seq_q, Tiling::tile_q), p.heads_q, p));
+  Kernel kernel(p, shared,
+                longest_first(blockIdx.x / Kernel::slices, ceil_div(p.seq_q, Tiling::tile_q), p));
   if (kernel.is_void()) return;
   typename Kernel::Softmax softmax(Problem::Score::factor(kernel.values));
   typename Kernel::Output output;

@@ -171,6 +171,42 @@ class PartsRef(ctypes.Structure):
     ]
 
 
+class ItemsRef(ctypes.Structure):
+    """How items are numbered: of pairs of a batch entry and a head, or a group of heads, so many
+    at a time."""
+
+    _fields_ = [
+        ("of_wave", Divisor),
+        ("pairs", Divisor),
+        ("last_pairs", Divisor),
+        ("heads", Divisor),
+        ("parts", Divisor),
+    ]
+
+    @classmethod
+    def of(cls, *, tiles: int, heads: int, pairs: int, wave: int) -> Self:
+        """Of each pair so many tiles.
+
+        Args:
+            heads: of a batch entry, or groups of them.
+            wave: how many pairs are taken at a time.
+        """
+        wave = min(wave, pairs)
+        numbers = tiles * wave, wave, pairs % wave or wave, heads, 1
+        return cls(*map(Divisor.of, numbers))
+
+
+class SharesRef(ctypes.Structure):
+    """How the sums of dQ of a Hopper backward are shared out."""
+
+    _fields_ = [
+        ("places", Divisor),
+        ("query_tiles", Divisor),
+        ("tiles", ctypes.c_int32),
+        ("lone_parts", Divisor),
+    ]
+
+
 class TileHeadsRef(ctypes.Structure):
     """Which heads share query tiles of a Hopper forward."""
 
@@ -253,8 +289,9 @@ class Params(ctypes.Structure):
         ("dbias_arrivals", ctypes.c_uint64),
         ("key_sums", ctypes.c_uint64),
         ("whole_items", ctypes.c_int32),
-        ("item_parts", ctypes.c_int32),
         ("lone_shares", ctypes.c_int32),
+        ("items", ItemsRef),
+        ("shares", SharesRef),
         ("log2_head_rows", ctypes.c_int32),
         ("parts_per_tile", ctypes.c_int32),
         ("tile_heads", TileHeadsRef),

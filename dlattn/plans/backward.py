@@ -8,6 +8,7 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, Protocol
 
+from dlattn.plans.argument import Divisor, ItemsRef
 from dlattn.plans.bwd_dbias import (
     GradientScratch,
     dbias_kernel,
@@ -64,6 +65,14 @@ class BackwardPlan(CudaPlan):
         self._params.heads_per_wave = min(self._pairs, self.heads_per_wave)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
+        self._params.items = ItemsRef.of(
+            tiles=self._key_tiles,
+            heads=self.geometry.heads_q // self._heads_per_block,
+            pairs=self._pairs,
+            wave=self._params.heads_per_wave,
+        )
+        self._params.shares.places = Divisor.of(max(1, self._dq_places))
+        self._params.shares.query_tiles = Divisor.of(self._query_tiles)
 
     @property
     def heads_per_wave(self) -> int:

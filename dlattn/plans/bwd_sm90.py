@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from dlattn.plans import bwd_dbias_sm90
-from dlattn.plans.argument import MappedBwdParams
+from dlattn.plans.argument import Divisor, MappedBwdParams
 from dlattn.plans.backward import BackwardPlan, backward_refusal
 from dlattn.plans.bwd_division import (
     Division,
@@ -74,8 +74,13 @@ class BwdSm90(MappedPlan, BackwardPlan):
         # KeySums numbers tiles pair by pair.
         assert division is None or not division.whole_items or self._params.heads_per_wave == 1
         self._params.whole_items = items if division is None else division.whole_items
-        self._params.item_parts = 1 if division is None else division.parts
+        self._params.items.parts = Divisor.of(self._parts)
         self._params.lone_shares = self._lone_shares
+        tiles = self._heads_per_block * self._query_tiles
+        self._params.shares.tiles = -(-tiles // (self._key_tiles * self.tiling.cluster))
+        # In parts, where they are fewer than blocks.
+        lone_parts = self._at_once(items) // max(1, items - self._lone_shares)
+        self._params.shares.lone_parts = Divisor.of(max(1, lone_parts))
 
     def _divide(self) -> Division | None:
         """Items in parts, if that is better."""
@@ -95,14 +100,26 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return few or by_heads or divided_end(*given, items, at_once, steps)
 
     @property
+    def _parts(self) -> int:
+        """Of the queries of items that are not whole."""
+        return 1 if self._division is None else self._division.parts
+
+    def _part_count(self, items: int) -> int:
+        whole = self._params.whole_items
+        return whole + (items - whole) * self._parts
+
+    def _at_once(self, items: int) -> int:
+        """Blocks, or clusters of them."""
+        return min(self._part_count(items), self._items_at_once)
+
+    @property
     def _lone_shares(self) -> int:
         """The first item whose share of dQ goes with no item. Those of the last waves, where that
         would be a part, do not: others of their pairs may be parts that are taken later."""
         items, lag = self._pairs * self._key_tiles, self._params.dq_lag
-        parts = self._params.item_parts
         whole = self._params.whole_items
-        first = max(0, whole + (items - whole) * parts - lag)
-        if parts == 1:
+        first = max(0, self._part_count(items) - lag)
+        if self._parts == 1:
             return first
         return min(first, whole // self._wave_items * self._wave_items)
 
@@ -277,9 +294,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return list(dict.fromkeys(source for it in others for source in it.sources()))
 
     def main_kernel(self, items: int) -> KernelLaunch:
-        cluster, whole = self.tiling.cluster, self._params.whole_items
-        parts = whole + (items - whole) * self._params.item_parts
-        grid = min(parts, self._items_at_once) * cluster
+        cluster, parts = self.tiling.cluster, self._part_count(items)
         shared = self.tiling.shared_memory(self.problem)
         problem = staged(self.problem) if self.tiling.stages_bias else self.problem
         source = kernel_source(
@@ -288,4 +303,5 @@ class BwdSm90(MappedPlan, BackwardPlan):
         # Not where blocks take several items, which is no faster, nor in clusters, which is slower.
         early = cluster == 1 and parts <= self._items_at_once
         threads = self.tiling.threads
-        return KernelLaunch(source, (grid, 1, 1), threads, shared, programmatic=early)
+        grid = self._at_once(items) * cluster, 1, 1
+        return KernelLaunch(source, grid, threads, shared, programmatic=early)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dlattn.plans.argument import ItemsRef
 from dlattn.plans.cuda import CudaPlan, refusal
 from dlattn.plans.kernels import (
     MOST_BLOCKS,
@@ -132,7 +133,12 @@ class FwdSm80(CudaPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or fitting_tilings(problem, target)[0]
-        self._params.heads_per_wave = pairs_per_wave(problem, geometry)
+        self._params.items = ItemsRef.of(
+            tiles=-(-geometry.seq_q // self.tiling.tile_q),
+            heads=geometry.heads_q,
+            pairs=geometry.batch * geometry.heads_q,
+            wave=pairs_per_wave(problem, geometry),
+        )
 
     @classmethod
     def supports(cls, problem: Problem, geometry: Geometry, target: Target) -> str | None:

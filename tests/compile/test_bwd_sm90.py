@@ -81,7 +81,7 @@ def test_few_items_under_a_causal_mask(head_dim: int, dtype: data_type) -> None:
     shape = geometry(1, 4, 4, 4096, 4096, head_dim, causal=True)
     problem = replace(backward(head_dim), dtype=dtype, masks=MASKS["causal"])
     plan = BwdSm90(problem, shape, KNOWN["sm_90a"])
-    assert plan.tiling.adds_keys and plan._params.item_parts > 1
+    assert plan.tiling.adds_keys and plan._params.items.parts.number > 1
     assert_compiled_cleanly(plan.kernels())
 
 

@@ -182,7 +182,7 @@ def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
     cluster = plan.tiling.cluster
     assert cluster == (2 if head_dim > 128 else 1)
     pairs = shape.batch * 4 // plan._params.heads_per_block
-    items = pairs * -(-seq // plan.tiling.tile_k) * plan._params.item_parts
+    items = pairs * -(-seq // plan.tiling.tile_k) * plan._params.items.parts.number
     kernels = plan.kernels()
     (main,) = [kernel for kernel in kernels if kernel.source.name == "dlattn_bwd_sm90"]
     assert main.grid == (min(items, HOPPER.multiprocessors // cluster) * cluster, 1, 1)

@@ -34,7 +34,7 @@ def test_shares_go_with_parts_that_come_after_what_they_wait_for(
     assume(not plan.tiling.relays)  # without shares
     params, wave_items = plan._params, plan._wave_items
     items = batch * heads // params.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
-    whole, parts = params.whole_items, params.item_parts
+    whole, parts = params.whole_items, params.items.parts.number
 
     def last_part(item: int) -> int:
         return item if item < whole else whole + (item - whole + 1) * parts - 1
@@ -63,7 +63,7 @@ def test_who_is_divided() -> None:
     def params(batch: int, groups: int, heads: int, seq: int, *, causal: bool) -> tuple[int, ...]:
         plan = BwdSm90(problem(), geometry(batch, groups, heads, seq, seq, causal=causal), HOPPER)
         its = plan._params
-        return its.heads_per_block, its.whole_items, its.item_parts
+        return its.heads_per_block, its.whole_items, its.items.parts.number
 
     assert params(1, 8, 64, 4096, causal=True) == (2, 0, 1)
     assert params(1, 8, 64, 4096, causal=False) == (8, 256, 1)
@@ -83,7 +83,7 @@ def test_few_groups_of_windows_are_divided(deterministic: bool) -> None:
     def heads(groups: int, seq: int) -> int:
         shape = replace(geometry(2, groups, 4 * groups, seq, seq), band_left=300, band_right=0)
         its = BwdSm90(problem(deterministic=deterministic), shape, HOPPER)._params
-        assert its.item_parts == 1
+        assert its.items.parts.number == 1
         return its.heads_per_block
 
     assert [heads(2, seq) for seq in (600, 4096, 16384)] == [1, 4, 4]
@@ -107,7 +107,7 @@ def test_in_a_fixed_order_heads_alone_are_divided() -> None:
     def divided(heads: int, seq: int, *, causal: bool) -> tuple[int, int]:
         shape = geometry(4, 4, heads, seq, seq, causal=causal)
         its = BwdSm90(problem(deterministic=True), shape, HOPPER)._params
-        return its.heads_per_block, its.item_parts
+        return its.heads_per_block, its.items.parts.number
 
     assert divided(28, 4096, causal=True) == (1, 1)
     assert divided(28, 1024, causal=True) == (7, 1)
@@ -140,10 +140,10 @@ def test_few_items_fill_blocks() -> None:
         plan = BwdSm90(problem(), shape, HOPPER)
         its, tiles = plan._params, -(-seq_q // plan.tiling.tile_q)
         items = heads // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
-        parts = items * its.item_parts
+        parts = items * its.items.parts.number
         blocks = min(parts, HOPPER.multiprocessors) if causal else parts
         assert plan.main_kernel(items).grid == (blocks, 1, 1)
-        return parts, its.heads_per_block * -(-tiles // its.item_parts)
+        return parts, its.heads_per_block * -(-tiles // its.items.parts.number)
 
     assert work(1, 4096, 100) == (128, 8)
     assert work(2, 4096, 100) == (128, 8)
@@ -169,7 +169,7 @@ def test_causal_parts_end_sooner(pairs: int, group: int, seq: int, head_dim: int
     no more is divided than has sums of dQ at a time."""
     shape = geometry(1, pairs, pairs * group, seq, seq, head_dim, causal=True)
     plan = BwdSm90(problem(head_dim), shape, HOPPER)
-    if plan._params.item_parts == 1:
+    if plan._params.items.parts.number == 1:
         return
     assert plan._params.whole_items == 0 and plan._params.dq_places == plan._pairs
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +181,7 @@ def test_causal_parts_end_sooner(pairs: int, group: int, seq: int, head_dim: int
 def end_of_causal_items(plan: BwdSm90) -> int:
     """When the last part ends, in steps of a tile of queries, if it takes two more."""
     params, (tile_q, tile_k) = plan._params, (plan.tiling.tile_q, plan.tiling.tile_k)
-    parts, heads = params.item_parts, params.heads_per_block
+    parts, heads = params.items.parts.number, params.heads_per_block
     last, ends = -(-plan.geometry.seq_q // tile_q), [0] * HOPPER.multiprocessors
     for key in range(0, plan.geometry.seq_kv, tile_k):
         count = last - key // tile_q
