@@ -47,8 +47,7 @@ struct Params {
   int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
   int band_left, band_right;     // cuDNN's diagonal bounds
   int bottom_right;              // the diagonal ends in the bottom right corner
-  int heads_per_wave;   // (batch, head) pairs scheduled together, so that K and V stay in L2; of a
-                        // decode, items that blocks walk side by side
+  int heads_per_wave;            // of a decode, items that blocks walk side by side
   int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; at
                         // the most, in a Hopper forward: some that share keys, if more than one
   int dq_places;  // for how many pairs there are sums of dQ, or bundles of a ragged problem; 0: for all

@@ -213,11 +213,12 @@ struct ItemsRef {
   Divisor parts;  // of a Hopper backward: of its queries, that an item from whole_items on is in
 };
 
-// How the sums of dQ of a Hopper backward are shared out (kernels/bwd_sm90_shares.cuh).
+// Where the sums of dQ of a backward are; and how those of a Hopper backward are shared out, unless it is
+// ragged (kernels/bwd_sm90_shares.cuh).
 struct SharesRef {
   Divisor places;       // dq_places, or one
   Divisor query_tiles;  // of a head
-  int tiles;            // of a pair's query tiles, that a share has
+  int tiles;            // of a pair's query tiles, that a share has at the most
   Divisor lone_parts;   // that a share which goes with no item is in
 };
 

@@ -26,7 +26,7 @@ struct WorkItem {
 DLATTN_DEVICE WorkItem longest_first(int index, int tiles, const Params& p) {
   const ItemsRef& items = p.items;
   const int first_pair = items.of_wave.quotient(index) * items.pairs.number;
-  const bool is_last = first_pair + items.pairs.number >= items.heads.number * p.batch;
+  const bool is_last = first_pair >= items.heads.number * p.batch - items.pairs.number;
   const Divisor width = is_last ? items.last_pairs : items.pairs;
   const int rest = index - first_pair * tiles, round = width.quotient(rest);
   const int pair = first_pair + rest - round * width.number, batch = items.heads.quotient(pair);

@@ -76,9 +76,9 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   DLATTN_DEVICE void await_place(int pair) const {
     if (!has_places()) return;
     const Divisor& places = p.shares.places;
-    const int round = places.quotient(pair), stored = round * query_tiles_per_pair();
+    const int before = places.quotient(pair), stored = before * query_tiles_per_pair();
     if (stored == 0) return;
-    const int* g_stored = p.dq_stored + pair - round * places.number;
+    const int* g_stored = p.dq_stored + pair - before * places.number;
     while (load_acquire(g_stored) < stored) __nanosleep(100);
   }
 
@@ -232,8 +232,8 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   }
 
   // A warp describes an item's share; there is none of items before the first.
-  template <class Number>
-  DLATTN_DEVICE void describe_share(Share& described, Number number, SharePart of) const {
+  template <class NumberOfItem>
+  DLATTN_DEVICE void describe_share(Share& described, NumberOfItem number, SharePart of) const {
     if (number() < 0) {
       if (gives_orders()) described.pieces = 0;
       return __syncwarp();
@@ -334,20 +334,20 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   // A share that goes with no item; where those are fewer than blocks, a part of one. False if there are
   // not so many.
-  DLATTN_DEVICE bool describe_rest(Share& described, int number) const {
+  DLATTN_DEVICE bool describe_rest(Share& described, int taken) const {
     bool exists;
     if constexpr (Problem::ragged) {
-      const BundlePart of = ragged_rest(number);
+      const BundlePart of = ragged_rest(taken);
       exists = of.bundle >= 0;
       if (exists) describe_ragged_share(described, of);
     } else {
       const Divisor& parts = p.shares.lone_parts;
-      const int share = parts.quotient(number);  // of all blocks
+      const int share = parts.quotient(taken);  // of all blocks
       const int item = p.lone_shares + share / Base::cluster;
       exists = item < Base::item_count(p, shared);
       if (exists) {
         describe_share(described, [=] { return opaque(item); },
-                       {share % Base::cluster, parts.rest(number), parts.ceil(p.shares.tiles)});
+                       {share % Base::cluster, parts.rest(taken), parts.ceil(p.shares.tiles)});
       }
     }
     if (!exists && gives_orders()) described.pieces = none_left;

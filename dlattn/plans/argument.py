@@ -189,15 +189,14 @@ class ItemsRef(ctypes.Structure):
 
         Args:
             heads: of a batch entry, or groups of them.
-            wave: how many pairs are taken at a time.
+            wave: how many pairs are taken at a time; no more than there are.
         """
-        wave = min(wave, pairs)
         numbers = tiles * wave, wave, pairs % wave or wave, heads, 1
         return cls(*map(Divisor.of, numbers))
 
 
 class SharesRef(ctypes.Structure):
-    """How the sums of dQ of a Hopper backward are shared out."""
+    """Where the sums of dQ of a backward are, and how those of a Hopper backward are shared out."""
 
     _fields_ = [
         ("places", Divisor),

@@ -79,7 +79,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiles = self._heads_per_block * self._query_tiles
         self._params.shares.tiles = -(-tiles // (self._key_tiles * self.tiling.cluster))
         # In parts, where they are fewer than blocks.
-        lone_parts = self._at_once(items) // max(1, items - self._lone_shares)
+        lone_parts = self._blocks(items) // max(1, items - self._lone_shares)
         self._params.shares.lone_parts = Divisor.of(max(1, lone_parts))
 
     def _divide(self) -> Division | None:
@@ -108,7 +108,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         whole = self._params.whole_items
         return whole + (items - whole) * self._parts
 
-    def _at_once(self, items: int) -> int:
+    def _blocks(self, items: int) -> int:
         """Blocks, or clusters of them."""
         return min(self._part_count(items), self._items_at_once)
 
@@ -303,5 +303,5 @@ class BwdSm90(MappedPlan, BackwardPlan):
         # Not where blocks take several items, which is no faster, nor in clusters, which is slower.
         early = cluster == 1 and parts <= self._items_at_once
         threads = self.tiling.threads
-        grid = self._at_once(items) * cluster, 1, 1
+        grid = self._blocks(items) * cluster, 1, 1
         return KernelLaunch(source, grid, threads, shared, programmatic=early)
