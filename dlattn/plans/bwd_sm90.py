@@ -79,7 +79,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         tiles = self._heads_per_block * self._query_tiles
         self._params.shares.tiles = -(-tiles // (self._key_tiles * self.tiling.cluster))
         # In parts, where they are fewer than blocks.
-        lone_parts = self._blocks(items) // max(1, items - self._lone_shares)
+        lone_parts = self._blocks(items) // max(1, items - self._params.lone_shares)
         self._params.shares.lone_parts = Divisor.of(max(1, lone_parts))
 
     def _divide(self) -> Division | None:
@@ -109,7 +109,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         return whole + (items - whole) * self._parts
 
     def _blocks(self, items: int) -> int:
-        """Blocks, or clusters of them."""
+        """How many blocks, or clusters of them, the main kernel has."""
         return min(self._part_count(items), self._items_at_once)
 
     @property
