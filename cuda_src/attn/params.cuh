@@ -44,12 +44,12 @@ struct Params {
   float* row_stats;   // of query tiles, one after the other: kernels/bwd_tile.cuh
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
-  int heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
-  int band_left, band_right;     // cuDNN's diagonal bounds
-  int bottom_right;              // the diagonal ends in the bottom right corner
-  int heads_per_wave;            // of a decode, items that blocks walk side by side
-  int heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V; at
-                        // the most, in a Hopper forward: some that share keys, if more than one
+  Divisor heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
+  Divisor heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V;
+  // at the most, in a Hopper forward: some that share keys, if more than one
+  ItemsRef items;
+  int band_left, band_right;  // cuDNN's diagonal bounds
+  int bottom_right;           // the diagonal ends in the bottom right corner
   int dq_places;  // for how many pairs there are sums of dQ, or bundles of a ragged problem; 0: for all
                   // query tiles of one
   int paged_rows;  // of dK and dV, where K or V is paged: seq_kv, up to whole pages
@@ -72,7 +72,6 @@ struct Params {
   int whole_items;  // of a Hopper backward: items from here on have parts of groups or of queries,
                     // and add to those sums
   int lone_shares;  // shares of dQ from here on go with no item
-  ItemsRef items;
   SharesRef shares;
   // Of a Hopper forward: rows of each head that a consumer has, and how many consumers have other queries.
   int log2_head_rows, parts_per_tile;

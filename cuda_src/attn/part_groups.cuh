@@ -7,10 +7,16 @@
 
 namespace dlattn {
 
-template <int size, int most_by_one>
+template <int size, int most_by_one_>
 struct PartGroups {
-  // Of the parts that the last one adds, of so many before it: from the nearest on each of these.
+  static constexpr int most_by_one = most_by_one_;
+
+  // Of the parts that the last one adds, of so many before it: from the nearest on each of these; and how
+  // many.
   static DLATTN_DEVICE int step(int before_last) { return before_last > most_by_one ? size : 1; }
+  static DLATTN_DEVICE int added_last(int before_last) {
+    return before_last > most_by_one ? ceil_div(before_last, size) : before_last;
+  }
 
   // How many next to it the part at this distance from the last adds before that adds it.
   static DLATTN_DEVICE int added_to(int distance, int before_last) {

@@ -210,7 +210,9 @@ struct ItemsRef {
   Divisor of_wave;            // items of so many pairs
   Divisor pairs, last_pairs;  // of a wave, and of the last one
   Divisor heads;              // of a batch entry, or groups of them, that have items of their own
-  Divisor parts;  // of a Hopper backward: of its queries, that an item from whole_items on is in
+  // Of a Hopper backward: of its queries, that an item from whole_items on is in. Of a decode: of the key
+  // tiles of all, at the most (attn/shares.cuh).
+  Divisor parts;
 };
 
 // Where the sums of dQ of a backward are; and how those of a Hopper backward are shared out, unless it is
@@ -224,11 +226,10 @@ struct SharesRef {
 
 // Which heads share query tiles of a Hopper forward (dlattn/plans/fwd_sm90_tiles.py).
 struct TileHeadsRef {
-  Divisor tiles;         // with the same queries, of all heads of a batch entry
-  Divisor of_keys;       // of the heads that share keys
-  Divisor together;      // these heads
-  Divisor beside;        // of such tiles, how many have blocks side by side
-  Divisor per_k, per_v;  // heads that share a head of K, or of V
+  Divisor tiles;     // with the same queries, of all heads of a batch entry
+  Divisor of_keys;   // of the heads that share keys
+  Divisor together;  // these heads
+  Divisor beside;    // of such tiles, how many have blocks side by side
 };
 
 }  // namespace dlattn

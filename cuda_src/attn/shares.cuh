@@ -40,11 +40,8 @@ template <class Mask, int tile_k>
 struct Share {
   using Keys = ItemKeys<Mask, tile_k>;
   const Params& p;
-  const int width, lane;  // blocks of a team, and which of them this is
-  const int team;
-  int columns;       // of a batch entry
-  int teams, total;  // that have a share, and tiles of all columns
-  int begin, left;   // the share's first tile, and how many are left: the last is the place
+  const int team, lane;  // of this block: its team's number, and its own there
+  int total, left;       // tiles of all items; of this block's share: the last of them is the place
   int batch, column, tile;
   Lengths::AtOnce lengths;  // of the first batch entry
   Lengths length;           // of the batch entry
@@ -52,10 +49,8 @@ struct Share {
 
   DLATTN_DEVICE explicit Share(const Params& params)
       : p(params),
-        width(params.heads_per_wave),
-        lane(blockIdx.x % params.heads_per_wave),
-        team(blockIdx.x / params.heads_per_wave),
-        columns(params.heads_q / (params.heads_per_block * params.heads_per_wave)),
+        team(params.items.pairs.quotient(blockIdx.x)),
+        lane(params.items.pairs.rest(blockIdx.x)),
         lengths(params, 0),
         length(params) {
     if (p.batch == 1) lengths.find();
@@ -70,23 +65,32 @@ struct Share {
     divide_alike();
   }
 
+  DLATTN_DEVICE int width() const { return p.items.pairs.number; }  // blocks of a team
+  // Of a batch entry.
+  DLATTN_DEVICE int columns() const { return p.items.pairs.quotient(p.items.heads.number); }
+
   // Of the heads of K and V, or of queries that share them.
-  DLATTN_DEVICE int group() const { return column * width + lane; }
+  DLATTN_DEVICE int group() const { return column * width() + lane; }
   DLATTN_DEVICE int first_key() const { return keys.first + tile * tile_k; }
 
   // Of this item, the least tile in the share.
   DLATTN_DEVICE int last_of_item() const { return most(0, tile - left + 1); }
-  DLATTN_DEVICE bool completes() const { return tile == keys.tiles - 1; }
-  DLATTN_DEVICE bool enters_item() const { return completes(); }
+  DLATTN_DEVICE bool enters_item() const { return tile == keys.tiles - 1; }
+  // Whether the item's last tile is in the share.
+  DLATTN_DEVICE bool completes() const { return last_place() < first_place(team + 1); }
   // The teams that have the first and the last tile of the item.
-  DLATTN_DEVICE int first_team() const { return team_of(begin + left - 1 - tile); }
-  DLATTN_DEVICE int last_team() const { return team_of(begin + left - 1 - tile + keys.tiles - 1); }
-  DLATTN_DEVICE int block_of(int team) const { return team * width + lane; }
+  DLATTN_DEVICE int first_team() const { return team_of(place() - tile); }
+  DLATTN_DEVICE int last_team() const { return team_of(last_place()); }
+  // Whether the item may be shared by more teams than these and one; it has all tiles of those between.
+  DLATTN_DEVICE bool may_exceed(int other_teams) const {
+    return keys.tiles - 2 >= other_teams * each();
+  }
+  DLATTN_DEVICE int block_of(int team) const { return team * width() + lane; }
 
   DLATTN_DEVICE void advance() {
     if (--left == 0 || --tile >= 0) return;
     if (--column < 0) {
-      column = columns - 1;
+      column = columns() - 1;
       length = Lengths::at_once(p, --batch);
       keys = Keys(length, p);
     }
@@ -94,23 +98,30 @@ struct Share {
   }
 
  private:
+  // Tiles that a share has, and how many teams, the first ones, have one more.
+  DLATTN_DEVICE int each() const { return p.items.parts.quotient(total); }
+  DLATTN_DEVICE int longer() const { return p.items.parts.rest(total); }
+  // Among all tiles: of a team's first one, of this one, of the item's last one.
+  DLATTN_DEVICE int first_place(int team) const { return team * each() + least(team, longer()); }
+  DLATTN_DEVICE int place() const { return first_place(team) + left - 1; }
+  DLATTN_DEVICE int last_place() const { return place() - tile + keys.tiles - 1; }
   DLATTN_DEVICE int team_of(int tile_of_all) const {
-    const int before = total % teams * (total / teams + 1);  // of the teams that have one tile more
-    if (tile_of_all < before) return tile_of_all / (total / teams + 1);
-    return total % teams + (tile_of_all - before) / (total / teams);
+    const int after = tile_of_all - longer() * (each() + 1);
+    const bool is_longer = after < 0;
+    const int before = is_longer ? 0 : longer();
+    return before + small_quotient(is_longer ? tile_of_all : after, each() + is_longer);
   }
   // Of batch entries that all have these lengths.
   DLATTN_DEVICE void divide_alike() {
-    const int tiles = columns * Keys(length, p).tiles;
+    const int tiles = columns() * Keys(length, p).tiles;
     if (!take_share(p.batch * tiles)) return;
-    const int end = begin + left - 1;
-    batch = end / tiles;
-    enter(end - batch * tiles);
+    batch = p.batch == 1 ? 0 : place() / tiles;
+    enter(place() - batch * tiles);
   }
   DLATTN_DEVICE void divide() {
     if (!take_share(total_of_different())) return;
     BatchWalk walk;
-    walk.find(begin + left - 1, p.batch, [&](int b) { return tiles_of(b); });
+    walk.find(place(), p.batch, [&](int b) { return tiles_of(b); });
     batch = walk.batch;
     length = Lengths::at_once(p, batch);
     enter(walk.rest);
@@ -118,22 +129,17 @@ struct Share {
   // Of so many tiles of all columns. False if there is none.
   DLATTN_DEVICE bool take_share(int tiles) {
     total = tiles;
-    teams = least(gridDim.x / width, total);
-    begin = first_of(team);
-    left = team < teams ? first_of(team + 1) - begin : 0;
+    left = each() + (team < longer());
     return left > 0;
   }
   // A tile of the batch entry.
   DLATTN_DEVICE void enter(int tile_of_entry) {
     keys = Keys(length, p);
-    column = tile_of_entry / keys.tiles;
+    column = columns() == 1 ? 0 : tile_of_entry / keys.tiles;
     tile = tile_of_entry - column * keys.tiles;
   }
-  DLATTN_DEVICE int first_of(int team) const {
-    return team * (total / teams) + least(team, total % teams);
-  }
   DLATTN_DEVICE int tiles_of(int b) const {
-    return columns * Keys(Lengths::of_lane(p, b), p).tiles;
+    return columns() * Keys(Lengths::of_lane(p, b), p).tiles;
   }
   DLATTN_DEVICE int total_of_different() const {
     int sum = 0;
@@ -160,8 +166,8 @@ struct ClusterShare {
         rank(cluster_rank()),
         blocks(cluster_blocks()),
         log2_blocks(__popc(cluster_blocks() - 1)),
-        batch((blockIdx.x >> log2_blocks) / params.heads_per_wave),
-        head_group((blockIdx.x >> log2_blocks) % params.heads_per_wave),
+        batch(params.items.heads.quotient(blockIdx.x >> log2_blocks)),
+        head_group((blockIdx.x >> log2_blocks) - batch * params.items.heads.number),
         lengths(params, batch),
         length(params) {
     lengths.find();

@@ -17,4 +17,11 @@ struct Divisor {
   DLATTN_DEVICE int ceil(int of) const { return quotient(of + number - 1); }
 };
 
+// By a number that only the device knows, in half the time of a division: of what is not negative, where
+// all numbers are below 2^24, or the quotient is below 2^20. That of fp32 is out by no more than one then.
+DLATTN_DEVICE int small_quotient(int of, int by) {
+  const int near = __fdividef(of, by), rest = of - near * by;
+  return near + (rest >= by) - (rest < 0);
+}
+
 }  // namespace dlattn

@@ -159,10 +159,6 @@ struct BwdDBias {
 
   DLATTN_DEVICE const BiasRef& dBias() const { return written<Problem>(p); }
 
-  // Quotients take as long as the rest of an address.
-  static DLATTN_DEVICE int shared_head(int head, int heads) {
-    return heads == 1 ? head : head / heads;
-  }
   static DLATTN_DEVICE StridedRows<T> query_rows(const TensorRef& tensor, const DBiasStep& at) {
     return {tensor.rows<T, Problem::ragged>(at.batch, at.head, at.query), tensor.row};
   }
@@ -173,7 +169,7 @@ struct BwdDBias {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
         shared.k,
         key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, at.batch,
-                                            shared_head(at.head, p.heads_per_k), at.key),
+                                            p.heads_per_k.quotient(at.head), at.key),
         walk.length.kv - at.key);
     load_row_stats(shared.log_sum_exp, 0, walk);
   }
@@ -184,7 +180,7 @@ struct BwdDBias {
     load_tile<threads, Problem::head_dim_v, access_bytes>(
         shared.v,
         key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, at.batch,
-                                            shared_head(at.head, p.heads_per_v), at.key),
+                                            p.heads_per_v.quotient(at.head), at.key),
         walk.length.kv - at.key);
     load_row_stats(shared.minus_delta, Main::tile_q, walk);
   }

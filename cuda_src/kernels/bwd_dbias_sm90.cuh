@@ -143,13 +143,13 @@ struct BwdDBiasSm90 {
         fill(shared.ring, place, Q_K::bytes + stats_bytes, [&](int stage, uint64& full) {
           auto& slot = reinterpret_cast<Q_K&>(shared.slots[stage]);
           load_queries(slot.queries, m.q, full, at.query, at.head, at.batch);
-          slot.keys.load(m.k, full, at.key, at.head / p.heads_per_k, at.batch);
+          slot.keys.load(m.k, full, at.key, p.heads_per_k.quotient(at.head), at.batch);
           load_row_stats(shared.row_stats[step % steps], full, at, stats_bytes);
         });
         fill(shared.ring, place, DO_V::bytes, [&](int stage, uint64& full) {
           auto& slot = reinterpret_cast<DO_V&>(shared.slots[stage]);
           load_queries(slot.queries, m.dO, full, at.query, at.head, at.batch);
-          slot.keys.load(m.v, full, at.key, at.head / p.heads_per_v, at.batch);
+          slot.keys.load(m.v, full, at.key, p.heads_per_v.quotient(at.head), at.batch);
         });
         ++step;
       }

@@ -66,7 +66,8 @@ DLATTN_DEVICE void clear_sums(const Params& p, int batch, int head, int tile, in
     if (!has_room) return;
     rows = length_q - tile * Shapes::tile_q;  // a sum of its own is read no further
   } else {
-    const int group = head / p.heads_per_block, head_of_group = head - group * p.heads_per_block;
+    const Divisor& heads = p.heads_per_block;
+    const int group = heads.quotient(head), head_of_group = head - group * heads.number;
     const int pair = Shapes::pair(p, batch, group);
     if (pair >= p.dq_places) return;
     sum_tile = Shapes::slot(p, pair, head_of_group, tile);

@@ -101,7 +101,7 @@ struct KeySums {
   DLATTN_DEVICE KeySums(const Params& p, int number) : g_first(p.key_sums + int64(number) * size) {}
 
   // That have sums of their own.
-  static DLATTN_DEVICE int heads(const Params& p) { return p.heads_q / p.heads_per_k; }
+  static DLATTN_DEVICE int heads(const Params& p) { return p.heads_per_k.quotient(p.heads_q); }
 
   // Of a ragged problem's entry, all sums are cleared by the blocks of a grid's layer.
   static DLATTN_DEVICE void clear(const Params& p, int batch) {

@@ -83,14 +83,14 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
   DLATTN_DEVICE BwdSm80(const Params& params, SharedMemory& shared_memory, WorkItem work)
       : p(params),
         shared(shared_memory),
-        head(work.head * params.heads_per_block),
+        head(work.head * params.heads_per_block.number),
         batch(work.batch),
         length(params, work.batch),
         values(params),
         keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)} {}
 
-  DLATTN_DEVICE int head_k() const { return head / p.heads_per_k; }
-  DLATTN_DEVICE int head_v() const { return head / p.heads_per_v; }
+  DLATTN_DEVICE int head_k() const { return p.heads_per_k.quotient(head); }
+  DLATTN_DEVICE int head_v() const { return p.heads_per_v.quotient(head); }
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
@@ -325,18 +325,18 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
     dV.clear();
     do {
       batch = opaque(batch);  // no address is worth a register across the walk over queries
-      if (head % p.heads_per_k == 0) load_k();
-      if (head % p.heads_per_v == 0) load_v();
+      if (p.heads_per_k.rest(head) == 0) load_k();
+      if (p.heads_per_v.rest(head) == 0) load_v();
       walk_queries(dK, dV);
-      if ((head + 1) % p.heads_per_k == 0) {
+      if (p.heads_per_k.rest(head + 1) == 0) {
         store_dk(dK);
         dK.clear();
       }
-      if ((head + 1) % p.heads_per_v == 0) {
+      if (p.heads_per_v.rest(head + 1) == 0) {
         store_dv(dV);
         dV.clear();
       }
-    } while (++head % p.heads_per_block != 0);
+    } while (p.heads_per_block.rest(++head) != 0);
   }
 };
 

@@ -246,7 +246,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   // Calls walk(i, last, some), once keys and values of heads i to last are there; some: for queries.
   template <class Walk>
   DLATTN_DEVICE void for_each_walk(Walk walk) {
-    for (int i = 0; i < p.heads_per_block; i += this->heads_per_walk()) {
+    for (int i = 0; i < p.heads_per_block.number; i += this->heads_per_walk()) {
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
       mbarrier_wait(shared.v_ring.full[0], this->values_parity(i));
       walk(i, i + this->heads_per_walk(), this->has_tiles());
@@ -262,7 +262,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   template <int n>
   DLATTN_DEVICE void store_dk(DK (&dK)[n], int first, int i, int last) {
     if (!this->ends_group(last, p.heads_per_k)) return;
-    const int head = (this->first_head() + i) / p.heads_per_k;
+    const int head = p.heads_per_k.quotient(this->first_head() + i);
 #pragma unroll
     for (int block = 0; block < n; ++block) {
       this->template store<KeyGradients<Problem>>(dK[block], first + 64 * block, head);
@@ -271,7 +271,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
   template <int n>
   DLATTN_DEVICE void store_dv(DV (&dV)[n], int first, int i, int last) {
     if (!this->ends_group(last, p.heads_per_v)) return;
-    const int head = (this->first_head() + i) / p.heads_per_v;
+    const int head = p.heads_per_v.quotient(this->first_head() + i);
 #pragma unroll
     for (int block = 0; block < n; ++block) {
       this->template store<ValueGradients<Problem, Tiling>>(dV[block], first + 64 * block, head);
@@ -284,7 +284,7 @@ struct BwdSm90 : BwdSm90Scores<Problem, Tiling> {
     free_keys_and_values(last);
     if constexpr (Tiling::shares_last) {
       typename Base::RowsAhead ahead;
-      const bool ends_item = last == p.heads_per_block;
+      const bool ends_item = last == p.heads_per_block.number;
       if (ends_item) this->ask_for_share(ahead);
       store();
       if (ends_item) this->store_share(ahead);

@@ -324,7 +324,7 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if (lane == mapped_tensors) {
       const RaggedEntry entry = p.ragged.entries[row.z];
       told.entry = entry;
-      told.first_sum = Shapes::first_sum(p, entry, row.w, row.y * p.heads_per_block);
+      told.first_sum = Shapes::first_sum(p, entry, row.w, row.y * p.heads_per_block.number);
     }
     if (lane == mapped_tensors + 1) told.length_q = p.seq_len_q.at(row.z, p.seq_q);
     if (lane == mapped_tensors + 2) told.length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
@@ -335,11 +335,11 @@ struct BwdSm90Block : BwdShapes<Problem, Tiling> {
     if (lane == mapped_tensors + 4) told.dK = p.dK.template rows<T, true>(row.z, 0, 0);
     if (lane == mapped_tensors + 5) told.dV = p.dV.template rows<T, true>(row.z, 0, 0);
     if constexpr (relays) {
-      const int head = row.y * p.heads_per_block;
+      const int head = row.y * p.heads_per_block.number;
       if (lane == mapped_tensors + 6) told.dQ = p.dQ.template rows<T, true>(row.z, head, 0);
     }
     if constexpr (parts_of_groups) {
-      const int head = row.y * p.heads_per_block / p.heads_per_k;
+      const int head = p.heads_per_k.quotient(row.y * p.heads_per_block.number);
       if (lane == mapped_tensors + 7) {
         told.key_sums = KeySums<Problem, Tiling>::of_entry(p, row.z, head, row.x).g_first;
       }

@@ -100,8 +100,8 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
     if (keys.empty() || queries.empty()) return {0, 0};
     const Interval all{queries.first / tile_q, ceil_div(queries.last, tile_q)};
     if constexpr (!Base::adds_steps_alone) return all;
-    const WorkItem of_heads{item.tile, item.head * p.heads_per_block, item.batch};
-    return Tiles::span_of_queries(p, of_heads, p.heads_per_block, all);
+    const WorkItem of_heads{item.tile, item.head * p.heads_per_block.number, item.batch};
+    return Tiles::span_of_queries(p, of_heads, p.heads_per_block.number, all);
   }
 
   DLATTN_DEVICE int first_of_next() const {
@@ -115,11 +115,11 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   template <class Visit>
   DLATTN_DEVICE void for_each_in_relay(Visit visit) const {
 #pragma unroll 1
-    for (int round = 0; round < p.heads_per_block + heads_sooner; ++round) {
+    for (int round = 0; round < p.heads_per_block.number + heads_sooner; ++round) {
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         const int i = tile < handed_on ? round - heads_sooner : round;
-        if (i >= 0 && i < p.heads_per_block) visit(i, tile);
+        if (i >= 0 && i < p.heads_per_block.number) visit(i, tile);
       }
     }
   }
@@ -179,8 +179,8 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   }
 
   DLATTN_DEVICE int first_head() const {
-    if constexpr (Base::parts_of_groups) return this->told().item.head * p.heads_per_block;
-    return work.head * p.heads_per_block;
+    if constexpr (Base::parts_of_groups) return this->told().item.head * p.heads_per_block.number;
+    return work.head * p.heads_per_block.number;
   }
 
   // Whether head i and a query tile are a step. If not, every role passes it over; in a fixed order, the
@@ -211,29 +211,30 @@ struct BwdSm90Item : BwdSm90Stores<Problem, Tiling> {
   // The parity of the keys of head i in k_ring, and of its values in v_ring.
   DLATTN_DEVICE uint32 keys_parity(int i) const { return fill_parity(i, p.heads_per_k); }
   DLATTN_DEVICE uint32 values_parity(int i) const { return fill_parity(i, p.heads_per_v); }
-  DLATTN_DEVICE uint32 fill_parity(int i, int heads_per_fill) const {
+  DLATTN_DEVICE uint32 fill_parity(int i, const Divisor& heads_per_fill) const {
     if constexpr (Base::parts_of_groups) return opaque(round) % 2;  // no register during the walk
     if constexpr (Tiling::adds_keys) return round % 2;
-    return uint32(round * (p.heads_per_block / heads_per_fill) + i / heads_per_fill) % 2;
+    const int fills = heads_per_fill.quotient(p.heads_per_block.number);
+    return uint32(round * fills + heads_per_fill.quotient(i)) % 2;
   }
 
   // Heads of the item that share a head of keys: where items have parts of groups, all.
   DLATTN_DEVICE int heads_of_keys() const {
-    return Tiling::adds_keys ? p.heads_per_block : p.heads_per_k;
+    return (Tiling::adds_keys ? p.heads_per_block : p.heads_per_k).number;
   }
   // Whether this many heads of the item are the end of a group.
-  static DLATTN_DEVICE bool ends_group(int heads, int heads_per_group) {
-    return Tiling::adds_keys || heads % heads_per_group == 0;
+  static DLATTN_DEVICE bool ends_group(int heads, const Divisor& heads_per_group) {
+    return Tiling::adds_keys || heads_per_group.rest(heads) == 0;
   }
   // Heads that share their keys and their values.
   DLATTN_DEVICE int heads_per_walk() const {
-    if constexpr (Tiling::adds_keys) return p.heads_per_block;
-    return p.heads_per_k == p.heads_per_v ? p.heads_per_k : 1;
+    if constexpr (Tiling::adds_keys) return p.heads_per_block.number;
+    return p.heads_per_k.number == p.heads_per_v.number ? p.heads_per_k.number : 1;
   }
   // Whether this many heads of the item are the end of some.
   DLATTN_DEVICE bool ends_walk(int heads) const {
-    if constexpr (Base::parts_of_groups) return heads == p.heads_per_block;
-    return heads % heads_per_walk() == 0;
+    if constexpr (Tiling::adds_keys) return heads == p.heads_per_block.number;
+    return heads_per_walk() == 1 || p.heads_per_k.rest(heads) == 0;
   }
 };
 

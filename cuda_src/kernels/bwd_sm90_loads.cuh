@@ -64,10 +64,10 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   // The keys or values that this head of the item is the first to need.
   template <bool paged, class Tile>
   DLATTN_DEVICE void load_keys(Tile (&tile)[1], Ring<1>& ring, uint64& landed, uint32& clearings,
-                               const MappedKeys& mapped, int i, int heads_per_key) {
-    if ((Base::parts_of_groups ? i : i % heads_per_key) != 0) return;
+                               const MappedKeys& mapped, int i, const Divisor& heads_per_key) {
+    if ((Base::parts_of_groups ? i : heads_per_key.rest(i)) != 0) return;
     const Place<1> place{0, this->fill_parity(i, heads_per_key)};
-    const int head = (first_head() + i) / heads_per_key;
+    const int head = heads_per_key.quotient(first_head() + i);
     const bool cleared = !mapped.ref.is_ragged<Problem::ragged>();
     // In these items, ptxas has no register for what follows from them during the walk.
     const int end = Base::parts_of_groups ? opaque(keys.last) : keys.last;
@@ -86,14 +86,14 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
 
   // The other block's keys, of which the columns of this block's dQ.
   DLATTN_DEVICE void load_other_keys(uint32& clearings, int i) {
-    if (i % p.heads_per_k != 0) return;
+    if (p.heads_per_k.rest(i) != 0) return;
     const Interval others = this->keys_of_block(1 - Base::rank());
     const Place<1> place{0, this->fill_parity(i, p.heads_per_k)};
     fill_rows(shared.other_k_ring, place, shared.other_k, most(others.last - others.first, 0),
               shared.landed[0], clearings, Base::OtherKTile::bytes, [&](int, uint64& full) {
                 const MappedEntry entry = this->entry(Mapped::k);
                 shared.other_k[0].load(m.k, full, entry.row + others.first,
-                                       (first_head() + i) / p.heads_per_k, entry.batch,
+                                       p.heads_per_k.quotient(first_head() + i), entry.batch,
                                        first_other_column());
               });
   }
@@ -106,7 +106,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
   DLATTN_DEVICE void for_each_tile(Visit visit) {
     if constexpr (Base::hands_on) return this->for_each_in_relay(visit);
 #pragma unroll 1
-    for (int i = 0; i < p.heads_per_block; ++i) {
+    for (int i = 0; i < p.heads_per_block.number; ++i) {
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.last; ++tile) visit(i, tile);
     }
@@ -124,7 +124,7 @@ struct BwdSm90Loads : BwdSm90Item<Problem, Tiling> {
       });
     }
 #pragma unroll 1
-    for (int i = 0; i < p.heads_per_block; ++i) {
+    for (int i = 0; i < p.heads_per_block.number; ++i) {
       int tile = tiles.first;
 #pragma unroll 1
       do {

@@ -119,7 +119,7 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
   static constexpr bool adds_in_turn = Tiling::adds_keys && Problem::deterministic;
   DLATTN_DEVICE void await_turn_on_keys() const {
     if constexpr (adds_in_turn) {
-      const int turn = this->first_head() % p.heads_per_k / p.heads_per_block;
+      const int turn = p.heads_per_block.quotient(p.heads_per_k.rest(this->first_head()));
       own_key_sums().await_turn(own_piece(0).key + Base::first_row_of_warp(), turn);
     }
   }
@@ -133,7 +133,8 @@ struct BwdSm90Outputs : BwdSm90Queries<Problem, Tiling> {
     if constexpr (Base::parts_of_groups) {
       return Sums(this->told().key_sums);
     } else {
-      return Sums(p, opaque(this->work.batch), this->first_head() / p.heads_per_k, this->work.tile);
+      return Sums(p, opaque(this->work.batch), p.heads_per_k.quotient(this->first_head()),
+                  this->work.tile);
     }
   }
 

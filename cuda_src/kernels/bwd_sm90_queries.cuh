@@ -123,7 +123,7 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
     const auto free_keys = [&] { Base::release_after_walk(shared.k_ring.empty[0]); };
     mbarrier_wait(shared.k_ring.full[0], this->keys_parity(0));
     const int end_of_taken_over = Base::hands_on ? uniform(Base::end_of_taken_over()) : 0;
-    int steps = uniform(p.heads_per_block * (tiles.last - tiles.first));
+    int steps = uniform(p.heads_per_block.number * (tiles.last - tiles.first));
     if (steps == 0) free_keys();
     this->for_each_tile([&](int i, int tile) {
       await_ds(at);
@@ -148,7 +148,7 @@ struct BwdSm90Queries : BwdSm90Relay<Problem, Tiling> {
     if constexpr (Base::relays) return work_in_relay(at);
     this->begin_share(at.share);
 #pragma unroll 1
-    for (int i = 0; i < p.heads_per_block; i += this->heads_of_keys()) {
+    for (int i = 0; i < p.heads_per_block.number; i += this->heads_of_keys()) {
       // Even without tiles: or these keys would be free before they are there.
       mbarrier_wait(shared.k_ring.full[0], this->keys_parity(i));
       if constexpr (Base::cluster > 1) {

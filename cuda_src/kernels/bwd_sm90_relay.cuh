@@ -153,7 +153,7 @@ struct BwdSm90Relay : BwdSm90Sums<Problem, Tiling> {
       if (tile == steps.first) tile = steps.last;
       if (tile >= all) return;
 #pragma unroll 1
-      for (int i = 0; i < p.heads_per_block; ++i) {
+      for (int i = 0; i < p.heads_per_block.number; ++i) {
 #pragma unroll 1
         for (int piece = 0; piece < own_pieces; ++piece) {
           this->store_piece(

@@ -38,7 +38,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
   static constexpr bool adds_steps_alone = counts_additions<Problem>;
   DLATTN_DEVICE int additions(int batch, int group, int tile_of_pair, Interval all) const {
     if constexpr (!adds_steps_alone) return (all.last - all.first) * Base::cluster;
-    const int first_head = group * p.heads_per_block;
+    const int first_head = group * p.heads_per_block.number;
     return p.dq_additions[Base::row_tile(p, batch, first_head, tile_of_pair)] * Base::cluster;
   }
 
@@ -46,7 +46,7 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
 
   DLATTN_DEVICE int pair(WorkItem item) const { return Base::pair(p, item.batch, item.head); }
   DLATTN_DEVICE int query_tiles_per_pair() const {
-    return p.heads_per_block * p.shares.query_tiles.number;
+    return p.heads_per_block.number * p.shares.query_tiles.number;
   }
   DLATTN_DEVICE DQPiece* sum(int sum_tile) const {
     return reinterpret_cast<DQPiece*>(Base::dq_accum(p, sum_tile));
@@ -172,17 +172,14 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     }
     return tiles;
   }
-  // A query tile of a share's pair, as a head of the pair's and a tile of that. Of ragged problems, wide heads
-  // have registers for quotients of unsigned numbers alone, which take fewer; in all others ptxas spills one by
-  // those, and none by quotients of signed ones.
-  using Number = Either<Problem::ragged && (Base::dim_qk > 64), uint32, int>;
+  // A query tile of a share's pair, as a head of the pair's and a tile of that.
   struct TileOfHead {
-    Number head, tile;
+    int head, tile;
   };
-  DLATTN_DEVICE TileOfHead tile_of_head(const Share& share, Number tile_of_pair) const {
+  DLATTN_DEVICE TileOfHead tile_of_head(const Share& share, int tile_of_pair) const {
     if constexpr (Problem::ragged) {
-      const Number tiles = share.query_tiles;
-      return {tile_of_pair / tiles, tile_of_pair % tiles};
+      const int head = small_quotient(tile_of_pair, share.query_tiles);
+      return {head, tile_of_pair - head * share.query_tiles};
     } else {
       const int head = p.shares.query_tiles.quotient(tile_of_pair);
       return {head, tile_of_pair - head * p.shares.query_tiles.number};
@@ -296,13 +293,13 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
       described.query_tiles = entry.query_tiles;
       described.length_q = p.seq_len_q.at(of.batch, p.seq_q);
       described.length_kv = p.seq_len_kv.at(of.batch, p.seq_kv);
-      const int heads = (groups.last - groups.first) * p.heads_per_block;
+      const int heads = (groups.last - groups.first) * p.heads_per_block.number;
       const int tiles = heads * entry.query_tiles;
-      const int each = ceil_div(tiles, of.parts), first = of.part * each;
+      const int each = small_quotient(tiles + of.parts - 1, of.parts), first = of.part * each;
       described.bundled_tiles = tiles;
       described.batch = of.batch;
       described.group = groups.first;
-      const int first_head = groups.first * p.heads_per_block;
+      const int first_head = groups.first * p.heads_per_block.number;
       described.sums = sum(Base::first_sum(p, entry, of.bundle, first_head) + first);
       if (of.part == 0 || first < tiles) {
         described.tile = first;
@@ -318,18 +315,20 @@ struct BwdSm90Shares : BwdSm90Block<Problem, Tiling> {
     if (has_places()) {
       const int parts = ceil_div(p.seq_kv, tile_k) * Base::cluster;
       const int bundles = p.ragged.items[0].y;
-      const int bundle = bundles - least(bundles, ragged_lag()) + taken / parts;
+      const int number = small_quotient(taken, parts);
+      const int bundle = bundles - least(bundles, ragged_lag()) + number;
       if (bundle >= bundles) return {-1, 0, 0, 0};
-      return {bundle, p.ragged.bundles[bundle], taken % parts, parts};
+      return {bundle, p.ragged.bundles[bundle], taken - number * parts, parts};
     }
     const int items = Base::item_count(p, shared);
-    const int parts = most(1, int(gridDim.x) / items), item = taken / parts;
+    const int parts = most(1, small_quotient(gridDim.x, items));
+    const int item = small_quotient(taken, parts), part = taken - item * parts;
     if (item >= items) return {-1, 0, 0, 0};
     const int4 row = p.ragged.items[1 + item];
     const int length_kv = p.seq_len_kv.at(row.z, p.seq_kv);
     const Turn turn =
         turn_in_bundle({row.x, row.y, row.z}, p.ragged.entries[row.z], row.w, length_kv);
-    return {row.w, row.z, turn.number * parts + taken % parts, turn.of * parts};
+    return {row.w, row.z, turn.number * parts + part, turn.of * parts};
   }
 
   // A share that goes with no item; where those are fewer than blocks, a part of one. False if there are

@@ -25,7 +25,6 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
   using Base::shared;
   using Base::tile_q;
   using typename Base::DQRows;
-  using typename Base::Number;
   using typename Base::Share;
   using typename Base::T;
 
@@ -54,8 +53,8 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
   // is this lane's part of columns [8 n, 8 n + 8).
   template <bool leaves_zeros = true, class Load>
   DLATTN_DEVICE void store_rows(const Share& share, int piece_of_share, Load load) const {
-    const auto at = this->tile_of_head(share, share.tile + Number(piece_of_share) / dq_pieces);
-    const HeadOfDQ head = head_of(share, share.group * p.heads_per_block + at.head);
+    const auto at = this->tile_of_head(share, share.tile + piece_of_share / dq_pieces);
+    const HeadOfDQ head = head_of(share, share.group * p.heads_per_block.number + at.head);
     DQRows& g_rows = sum_rows(share, piece_of_share, Base::warp_of_group());
     store_piece(head, at.tile, piece_of_share % dq_pieces, load, [&](int n) {
       if constexpr (leaves_zeros) g_rows.at[n][threadIdx.x % 32] = float4{0.f, 0.f, 0.f, 0.f};
@@ -66,7 +65,7 @@ struct BwdSm90Stores : BwdSm90Shares<Problem, Tiling> {
   template <class Load, class Used>
   DLATTN_DEVICE void store_piece(HeadOfDQ head, int tile, int piece, Load load, Used used) const {
     constexpr int per_row = dim_qk / piece_columns;
-    const int lane = Number(opaque(threadIdx.x)) % 32;  // anew: it holds no register between pieces
+    const int lane = opaque(threadIdx.x) % 32;  // anew: it holds no register between pieces
     const int query = tile * tile_q + piece / per_row * 64 + Base::first_row_of_warp() + lane / 4;
     // A piece that is all of a block's columns has them in that block's order.
     constexpr bool is_whole = Base::cluster > 1 && Base::own_pieces == 1;

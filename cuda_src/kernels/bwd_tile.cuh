@@ -123,14 +123,14 @@ struct BwdShapes {
   // Where the sum of a query tile's dQ is, of all that a place has room for: pairs share dq_places places,
   // or bundles of several shorter ones (RaggedEntry).
   static DLATTN_DEVICE int slot(const Params& p, int pair, int head_of_pair, int tile) {
-    const int place = p.shares.places.rest(pair) * p.heads_per_block + head_of_pair;
+    const int place = p.shares.places.rest(pair) * p.heads_per_block.number + head_of_pair;
     return place * ceil_div(p.seq_q, tile_q) + tile;
   }
   // Of a ragged problem, of the first query tile of a head that is in this bundle.
   static DLATTN_DEVICE int first_sum(const Params& p, const RaggedEntry& entry, int bundle,
                                      int head) {
     if (p.dq_places == 0) return entry.tile_of_head(head, p.heads_q);
-    const int first_head = entry.groups_of(bundle, 0).first * p.heads_per_block;
+    const int first_head = entry.groups_of(bundle, 0).first * p.heads_per_block.number;
     return slot(p, bundle, 0, (head - first_head) * entry.query_tiles);
   }
 

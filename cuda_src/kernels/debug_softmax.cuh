@@ -74,7 +74,8 @@ struct DebugSoftmax {
         length.q - first_query);
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
         shared.k,
-        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, batch, head / p.heads_per_k, first_key),
+        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, batch, p.heads_per_k.quotient(head),
+                                            first_key),
         length.kv - first_key);
     cp_async_wait_all();
     __syncthreads();

@@ -39,7 +39,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using typename Base::Row;
   using typename Base::Softmax;
   // Keys of which a warp has scores at a time: as many as registers allow.
-  static constexpr int step_k = least(tile_k, Tiling::warpgroups ? 64 : dim_qk > 128 ? 16 : 32);
+  static constexpr bool edits_much = Base::row_groups == 8 && Problem::Score::reads_memory;
+  static constexpr int step_k =
+      least(tile_k, Tiling::warpgroups ? (edits_much ? 32 : 64) : (dim_qk > 128 ? 16 : 32));
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;
   using Scores = Accumulator<1, step_k / 8>;
 
@@ -122,10 +124,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
     output.clear();
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
     if constexpr (Tiling::shares) {
-      const bool completes = work.completes();
       walk(full, queries, row, softmax, output);
       Base::share(softmax, output);
-      Base::conclude(completes);
+      Base::conclude();
       work.advance();
     } else {
       if (work.left > 0) walk(full, queries, row, softmax, output);
@@ -142,10 +143,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
   DLATTN_DEVICE void walk(Interval full, const Queries& queries, const Row (&row)[2],
                           Softmax& softmax, Output& output) {
 #pragma unroll 1
-    for (int rest = work.tile - work.last_of_item();; --rest) {
+    for (;; work.advance()) {
       attend(full, queries, row, softmax, output);
-      if (rest == 0) break;
-      work.advance();
+      if (work.tile == work.last_of_item()) break;
     }
   }
 

@@ -87,7 +87,6 @@ struct DecodeBlock {
   const Params& p;
   const int team, row_group;  // of this warp
   Tiles loads;                // where copies are
-  int head_k, head_v;         // of the item there
 
   // Lengths, offsets, page numbers and a scale are read at once, and kernels before may write them.
   static DLATTN_DEVICE bool reads_first(const Params& p) {
@@ -123,20 +122,8 @@ struct DecodeBlock {
            (!Problem::paged_v || p.v_pages.offsets == nullptr);
   }
 
-  DLATTN_DEVICE void find_heads() {
-    head_k = shared_head(p, loads, p.heads_per_k);
-    head_v = shared_head(p, loads, p.heads_per_v);
-  }
-  DLATTN_DEVICE int at_head_k() const {
-    return has_registers ? head_k : shared_head(p, loads, p.heads_per_k);
-  }
-  DLATTN_DEVICE int at_head_v() const {
-    return has_registers ? head_v : shared_head(p, loads, p.heads_per_v);
-  }
-  // Mostly an item has all query heads that share one, and a division takes long.
-  static DLATTN_DEVICE int shared_head(const Params& p, const Tiles& at, int sharing) {
-    const int group = at.group();
-    return sharing == p.heads_per_block ? group : group * p.heads_per_block / sharing;
+  static DLATTN_DEVICE int shared_head(const Params& p, const Tiles& at, const Divisor& sharing) {
+    return sharing.quotient(at.group() * p.heads_per_block.number);
   }
   // Of an item that copies have just come to: long before they are read, when products wait for them.
   DLATTN_DEVICE void prefetch_queries() const {
@@ -144,15 +131,19 @@ struct DecodeBlock {
   }
   static DLATTN_DEVICE void prefetch_queries(const Params& p, const Tiles& at) {
     constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);
-    const int existing = at.length.q * p.heads_per_block * lines;
-    for (int i = threadIdx.x; i < existing; i += 32) {
-      const int row = i / lines, query = row / p.heads_per_block;
-      const int head = at.group() * p.heads_per_block + row % p.heads_per_block;
+    const Divisor& heads = p.heads_per_block;
+    const int existing = at.length.q * heads.number * lines;
+#pragma unroll 1
+    for (int i = opaque(threadIdx.x); i < existing; i += 32) {  // no register during the walk
+      const int row = i / lines, query = heads.quotient(row);
+      const int head = (at.group() - query) * heads.number + row;
       prefetch_l2(p.q.template rows<T, ragged>(at.batch, head, query) + i % lines * line);
     }
   }
 
-  DLATTN_DEVICE int first_head(const Tiles& at) const { return at.group() * p.heads_per_block; }
+  DLATTN_DEVICE int first_head(const Tiles& at) const {
+    return at.group() * p.heads_per_block.number;
+  }
   DLATTN_DEVICE int first_key(const Tiles& at) const { return at.first_key() + team * tile_k; }
   // The first of 16 keys that this warp loads.
   DLATTN_DEVICE int first_loaded(const Tiles& at) const { return first_key(at) + 16 * row_group; }

@@ -14,8 +14,6 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using Base::await_team;
   using Base::first_key;
   using Base::first_loaded;
-  using Base::head_k;
-  using Base::head_v;
   using Base::loads;
   using Base::m;
   using Base::p;
@@ -106,7 +104,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
 
   SharedMemory& shared;
   int stage = 0, parity;               // where products are
-  const int *pages_of_k, *pages_of_v;  // of the batch entry that copies are at
+  int head_k, head_v;                  // of the item that copies are at
+  const int *pages_of_k, *pages_of_v;  // of its batch entry
   // Of the rows that this warp loads of 32 tiles of the item, a lane's each; the first lane's tile.
   uint32 page_k = 0, page_v = 0;
   int looked_up = 0;
@@ -291,7 +290,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     }
   }
   DLATTN_DEVICE void find_entries() {
-    Base::find_heads();
+    head_k = Base::shared_head(p, loads, p.heads_per_k);
+    head_v = Base::shared_head(p, loads, p.heads_per_v);
     if constexpr (Problem::paged_k) pages_of_k = p.k_pages.entries(loads.batch);
     if constexpr (Problem::paged_v) pages_of_v = p.v_pages.entries(loads.batch);
   }

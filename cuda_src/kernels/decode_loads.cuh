@@ -17,6 +17,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base::paged;
   using Base::ragged;
   using Base::row_group;
+  using Base::shared_head;
   using Base::stages;
   using Base::team;
   using Base::teams;
@@ -92,10 +93,10 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   DLATTN_DEVICE void load_next(int stage) {
     if (loads.left > 0) {
       auto& s_keys = shared.stage[stage][team].keys;
-      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages, Base::at_head_k(),
-                                                        0);
-      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages, Base::at_head_v(),
-                                                       16);
+      copy_rows<Problem::paged_k, Problem::head_dim_qk>(s_keys.k, p.k, p.k_pages,
+                                                        shared_head(p, loads, p.heads_per_k), 0);
+      copy_rows<Problem::paged_v, Problem::head_dim_v>(s_keys.v, p.v, p.v_pages,
+                                                       shared_head(p, loads, p.heads_per_v), 16);
       loads.advance();
       if (loads.left > 0) {
         if (loads.enters_item()) {
@@ -122,7 +123,6 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
     }
   }
   DLATTN_DEVICE void enter_item() {
-    Base::find_heads();
     if constexpr (paged) pages = own_table().entries(loads.batch);
     look_up();
   }

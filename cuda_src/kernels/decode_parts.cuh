@@ -73,7 +73,8 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   }
 
   DLATTN_DEVICE Row row_of(int row) const {
-    return {row / p.heads_per_block, row % p.heads_per_block};
+    const int query = p.heads_per_block.quotient(row);
+    return {query, row - query * p.heads_per_block.number};
   }
 
   // Leaves this warp's rows where the team's last tile was.
@@ -92,7 +93,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
         shared.rows.reference[team][row] = softmax.reference[i];
         shared.rows.sum[team][row] = sum;
       }
-      if (row >= p.seq_q * p.heads_per_block) continue;
+      if (row >= p.seq_q * p.heads_per_block.number) continue;
 #pragma unroll
       for (int n = 0; n < dim_v / 8; ++n) {
         *reinterpret_cast<float2*>(&s_part.o[row][Output::column(n, 0)]) =
@@ -184,7 +185,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     }
   }
   static DLATTN_DEVICE int units_of_item(const Params& p) {
-    return p.seq_q * p.heads_per_block * row_units;
+    return p.seq_q * p.heads_per_block.number * row_units;
   }
 
   // ---- A block that has an item to itself ----
@@ -210,11 +211,14 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Groups = PartGroups<at_a_time + 1, 2 * at_a_time>;
 
   DLATTN_DEVICE Sources sources(bool completes) const {
-    if (completes && work.tile == 0) return {};  // the item is this block's
-    const int last = work.last_team(), others = last - work.first_team();
-    if (!completes) return {work.team - 1, 1, Groups::added_to(last - work.team, others)};
-    const int step = Groups::step(others);
-    return {last - 1, step, ceil_div(others, step)};
+    const int nearest = work.team - 1;
+    if (completes) {
+      const int others = work.tile == 0 ? 0 : work.team - work.first_team();
+      return {nearest, Groups::step(others), Groups::added_last(others)};
+    }
+    if (!work.may_exceed(Groups::most_by_one)) return {};
+    const int last = work.last_team();
+    return {nearest, 1, Groups::added_to(last - work.team, last - work.first_team())};
   }
 
   // What they have left of this item is there.
@@ -257,7 +261,8 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   }
 
   // All threads, once every team has shared its part of the rows.
-  DLATTN_DEVICE void conclude(bool completes) {
+  DLATTN_DEVICE void conclude() {
+    const bool completes = work.completes();
     const Sources from = sources(completes);
     if (from.count > 0) await_parts(from);
     for_each_unit([&](int row, int column) {
@@ -278,7 +283,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   struct OwnUnits {
     int each, first, count;
     DLATTN_DEVICE OwnUnits(const Params& p, int rank, int blocks)
-        : each(ceil_div(units_of_item(p), blocks)),
+        : each(small_quotient(units_of_item(p) + blocks - 1, blocks)),
           first(rank * each),
           count(most(0, least(each, units_of_item(p) - first))) {}
   };
@@ -303,8 +308,8 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     const OwnUnits own(p, work.rank, work.blocks);
     for (int i = threadIdx.x; i < units_of_item(p); i += threads) {
       const Unit unit = merge_teams(i / row_units, i % row_units * Unit::columns);
-      const int owner = i / own.each;
-      const Packet& packet = shared.mailbox.packets[own.first + i % own.each];
+      const int owner = small_quotient(i, own.each);
+      const Packet& packet = shared.mailbox.packets[own.first + i - owner * own.each];
       const uint32 to = address_in_block(shared_address(&packet), owner);
       const uint32 full = address_in_block(shared_address(&shared.mailbox.full), owner);
       store_in_block(to, float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]}, full);

@@ -94,15 +94,16 @@ struct FwdSm80 {
   DLATTN_DEVICE void load_k(int tile, int stage) {
     load_tile<threads, Problem::head_dim_qk, Problem::access_bytes>(
         shared.k[stage],
-        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, item.batch, item.head / p.heads_per_k,
-                                            tile * tile_k),
+        key_rows<Problem, Problem::paged_k>(p.k, p.k_pages, item.batch,
+                                            p.heads_per_k.quotient(item.head), tile * tile_k),
         length.kv - tile * tile_k);
   }
   DLATTN_DEVICE void load_v(int tile, int stage) {
     load_tile<threads, columns_v, Problem::access_bytes>(
         shared.v[stage],
-        key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, item.batch, item.head / p.heads_per_v,
-                                            tile * tile_k, first_column()),
+        key_rows<Problem, Problem::paged_v>(p.v, p.v_pages, item.batch,
+                                            p.heads_per_v.quotient(item.head), tile * tile_k,
+                                            first_column()),
         length.kv - tile * tile_k);
   }
 

@@ -231,7 +231,7 @@ struct FwdSm90Block {
 
   // Heads whose keys are visited alike, at the most.
   static DLATTN_DEVICE int heads_per_tile(const Params& p) {
-    return visits_all ? 1 : p.heads_per_block;
+    return visits_all ? 1 : p.heads_per_block.number;
   }
   // Of a consumer's 64 rows, how many each of its heads has.
   static DLATTN_DEVICE int log2_head_rows(const Params& p) {

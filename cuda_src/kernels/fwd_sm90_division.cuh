@@ -61,7 +61,7 @@ struct KeyDivision {
     int most = least(teams, units / ceil_div(least_part, Block::tile_k));
     if (p.parts.tiles == nullptr) most = least(most, most_parts * tiles);
     // Of equal tiles nobody had better have the end of one and the beginning of another.
-    const int as_many = quotient(most, tiles) * tiles;
+    const int as_many = small_quotient(most, tiles) * tiles;
     const bool alike = longest * tiles == units && as_many >= 0.9f * most;
     if (alike) most = as_many;
     if (!alike) gap = most_gap;
@@ -74,7 +74,7 @@ struct KeyDivision {
     const float gain = stay_in_l2(seen.read_again) ? least_gain_in_l2 : least_gain;
     if (parts >= gain * keys_if_whole(units, tiles, longest)) return;
     dividing = most;
-    each = quotient(length, dividing);
+    each = small_quotient(length, dividing);
     larger = length - each * dividing;
   }
 
@@ -102,7 +102,7 @@ struct KeyDivision {
   // (dlattn/plans/schedule.py), if it is divided.
   DLATTN_DEVICE void tell(int4* to, int batch, int number) const {
     const Lengths length(p, batch);
-    const int tiles = Block::tiles_of(p, length.q), group_and_place = quotient(number, tiles);
+    const int tiles = Block::tiles_of(p, length.q), group_and_place = small_quotient(number, tiles);
     const int group = p.tile_heads.beside.quotient(group_and_place);
     const int place = group_and_place - group * beside;
     const QueryTile at(*this, batch, group, number - group_and_place * tiles);
@@ -119,12 +119,6 @@ struct KeyDivision {
     return Block::first_head(p, at.group * beside + place);
   }
 
-  // Of numbers that fp32 counts.
-  static DLATTN_DEVICE int quotient(int number, int by) {
-    const int near = __fdividef(number, by), rest = number - near * by;
-    return near + (rest >= by) - (rest < 0);
-  }
-
   // Of so many key tiles a lane, of one head.
   DLATTN_DEVICE bool stay_in_l2(int key_tiles) const {
     constexpr float bytes = Block::tile_k * (Block::KTile::columns + Block::VTile::columns) * 2.f;
@@ -139,7 +133,7 @@ struct KeyDivision {
   // The block with the most, where tiles are whole: those that differ fill each other's gaps.
   DLATTN_DEVICE float keys_if_whole(int units, int tiles, int longest) const {
     if (tiles <= teams) return keys_of(longest, 1);
-    const int rounds = quotient(tiles + teams - 1, teams);
+    const int rounds = small_quotient(tiles + teams - 1, teams);
     const float mean = __fdividef(units, tiles), even = __fdividef(units, teams) + mean / 2;
     if (longest <= 1.25f * mean) return keys_of(mean * rounds, rounds);
     return keys_of(even > longest ? even : longest, rounds);
@@ -195,7 +189,7 @@ struct KeyDivision {
   DLATTN_DEVICE int cut(int i) const { return i * each + least(i, larger); }
   DLATTN_DEVICE int team_with(int place) const {
     const int after = place - larger * (each + 1);
-    return after < 0 ? quotient(place, each + 1) : larger + quotient(after, each);
+    return after < 0 ? small_quotient(place, each + 1) : larger + small_quotient(after, each);
   }
 
   // A query tile of each place side by side, and its key tiles in the line.
@@ -214,14 +208,14 @@ struct KeyDivision {
       if (tiles == 1) {  // as of few queries, which should not wait for more code
         tile = 0;
         const int own = look(all.p), of_tile = own + all.gap;
-        group = quotient(walk.rest, of_tile);
+        group = small_quotient(walk.rest, of_tile);
         units.first = place - walk.rest + group * of_tile;
         units.last = units.first + own;
         return;
       }
       const auto own = [&](int of) { return all.units_of(of, length) + all.gap; };
       const int of_group = BatchWalk::count(tiles, own);  // heads have as many each
-      group = quotient(walk.rest, of_group);
+      group = small_quotient(walk.rest, of_group);
       BatchWalk within;
       within.find(walk.rest - group * of_group, tiles, own);
       tile = within.batch;

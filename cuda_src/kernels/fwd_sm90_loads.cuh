@@ -458,16 +458,14 @@ struct FwdSm90Loads : FwdSm90Block<Problem, Tiling> {
         return load_queries();
       case 1:
         if constexpr (Problem::paged_k) {
-          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages,
-                             p.tile_heads.per_k);
+          return gather_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.k_pages, p.heads_per_k);
         }
-        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.tile_heads.per_k);
+        return load_keys(shared.k, shared.k_ring, m.k, Mapped::k, p.heads_per_k);
       case 2:
         if constexpr (Problem::paged_v) {
-          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages,
-                             p.tile_heads.per_v);
+          return gather_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.v_pages, p.heads_per_v);
         }
-        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.tile_heads.per_v);
+        return load_keys(shared.v, shared.v_ring, m.v, Mapped::v, p.heads_per_v);
       case 3:
         return schedule();
     }

@@ -61,22 +61,26 @@ class BackwardPlan(CudaPlan):
 
     def set_waves(self) -> None:
         """Decides how many query heads an item has, and how many pairs share L2."""
-        self._params.heads_per_block = self._heads_per_block
-        self._params.heads_per_wave = min(self._pairs, self.heads_per_wave)
+        self._params.heads_per_block = Divisor.of(self._heads_per_block)
         self._params.dq_lag = self._dq_lag
         self._params.dq_places = self._dq_places
         self._params.items = ItemsRef.of(
             tiles=self._key_tiles,
             heads=self.geometry.heads_q // self._heads_per_block,
             pairs=self._pairs,
-            wave=self._params.heads_per_wave,
+            wave=self._wave_pairs,
         )
         self._params.shares.places = Divisor.of(max(1, self._dq_places))
         self._params.shares.query_tiles = Divisor.of(self._query_tiles)
 
+    @cached_property
+    def _wave_pairs(self) -> int:
+        """Pairs whose items are taken side by side."""
+        return min(self._pairs, self.heads_per_wave)
+
     @property
     def heads_per_wave(self) -> int:
-        """Pairs whose items are taken side by side: as many as L2 holds."""
+        """How many pairs L2 holds."""
         problem = self.problem
         # What the items of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * self.geometry.seq_q
@@ -89,7 +93,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def _wave_items(self) -> int:
-        return self._params.heads_per_wave * self._key_tiles
+        return self._wave_pairs * self._key_tiles
 
     @property
     def _dq_lag(self) -> int:
@@ -104,7 +108,7 @@ class BackwardPlan(CudaPlan):
         """
         stored = self._dq_lag + self._items_at_once
         waves = 1 + -(-stored // self._wave_items)
-        most = waves * self._params.heads_per_wave
+        most = waves * self._wave_pairs
         if self.stores_dq:
             return min(self._pairs, most)
         return 0 if self.problem.ragged else self._pairs

@@ -72,7 +72,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
         self.set_waves()
         items, division = self._pairs * self._key_tiles, self._division
         # KeySums numbers tiles pair by pair.
-        assert division is None or not division.whole_items or self._params.heads_per_wave == 1
+        assert division is None or not division.whole_items or self._wave_pairs == 1
         self._params.whole_items = items if division is None else division.whole_items
         self._params.items.parts = Divisor.of(self._parts)
         self._params.lone_shares = self._lone_shares
@@ -254,7 +254,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
             return 2 * max(self._wave_items, self._items_at_once) + self._items_at_once
         if self._own_sums:  # with no item goes any share
             return self._pairs
-        return self._params.heads_per_wave + self._places_at_once
+        return self._wave_pairs + self._places_at_once
 
     @property
     def _own_sums(self) -> bool:
@@ -265,7 +265,7 @@ class BwdSm90(MappedPlan, BackwardPlan):
     @property
     def _most_places(self) -> int:
         """A pair gets a place only after the last item that stores what was there before."""
-        return 2 * (self._params.heads_per_wave + self._places_at_once)
+        return 2 * (self._wave_pairs + self._places_at_once)
 
     @property
     def _dq_places(self) -> int:

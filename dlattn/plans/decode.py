@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from dlattn.plans.argument import MappedDecodeParams
+from dlattn.plans.argument import Divisor, ItemsRef, MappedDecodeParams
 from dlattn.plans.cuda import refusal
 from dlattn.plans.decode_tiling import (
     MOST_BLOCKS,
@@ -52,11 +52,12 @@ class Decode(MappedPlan):
     ) -> None:
         super().__init__(problem, geometry, target)
         self.tiling = tiling or self.choices(problem, geometry, target)[0]
-        self._params.heads_per_block = geometry.heads_together
-        self._params.heads_per_wave = (
-            geometry.heads_q // geometry.heads_together
-            if self.tiling.cluster
-            else items_side_by_side(geometry, self._at_once)
+        heads = geometry.heads_together
+        self._params.heads_per_block = Divisor.of(heads)
+        self._params.items = ItemsRef(
+            pairs=Divisor.of(self._width),
+            heads=Divisor.of(geometry.heads_q // heads),
+            parts=Divisor.of(max(1, self._blocks // self._width)),
         )
         self._params.parts.mark = drawn_mark()
 
@@ -134,13 +135,18 @@ class Decode(MappedPlan):
         return cls.mapping_refusal(problem, geometry, target) is None
 
     @cached_property
+    def _width(self) -> int:
+        """Items that blocks walk side by side, if they share all."""
+        return items_side_by_side(self.geometry, self._at_once)
+
+    @cached_property
     def _blocks(self) -> int:
         """One for each item, or a cluster; or as many as run at a time: none waits for one that has
         not begun."""
         items = items_of(self.geometry)
         if self.tiling.cluster:
             return items * self.tiling.cluster
-        geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._params.heads_per_wave
+        geometry, keys, width = self.geometry, 16 * self.tiling.warps, self._width
         tiles = items // width * (1 + -(-geometry.seq_kv // keys))
         return width * min(tiles, self._at_once // width)
 

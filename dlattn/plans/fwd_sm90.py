@@ -57,13 +57,13 @@ class FwdSm90(MappedPlan):
         shares = Shares(self.problem, geometry, target.multiprocessors)
         self.tiling = shares.shared_out(tiling or shares.best(tilings(self.problem)))
         self._heads, self._sharing, _ = shares.by_heads(self.tiling)
-        self._params.heads_per_block = self._heads.tile
+        self._params.heads_per_block = Divisor.of(self._heads.tile)
         self._params.tile_heads = self._tile_heads()
         self._params.log2_head_rows = self._heads.rows.bit_length() - 1
         self._params.parts_per_tile = self._heads.parts(self.tiling)
         self._params.parts.mark = drawn_mark()
         if problem.ragged:
-            self._params.heads_per_wave = pairs_per_wave(problem, geometry, WAVE_BYTES)
+            self._params.items.pairs = Divisor.of(pairs_per_wave(problem, geometry, WAVE_BYTES))
         if self._tile_order is not None:
             self._tile_order.describe(self._params)
         if "debug_softmax" not in geometry.tensors:
@@ -77,8 +77,6 @@ class FwdSm90(MappedPlan):
             of_keys,
             geometry.heads_together,
             self._sharing.beside,
-            geometry.heads_q // geometry.heads_k,
-            geometry.heads_q // geometry.heads_v,
         )
         return TileHeadsRef(*map(Divisor.of, numbers))
 

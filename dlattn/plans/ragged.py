@@ -91,9 +91,9 @@ class RaggedScratch:
 
     def describe(self, params: Params) -> None:
         """Writes what is no address."""
-        ref, groups = params.ragged, params.heads_q // params.heads_per_block
+        ref, groups = params.ragged, params.heads_q // params.heads_per_block.number
         ref.tile_q, ref.groups = Divisor.of(self.tile_q), Divisor.of(groups)
-        ref.wave = Divisor.of(min(params.heads_per_wave, groups))
+        ref.wave = Divisor.of(min(params.items.pairs.number, groups))
         ref.row_tiles, ref.key_tiles = self.row_tiles, self.key_tiles
         ref.item_rows = Divisor.of(1 if self.items is None else self.items.rows)
         if self.items is not None:

@@ -160,7 +160,7 @@ def test_places_are_free_and_sums_complete(
     plan = BwdSm90(problem(head_dim), tensors, HOPPER)
     assume(not plan.tiling.relays)  # where nobody adds to sums
     params, key_tiles = plan._params, -(-seq_kv // plan.tiling.tile_k)
-    wave, pairs = params.heads_per_wave, plan._pairs
+    wave, pairs = params.items.pairs.number, plan._pairs
     for pair in {0, pairs // 3, max(0, pairs - 1 - params.dq_places), pairs - 1}:
         first = pair // wave * wave * key_tiles  # items of the pair's wave
         end = min(first + wave * key_tiles, pairs * key_tiles)
@@ -181,7 +181,7 @@ def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
     plan = BwdSm90(problem(head_dim), shape, HOPPER)
     cluster = plan.tiling.cluster
     assert cluster == (2 if head_dim > 128 else 1)
-    pairs = shape.batch * 4 // plan._params.heads_per_block
+    pairs = shape.batch * 4 // plan._params.heads_per_block.number
     items = pairs * -(-seq // plan.tiling.tile_k) * plan._params.items.parts.number
     kernels = plan.kernels()
     (main,) = [kernel for kernel in kernels if kernel.source.name == "dlattn_bwd_sm90"]
@@ -242,7 +242,9 @@ def test_sums_and_statistics_have_room(family, batch: int, seq: int, head_dim: i
     sizes, params, tile_q = plan._arrays, plan._params, plan.tiling.tile_q
     tiles = -(-seq // tile_q)
     all_tiles = batch * 4 * tiles
-    of_sums = params.dq_places * params.heads_per_block * tiles if plan.stores_dq else all_tiles
+    of_sums = (
+        params.dq_places * params.heads_per_block.number * tiles if plan.stores_dq else all_tiles
+    )
     adds = not (isinstance(plan, BwdSm90) and plan.tiling.relays)  # one key tile has all keys
     assert sizes["dq_accum"] >= 4 * of_sums * tile_q * head_dim * adds
     assert sizes["row_stats"] >= 4 * all_tiles * tile_q * plan.tiling.stats_words

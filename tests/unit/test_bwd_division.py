@@ -33,7 +33,7 @@ def test_shares_go_with_parts_that_come_after_what_they_wait_for(
     plan = BwdSm90(problem(head_dim), tensors, HOPPER)
     assume(not plan.tiling.relays)  # without shares
     params, wave_items = plan._params, plan._wave_items
-    items = batch * heads // params.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
+    items = batch * heads // params.heads_per_block.number * -(-seq_kv // plan.tiling.tile_k)
     whole, parts = params.whole_items, params.items.parts.number
 
     def last_part(item: int) -> int:
@@ -47,11 +47,11 @@ def test_shares_go_with_parts_that_come_after_what_they_wait_for(
         end_of_wave = min(items, (share // wave_items + 1) * wave_items)
         assert last_part(end_of_wave - 1) < share + params.dq_lag
     # Every pair that waits for a place does so for shares that go with parts taken before its own.
-    for pair in {params.dq_places, batch * heads // params.heads_per_block - 1}:
+    for pair in {params.dq_places, batch * heads // params.heads_per_block.number - 1}:
         before = pair - params.dq_places
-        if not 0 <= before < pair < batch * heads // params.heads_per_block:
+        if not 0 <= before < pair < batch * heads // params.heads_per_block.number:
             continue
-        width = params.heads_per_wave
+        width = params.items.pairs.number
         end = (before // width + 1) * width * plan._key_tiles
         assert end <= params.lone_shares
         assert end - 1 + params.dq_lag < pair // width * width * plan._key_tiles
@@ -63,7 +63,7 @@ def test_who_is_divided() -> None:
     def params(batch: int, groups: int, heads: int, seq: int, *, causal: bool) -> tuple[int, ...]:
         plan = BwdSm90(problem(), geometry(batch, groups, heads, seq, seq, causal=causal), HOPPER)
         its = plan._params
-        return its.heads_per_block, its.whole_items, its.items.parts.number
+        return its.heads_per_block.number, its.whole_items, its.items.parts.number
 
     assert params(1, 8, 64, 4096, causal=True) == (2, 0, 1)
     assert params(1, 8, 64, 4096, causal=False) == (8, 256, 1)
@@ -84,7 +84,7 @@ def test_few_groups_of_windows_are_divided(deterministic: bool) -> None:
         shape = replace(geometry(2, groups, 4 * groups, seq, seq), band_left=300, band_right=0)
         its = BwdSm90(problem(deterministic=deterministic), shape, HOPPER)._params
         assert its.items.parts.number == 1
-        return its.heads_per_block
+        return its.heads_per_block.number
 
     assert [heads(2, seq) for seq in (600, 4096, 16384)] == [1, 4, 4]
 
@@ -98,7 +98,7 @@ def test_sums_of_groups_fit_l2(head_dim: int, group: int, heads: int) -> None:
     """Of a group, under a causal mask, an item has as many heads as leave L2 room for all sums; or
     more, where its beginning and end would be much of it."""
     shape = geometry(8, 4, 4 * group, 4096, 4096, head_dim, causal=True)
-    assert BwdSm90(problem(head_dim), shape, HOPPER)._params.heads_per_block == heads
+    assert BwdSm90(problem(head_dim), shape, HOPPER)._params.heads_per_block.number == heads
 
 
 def test_in_a_fixed_order_heads_alone_are_divided() -> None:
@@ -107,7 +107,7 @@ def test_in_a_fixed_order_heads_alone_are_divided() -> None:
     def divided(heads: int, seq: int, *, causal: bool) -> tuple[int, int]:
         shape = geometry(4, 4, heads, seq, seq, causal=causal)
         its = BwdSm90(problem(deterministic=True), shape, HOPPER)._params
-        return its.heads_per_block, its.items.parts.number
+        return its.heads_per_block.number, its.items.parts.number
 
     assert divided(28, 4096, causal=True) == (1, 1)
     assert divided(28, 1024, causal=True) == (7, 1)
@@ -122,7 +122,7 @@ def test_short_groups_are_items_enough() -> None:
 
     def heads(batch: int, seq: int) -> int:
         shape = geometry(batch, 8, 32, seq, seq, causal=True)
-        return BwdSm90(problem(), shape, HOPPER)._params.heads_per_block
+        return BwdSm90(problem(), shape, HOPPER)._params.heads_per_block.number
 
     assert [heads(1, seq) for seq in (512, 1024, 4096)] == [1, 1, 2]
     assert [heads(32, seq) for seq in (512, 1024, 4096)] == [4, 4, 2]
@@ -139,11 +139,11 @@ def test_few_items_fill_blocks() -> None:
         shape = geometry(1, groups, heads, seq_q, seq_kv, causal=causal)
         plan = BwdSm90(problem(), shape, HOPPER)
         its, tiles = plan._params, -(-seq_q // plan.tiling.tile_q)
-        items = heads // its.heads_per_block * -(-seq_kv // plan.tiling.tile_k)
+        items = heads // its.heads_per_block.number * -(-seq_kv // plan.tiling.tile_k)
         parts = items * its.items.parts.number
         blocks = min(parts, HOPPER.multiprocessors) if causal else parts
         assert plan.main_kernel(items).grid == (blocks, 1, 1)
-        return parts, its.heads_per_block * -(-tiles // its.items.parts.number)
+        return parts, its.heads_per_block.number * -(-tiles // its.items.parts.number)
 
     assert work(1, 4096, 100) == (128, 8)
     assert work(2, 4096, 100) == (128, 8)
@@ -181,7 +181,7 @@ def test_causal_parts_end_sooner(pairs: int, group: int, seq: int, head_dim: int
 def end_of_causal_items(plan: BwdSm90) -> int:
     """When the last part ends, in steps of a tile of queries, if it takes two more."""
     params, (tile_q, tile_k) = plan._params, (plan.tiling.tile_q, plan.tiling.tile_k)
-    parts, heads = params.items.parts.number, params.heads_per_block
+    parts, heads = params.items.parts.number, params.heads_per_block.number
     last, ends = -(-plan.geometry.seq_q // tile_q), [0] * HOPPER.multiprocessors
     for key in range(0, plan.geometry.seq_kv, tile_k):
         count = last - key // tile_q

@@ -115,7 +115,7 @@ def roles(item: int, plan: BwdSm90, memory: dict, stored: list) -> list[Iterator
     pair, own = divmod(item, tiles_of_pair)
     query_tiles = range(-(-shape.seq_q // tiling.tile_q))
     met = {t: key_tiles(t, shape, tiling.tile_q, tiling.tile_k) for t in query_tiles}
-    heads, place = params.heads_per_block, pair % params.dq_places
+    heads, place = params.heads_per_block.number, pair % params.dq_places
     before = pair // params.dq_places * heads * len(query_tiles)
 
     def steps() -> Iterator[tuple[int, int, bool]]:

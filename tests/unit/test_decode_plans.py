@@ -196,11 +196,11 @@ def test_blocks_run_at_once(
     blocks = plan.kernels()[0].grid[0]
     assert 0 < blocks and (plan.tiling.cluster == 1 or blocks <= most)
     if plan.tiling.cluster:
-        assert plan._params.heads_per_wave == heads_q // shared
+        assert plan._params.items.heads.number == heads_q // shared
         assert blocks == batch * heads_q // shared * plan.tiling.cluster
         assert plan.workspace_size == 0
         return
-    assert plan._params.heads_per_wave == width and blocks % width == 0
+    assert plan._params.items.pairs.number == width and blocks % width == 0
     assert plan.workspace_size >= blocks * (plan.tiling.part_bytes(PROBLEM) + 8)
     if batch * keys > 128 * most:
         best = max(most // w * w for w in range(1, most + 1) if heads_q // shared % w == 0)

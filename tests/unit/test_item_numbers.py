@@ -65,7 +65,7 @@ def test_each_sum_is_stored_once(
     assume(not plan.tiling.relays)  # where nobody adds to sums
     params, cluster = plan._params, plan.tiling.cluster
     shares, key_tiles = params.shares, -(-seq_kv // plan.tiling.tile_k)
-    of_pair = params.heads_per_block * shares.query_tiles.number
+    of_pair = params.heads_per_block.number * shares.query_tiles.number
     items = key_tiles * params.items.heads.number * batch
 
     def part(first: int, last: int, number: int, each: int) -> tuple[int, int]:

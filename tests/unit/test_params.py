@@ -45,7 +45,7 @@ def test_numbers_are_those_of_the_geometry(case: Case) -> None:
     sizes = (case.batch, case.heads_q, case.seq_q, case.seq_kv)
     assert (params.batch, params.heads_q, params.seq_q, params.seq_kv) == sizes
     groups = (case.heads_q // case.heads_k, case.heads_q // case.heads_v)
-    assert (params.heads_per_k, params.heads_per_v) == groups
+    assert (params.heads_per_k.number, params.heads_per_v.number) == groups
     bounds = (case.left or 0, case.right or 0, int(case.bottom_right))
     assert (params.band_left, params.band_right, params.bottom_right) == bounds
     assert params.attn_scale == np.float32(case.scale_value)

@@ -39,16 +39,16 @@ def numbered(plan: BwdSm90, lengths: list[int]) -> list[tuple[int, int, int, int
     """Bundle, entry, tile of keys and number of heads of each item, in the order of
     ``ragged.cuh``."""
     params, tiling = plan._params, plan.tiling
-    groups = plan.geometry.heads_q // params.heads_per_block
+    groups = plan.geometry.heads_q // params.heads_per_block.number
     room = -(-plan.geometry.seq_q // tiling.tile_q)
     last_first = plan.ragged.items.last_first
     items, first_bundle = [], 0
     for entry in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
         tiles = max(1, -(-lengths[entry] // tiling.tile_k))
         bundled = min(groups, room // max(1, -(-lengths[entry] // tiling.tile_q)))
-        for first in range(0, groups, params.heads_per_wave):
+        for first in range(0, groups, params.items.pairs.number):
             for tile in reversed(range(tiles)) if last_first else range(tiles):
-                for head in range(first, min(first + params.heads_per_wave, groups)):
+                for head in range(first, min(first + params.items.pairs.number, groups)):
                     items.append((first_bundle + head // bundled, entry, tile, head))
         first_bundle += -(-groups // bundled)
     return items
@@ -85,7 +85,7 @@ def test_items_wait_for_smaller_numbers(
         assert storing < params.dq_lag or storing >= bundle or max(numbers[storing]) < min(own)
     number_of = {item[1:]: number for number, item in enumerate(items)}
     assert len(number_of) == len(items)
-    in_turn = heads_per_group // params.heads_per_block
+    in_turn = heads_per_group // params.heads_per_block.number
     for (entry, tile, head), number in number_of.items():
         assert head % in_turn == 0 or number_of[entry, tile, head - 1] < number
 
@@ -103,7 +103,7 @@ def test_sums_of_all_tokens_have_room(
     sizes = sizes_of(lengths, groups, heads_per_group)
     plan = plan_of(deterministic=deterministic, **sizes, most_tokens=most)
     if not plan.tiling.adds_keys:
-        assert plan._key_sums == 0 and plan._params.heads_per_block == heads_per_group
+        assert plan._key_sums == 0 and plan._params.heads_per_block.number == heads_per_group
         return
     tile_k, first_tile, numbers = plan.tiling.tile_k, 0, []
     for length in lengths:
@@ -154,8 +154,8 @@ def test_who_is_divided() -> None:
     def heads_of_item(**sizes) -> int:
         plan = plan_of(**sizes)
         group = sizes["heads"] // sizes["groups"]
-        assert plan.tiling.adds_keys == (plan._params.heads_per_block < group)
-        return plan._params.heads_per_block
+        assert plan.tiling.adds_keys == (plan._params.heads_per_block.number < group)
+        return plan._params.heads_per_block.number
 
     long_and_short = {"batch": 65, "seq": 4096, "most_tokens": 4096 + 64 * 256}
     assert heads_of_item(groups=1, heads=16, **long_and_short) == 4
@@ -188,7 +188,11 @@ def test_divided_items_end_sooner(longest, others, count, groups, heads_per_grou
 
 def end_of_items(plan: BwdSm90, lengths: list[int], fixed: float) -> float:
     """When the last one ends, in steps of a query tile."""
-    tile_q, tile_k, heads = plan.tiling.tile_q, plan.tiling.tile_k, plan._params.heads_per_block
+    tile_q, tile_k, heads = (
+        plan.tiling.tile_q,
+        plan.tiling.tile_k,
+        plan._params.heads_per_block.number,
+    )
     causal = plan.geometry.band_right is not None
     ends = [0.0] * HOPPER.multiprocessors
     for _, entry, tile, _ in numbered(plan, lengths):

@@ -186,11 +186,11 @@ def test_nobody_waits_for_ever(lengths, groups, heads_per_group, in_places) -> N
         plan = plan_of(BwdSm90, batch=len(lengths), groups=groups, heads=heads, seq=longest)
     assume(not plan.tiling.relays)  # without sums of dQ
     params, tile_k = plan._params, plan.tiling.tile_k
-    groups = heads // params.heads_per_block
+    groups = heads // params.heads_per_block.number
     room = -(-longest // plan.tiling.tile_q)
     bundled = [min(groups, room // max(1, -(-n // plan.tiling.tile_q))) for n in lengths]
     entries = sorted(zip(lengths, bundled, strict=True), reverse=True)
-    items = numbered(entries, groups, params.heads_per_wave, tile_k)
+    items = numbered(entries, groups, params.items.pairs.number, tile_k)
     assert len(items) <= plan.ragged.items.most
     numbers: dict[int, list[int]] = {}
     for number, bundle in enumerate(items):
