@@ -39,7 +39,8 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using typename Base::Row;
   using typename Base::Softmax;
   // Keys of which a warp has scores at a time: as many as registers allow.
-  static constexpr bool edits_much = Base::row_groups == 8 && Problem::Score::reads_memory;
+  static constexpr bool edits_much =
+      Problem::Score::reads_memory && (Base::row_groups == 8 || dim_qk > 128);
   static constexpr int step_k =
       least(tile_k, Tiling::warpgroups ? (edits_much ? 32 : 64) : (dim_qk > 128 ? 16 : 32));
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;

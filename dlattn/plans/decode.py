@@ -168,8 +168,8 @@ class Decode(MappedPlan):
 
     def kernels(self) -> list[KernelLaunch]:
         source, shared = self._source(self.tiling), self.tiling.shared_memory(self.problem)
-        if self.tiling.min_blocks > 1:
-            shared = max(shared, shared_of_each(self.target, self.tiling.min_blocks))
+        # What a block more would need: one that shares a multiprocessor leaves another one idle.
+        shared = max(shared, shared_of_each(self.target, self.tiling.min_blocks + 1) + 1)
         return [
             KernelLaunch(
                 source,

@@ -27,8 +27,8 @@ class DecodeTiling:
         boxes: the copy engine brings keys and values.
         cluster: blocks of a cluster, which have an item together; 1 where each block has an item
             to itself, and 0 where all share all items.
-        min_blocks: blocks of a multiprocessor: registers must allow so many, and several get so
-            much shared memory that there is room for no more.
+        min_blocks: blocks of a multiprocessor: registers must allow so many, and they get so much
+            shared memory that there is room for no more.
     """
 
     warps: int

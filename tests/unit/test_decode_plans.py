@@ -280,16 +280,25 @@ def test_long_unequal_lengths_are_shared() -> None:
         assert 0.95 * most < shared.kernels()[0].grid[0] <= most
 
 
-@given(dim_qk=st.integers(1, 24), dim_v=st.integers(1, 16), one=st.booleans())
-def test_two_blocks_are_on_a_multiprocessor(dim_qk: int, dim_v: int, one: bool) -> None:
-    """Neither fewer nor more: what a launch asks for leaves no room for a third one."""
-    sizes = geometry(batch=70, heads=(8, 8, 8), keys=1024 if one else 9000)
-    problem = replace(PROBLEM, head_dim_qk=8 * dim_qk, head_dim_v=8 * dim_v)
-    plan = Decode(problem, with_lengths(sizes), HOPPER)
-    (kernel,) = plan.kernels()
-    assert plan.tiling.cluster == one and plan.tiling.min_blocks == 2
-    reserved, room = 1024, HOPPER.shared_memory + 1024
-    assert 2 * (kernel.shared + reserved) <= room < 3 * (kernel.shared + reserved)
+@given(
+    dims=st.tuples(st.integers(1, 24), st.integers(1, 16)),
+    kind=st.sampled_from([(70, 1024, 1, 2), (70, 9000, 0, 2), (1, 9000, 0, 1), (1, 1024, 8, 1)]),
+    queries=st.sampled_from([1, 4, 8]), arch=st.sampled_from(["sm_80", "sm_90a"]),
+)  # fmt: skip
+def test_so_many_blocks_are_on_a_multiprocessor(
+    dims: tuple[int, int], kind: tuple[int, int, int, int], queries: int, arch: str
+) -> None:
+    """Neither fewer nor more: what a launch asks for leaves no room for another one."""
+    batch, keys, cluster, blocks = kind
+    sizes = geometry(batch=batch, heads=(8, 8, 8), queries=queries, keys=keys)
+    problem = replace(PROBLEM, head_dim_qk=8 * dims[0], head_dim_v=8 * dims[1])
+    target = KNOWN[arch]
+    plan = Decode(problem, with_lengths(sizes), target)
+    if target is HOPPER and queries == 1:
+        assert (plan.tiling.cluster, plan.tiling.min_blocks) == (cluster, blocks)
+    (kernel,), each = plan.kernels(), plan.tiling.min_blocks
+    reserved, room = 1024, target.shared_memory + 1024
+    assert each * (kernel.shared + reserved) <= room < (each + 1) * (kernel.shared + reserved)
 
 
 @pytest.mark.parametrize("page, boxes", [(8, False), (16, True), (64, True)])
