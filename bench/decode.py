@@ -91,7 +91,7 @@ _UNEVEN = (
 )  # fmt: skip
 #: Those of one query: plain, with lengths on the device, and with these in pages of 64; smaller
 #: pages; several queries; uneven lengths; one head of keys, which is what a GPU of eight has, also
-#: of several queries.
+#: of several queries; narrow heads.
 ROWS = (
     *(
         Row(batch, heads, keys, **kind)
@@ -112,6 +112,11 @@ ROWS = (
         for heads in ((64, 8), (8, 1))
         for batch, keys in ((1, 8192), (16, 8192), (64, 1024))
         for queries in (4, 16)
+    ),
+    *(
+        Row(batch, heads, keys, page=page, head_dim=64)
+        for batch, heads, keys in ((1, (64, 8), 16384), (1, (32, 32), 16384), (64, (64, 8), 2048))
+        for page in (None, 64)
     ),
 )
 
