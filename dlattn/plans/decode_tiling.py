@@ -124,9 +124,13 @@ _LONG, _SHORT, _CLUSTERED, _HALF = 64 * 1024, 128 * 1024, 128 * 1024, 32 * 1024
 MOST_BLOCKS = 8
 _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 
-#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out; and
-#: tiles of each, of 16 rows, where clusters leave multiprocessors out.
-_MOST_KEYS, _MOST_UNEVEN_KEYS, _FEW_TILES = 4096, 1024, 4
+#: Keys of a cluster's block at most, and where lengths may differ, which only shares even out.
+_MOST_KEYS, _MOST_UNEVEN_KEYS = 4096, 1024
+
+#: What part of the multiprocessors clusters must have, unless items of 16 rows have so few tiles
+#: for each block; and what is enough for items of 32, whose parts are large, if heads are as wide
+#: as this, so that half of all blocks read as fast.
+_NEARLY_ALL, _FEW_TILES, _ENOUGH_FOR_LARGE, _FEWEST_WIDE = 0.9, 4, 0.1, 65
 
 #: Items of a multiprocessor from which on two blocks are better than one where lengths differ; and
 #: a larger ring is better for more than 16 rows.
@@ -141,15 +145,17 @@ _MOST_ALONE_KEYS, _FEWEST_NARROW_KEYS, _NARROW = 8192, 2048, range(33, 65)
 def cluster_of(geometry: Geometry, target: Target) -> int:
     """Blocks of a cluster, if it is best that one has each item; else 0.
 
-    It is where all clusters run at once, and either have hardly any block less than there could be
-    or few tiles for each of theirs.
+    It is where all clusters run at once, and either have hardly any block less than there could be,
+    or few tiles for each of theirs, or large parts.
     """
     items, room = items_of(geometry), target.multiprocessors
     tiles = -(-geometry.seq_kv // (16 * _BOX_WARPS))
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    few = _FEW_TILES if rows_of(geometry) <= 16 else 0
-    if items * blocks < 0.9 * room and tiles > few * blocks:
+    few = rows_of(geometry) <= 16 and tiles <= _FEW_TILES * blocks
+    large = 16 < rows_of(geometry) <= MOST_BOX_ROWS and geometry.tensors["v"].dim[3] >= _FEWEST_WIDE
+    enough = _ENOUGH_FOR_LARGE if large else _NEARLY_ALL
+    if items * blocks < enough * room and not few:
         return 0
     most_keys = _MOST_UNEVEN_KEYS if _differ(geometry) else _MOST_KEYS
     return blocks if geometry.seq_kv <= most_keys * blocks else 0

@@ -244,6 +244,22 @@ def test_few_items_have_clusters_and_many_blocks_of_their_own(
     assert not portable.tiling.boxes and not portable.kernels()[0].programmatic
 
 
+def test_large_parts_meet_in_clusters() -> None:
+    """Of more than 16 rows, from two items on, even where most multiprocessors have nothing to do
+    then; not of narrow heads, whose blocks would read too little at a time."""
+
+    def cluster(heads: int, heads_k: int, queries: int, dim: int = 128) -> int:
+        sizes = geometry(
+            batch=1, heads=(heads, heads_k, heads_k), queries=queries, keys=8192, head_dim=dim
+        )
+        problem = replace(PROBLEM, head_dim_qk=dim, head_dim_v=dim)
+        return Decode(problem, sizes, HOPPER).tiling.cluster
+
+    assert cluster(64, 8, 2) == 0 and cluster(64, 8, 3) == cluster(64, 8, 4) == 8
+    assert cluster(16, 2, 4) == 8 and cluster(8, 1, 4) == 0
+    assert cluster(64, 8, 4, dim=64) == 0
+
+
 def test_narrow_heads_stand_alone_if_long() -> None:
     """With 64 columns, shares of fewer keys are quicker; not with half as many."""
 

@@ -1,4 +1,5 @@
-"""How kernels number items, and share out the sums of dQ, by the divisors that plans give them."""
+"""How kernels number items, and share out key tiles and the sums of dQ, by the divisors that plans
+give them."""
 
 from __future__ import annotations
 
@@ -88,3 +89,52 @@ def test_each_sum_is_stored_once(
         taken += 1
     of_all = product(range(batch), range(params.items.heads.number), range(of_pair))
     assert found == Counter(of_all)
+
+
+class KeyShares:
+    """Teams' shares of key tiles, as ``Share`` of ``cuda_src/attn/shares.cuh`` finds them."""
+
+    def __init__(self, teams: int, tiles: int) -> None:
+        self.each = quotient(Divisor.of(teams), tiles)
+        self.longer = tiles - self.each * teams
+
+    def first_place(self, team: int) -> int:
+        return team * self.each + min(team, self.longer)
+
+    def team_of(self, tile: int) -> int:
+        after = tile - self.longer * (self.each + 1)
+        if after < 0:
+            return small_quotient(tile, self.each + 1)
+        return self.longer + small_quotient(after, self.each)
+
+    def may_exceed(self, other_teams: int, item_tiles: int) -> bool:
+        return item_tiles - 2 >= other_teams * self.each
+
+
+def small_quotient(of: int, by: int, error: int = 0) -> int:
+    """As ``cuda_src/base/divisor.cuh`` computes it, whose first guess may be out by one."""
+    near = of // by + error
+    rest = of - near * by
+    return near + (rest >= by) - (rest < 0)
+
+
+@given(of=st.integers(0, 2**31 - 1), by=st.integers(1, 2**31 - 1), error=st.integers(-1, 1))
+def test_a_quotient_that_is_out_by_one_is_put_right(of: int, by: int, error: int) -> None:
+    assert small_quotient(of, by, error) == of // by
+
+
+@given(teams=st.integers(1, 264), tiles=st.integers(1, 3000), data=st.data())
+def test_each_key_tile_has_one_team(teams: int, tiles: int, data: st.DataObject) -> None:
+    """Teams follow each other, none has two tiles more than another; who has a tile is found; and
+    an item that is said to have few teams has no more."""
+    shares = KeyShares(teams, tiles)
+    firsts = [shares.first_place(team) for team in range(teams + 1)]
+    counts = [after - first for first, after in zip(firsts, firsts[1:], strict=False)]
+    assert firsts[0] == 0 and firsts[-1] == tiles and max(counts) - min(counts) <= 1
+    owners = [team for team, count in enumerate(counts) for _ in range(count)]
+    assert [shares.team_of(tile) for tile in range(tiles)] == owners
+    first = data.draw(st.integers(0, tiles - 1))
+    last = data.draw(st.integers(first, tiles - 1))
+    others = owners[last] - owners[first]
+    for most in {16, max(0, others - 1), others}:
+        assert shares.may_exceed(most, last - first + 1) or others <= most
