@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dlattn.plans.kernels import round_up
 from dlattn.plans.mapped import bias_tile_bytes, slab_bytes
-from dlattn.problem import BLOCK, GivenMask, Problem, Scale
+from dlattn.problem import BLOCK, Alibi, GivenMask, Problem, Scale
 from dlattn.records import dataclass
 from dlattn.runtime.target import KNOWN
 
@@ -180,10 +180,12 @@ def _known(problem: Problem) -> tuple[Sm90FwdTiling, ...]:
             more |= problem.paged_k or problem.paged_v or dim_v < 64
         if dim_v & (dim_v - 1) or more:
             fewer_keys = Sm90FwdTiling(3, 64, stages=6, q_stages=2, slower=1.12)
-            # Nor have three with 96 keys, where a function reads an element for each score, or a
-            # soft cap meets dropout.
+            # Nor have three with 96 keys, where a function reads an element for each score, a soft
+            # cap meets dropout, or ALiBi a sink under a causal mask.
             needs_more = problem.keeps_scores and problem.dropout is not None
             needs_more |= problem.reads_tables
+            has_alibi = any(isinstance(edit, Alibi) for edit in problem.edits)
+            needs_more |= has_alibi and problem.sink and any(band.right for band in problem.bands)
             return (fewer_keys, two) if needs_more else (three, fewer_keys, two)
         return Sm90FwdTiling(4, 64, stages=6, q_stages=2), three, two
     if largest <= 128:

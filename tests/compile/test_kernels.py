@@ -25,6 +25,7 @@ from dlattn.plans.dumps import debug_kernels
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
+    Alibi,
     Bias,
     Direction,
     Dropout,
@@ -251,6 +252,19 @@ def test_no_spills_of_a_soft_cap_and_dropout(head_dim: int, dropout: Dropout) ->
     problem = Problem(
         Direction.FORWARD, data_type.HALF, head_dim, head_dim,
         (Scale(positive=False), SoftCap()), MASKS["causal"], data_type.FLOAT, dropout=dropout,
+    )  # fmt: skip
+    found = complaints(sources_of(FwdSm90, [problem], "sm_90a"), "sm_90a")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_no_spills_of_alibi_and_a_sink(symmetric: bool, paged: bool) -> None:
+    """Under a causal mask, of few columns, three consumers of 96 keys had no registers for them."""
+    problem = Problem(
+        Direction.FORWARD, data_type.BFLOAT16, 64, 64,
+        (Scale(positive=True), Alibi(symmetric=symmetric)), MASKS["causal"], data_type.FLOAT,
+        sink=True, paged_k=paged, paged_v=paged,
     )  # fmt: skip
     found = complaints(sources_of(FwdSm90, [problem], "sm_90a"), "sm_90a")
     assert not found, "\n".join(found)
