@@ -45,8 +45,9 @@ struct Params {
   float* sink_parts;  // (heads_q, batch, query tiles): what each tile adds to dSink_token
   int batch, heads_q, seq_q, seq_kv;
   Divisor heads_per_k, heads_per_v;  // query heads that share a head of K, or of V
-  Divisor heads_per_block;  // query heads that an item has: in a backward, whole groups of K and V;
-  // at the most, in a Hopper forward: some that share keys, if more than one
+  // Query heads that an item has: in a backward, whole groups of K and V; at the most, in a Hopper
+  // forward: some that share keys, if more than one.
+  Divisor heads_per_block;
   ItemsRef items;
   int band_left, band_right;  // cuDNN's diagonal bounds
   int bottom_right;           // the diagonal ends in the bottom right corner

@@ -80,7 +80,7 @@ class BackwardPlan(CudaPlan):
 
     @property
     def heads_per_wave(self) -> int:
-        """How many pairs L2 holds."""
+        """The same, if there are so many: as many as L2 holds."""
         problem = self.problem
         # What the items of a pair read and add to at a time: one head, as all walk them in order.
         bytes_per_pair = (6 * problem.head_dim_qk + 2 * problem.head_dim_v) * self.geometry.seq_q
