@@ -89,8 +89,9 @@ struct BwdSm80 : PortableBwdShapes<Problem, Tiling> {
         values(params),
         keys{work.tile * tile_k, least((work.tile + 1) * tile_k, length.kv)} {}
 
-  DLATTN_DEVICE int head_k() const { return p.heads_per_k.quotient(head); }
-  DLATTN_DEVICE int head_v() const { return p.heads_per_v.quotient(head); }
+  // Anew each time: no quotient is worth a register across the walk over queries.
+  DLATTN_DEVICE int head_k() const { return p.heads_per_k.quotient(opaque(head)); }
+  DLATTN_DEVICE int head_v() const { return p.heads_per_v.quotient(opaque(head)); }
 
   DLATTN_DEVICE void load_k() {
     load_tile<threads, Problem::head_dim_qk, access_bytes>(
