@@ -167,7 +167,7 @@ struct ClusterShare {
         blocks(cluster_blocks()),
         log2_blocks(__popc(cluster_blocks() - 1)),
         batch(params.items.heads.quotient(blockIdx.x >> log2_blocks)),
-        head_group((blockIdx.x >> log2_blocks) - batch * params.items.heads.number),
+        head_group(params.items.heads.rest(blockIdx.x >> log2_blocks)),
         lengths(params, batch),
         length(params) {
     lengths.find();

@@ -38,9 +38,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using typename Base::Products;
   using typename Base::Row;
   using typename Base::Softmax;
-  // Keys of which a warp has scores at a time: as many as registers allow.
   static constexpr bool edits_much =
       Problem::Score::reads_memory && (Base::row_groups == 8 || dim_qk > 128);
+  // Keys of which a warp has scores at a time: as many as registers allow.
   static constexpr int step_k =
       least(tile_k, Tiling::warpgroups ? (edits_much ? 32 : 64) : (dim_qk > 128 ? 16 : 32));
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;
@@ -115,8 +115,8 @@ struct Decode : DecodeParts<Problem, Tiling> {
 
   // One item, or what this block has of it. False if it was begun too early.
   DLATTN_DEVICE bool visit_item() {
-    const Row row[2] = {row_of(16 * row_group + Scores::row(0, 0)),
-                        row_of(16 * row_group + Scores::row(0, 2))};
+    const Row row[2] = {row_of(p, 16 * row_group + Scores::row(0, 0)),
+                        row_of(p, 16 * row_group + Scores::row(0, 2))};
     Queries queries;
     read(queries, row);
     Base::read_again();

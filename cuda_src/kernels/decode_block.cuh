@@ -122,6 +122,13 @@ struct DecodeBlock {
            (!Problem::paged_v || p.v_pages.offsets == nullptr);
   }
 
+  // A row of an item: a query of a head.
+  struct Row {
+    int query, head;  // head in the item's
+  };
+  static DLATTN_DEVICE Row row_of(const Params& p, int row) {
+    return {p.heads_per_block.quotient(row), p.heads_per_block.rest(row)};
+  }
   static DLATTN_DEVICE int shared_head(const Params& p, const Tiles& at, const Divisor& sharing) {
     return sharing.quotient(at.group() * p.heads_per_block.number);
   }
@@ -131,13 +138,12 @@ struct DecodeBlock {
   }
   static DLATTN_DEVICE void prefetch_queries(const Params& p, const Tiles& at) {
     constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);
-    const Divisor& heads = p.heads_per_block;
-    const int existing = at.length.q * heads.number * lines;
+    const int existing = at.length.q * p.heads_per_block.number * lines;
 #pragma unroll 1
     for (int i = opaque(threadIdx.x); i < existing; i += 32) {  // no register during the walk
-      const int row = i / lines, query = heads.quotient(row);
-      const int head = (at.group() - query) * heads.number + row;
-      prefetch_l2(p.q.template rows<T, ragged>(at.batch, head, query) + i % lines * line);
+      const Row row = row_of(p, i / lines);
+      const int head = at.group() * p.heads_per_block.number + row.head;
+      prefetch_l2(p.q.template rows<T, ragged>(at.batch, head, row.query) + i % lines * line);
     }
   }
 

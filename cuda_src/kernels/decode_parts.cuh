@@ -28,6 +28,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using Base::p;
   using Base::ragged;
   using Base::row_group;
+  using Base::row_of;
   using Base::rows;
   using Base::shared;
   using Base::team;
@@ -38,6 +39,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   using typename Base::Mailbox;
   using typename Base::Packet;
   using typename Base::Part;
+  using typename Base::Row;
   using typename Base::SharedMemory;
   using typename Base::Tiles;
   static constexpr int threads = 32 * Base::warps;
@@ -48,11 +50,6 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   struct Left {
     float o[rows][dim_v];
     float reference[rows], sum[rows];
-  };
-
-  // One of a lane's two rows: a query of a head.
-  struct Row {
-    int query, head;  // head in the item's
   };
 
   const ScoreValues values;
@@ -70,11 +67,6 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     if constexpr (Tiling::boxes) Base::open_ring(m, shared, warp);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
     Base::prefetch_first(m.p, beginning.tiles, warp);
-  }
-
-  DLATTN_DEVICE Row row_of(int row) const {
-    const int query = p.heads_per_block.quotient(row);
-    return {query, row - query * p.heads_per_block.number};
   }
 
   // Leaves this warp's rows where the team's last tile was.
@@ -153,7 +145,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void store(Unit& unit, int row, int column) const {
-    const auto [query, head_in_item] = row_of(row);
+    const auto [query, head_in_item] = row_of(p, row);
     const int head = first_head(work) + head_in_item;
     const bool padded = query >= work.length.q;
     if constexpr (Problem::sink) {

@@ -188,11 +188,8 @@ def test_divided_items_end_sooner(longest, others, count, groups, heads_per_grou
 
 def end_of_items(plan: BwdSm90, lengths: list[int], fixed: float) -> float:
     """When the last one ends, in steps of a query tile."""
-    tile_q, tile_k, heads = (
-        plan.tiling.tile_q,
-        plan.tiling.tile_k,
-        plan._params.heads_per_block.number,
-    )
+    tile_q, tile_k = plan.tiling.tile_q, plan.tiling.tile_k
+    heads = plan._params.heads_per_block.number
     causal = plan.geometry.band_right is not None
     ends = [0.0] * HOPPER.multiprocessors
     for _, entry, tile, _ in numbered(plan, lengths):
