@@ -13,72 +13,66 @@ import numpy as np
 import pytest
 
 import dlattn
-from dlattn.plans.decode import Decode
-from dlattn.problem import Direction
-from dlattn.runtime.target import KNOWN
-from tests.builders import make_tensors
 from tests.cases import Case
-from tests.drivers import check, geometry_of, gpu_library, problem_of, run_graph
+from tests.decode_divisions import DIVIDED, WIDE
+from tests.drivers import check, gpu_library, run_graph
 from tests.few_blocks import few_multiprocessors, run_on_few
-from tests.libraries import Library
 
 pytestmark = pytest.mark.gpu
 
-_WIDE = {"head_dim_qk": 128, "head_dim_v": 128, "scale": 0.09}
-
 CASES = {
-    "one item, many blocks": Case(**_WIDE, heads_q=8, seq_kv=5000),
-    "heads of their own": Case(**_WIDE, heads_q=32, heads_k=32, heads_v=32, seq_kv=1024),
-    "scores far apart": Case(**_WIDE, heads_q=4, seq_kv=2000, logits=100.0),
+    "one item, many blocks": Case(**WIDE, heads_q=8, seq_kv=5000),
+    "heads of their own": Case(**WIDE, heads_q=32, heads_k=32, heads_v=32, seq_kv=1024),
+    "scores far apart": Case(**WIDE, heads_q=4, seq_kv=2000, logits=100.0),
     "shares across items": Case(
-        **_WIDE, batch=3, heads_q=8, heads_k=2, heads_v=2, seq_kv=5000, right=0, bottom_right=True
+        **WIDE, batch=3, heads_q=8, heads_k=2, heads_v=2, seq_kv=5000, right=0, bottom_right=True
     ),
-    "more items than blocks": Case(**_WIDE, batch=150, heads_q=2, seq_kv=200),
-    "clusters, one tile each": Case(**_WIDE, heads_q=64, heads_k=8, heads_v=8, seq_kv=1000),
-    "pairs": Case(**_WIDE, heads_q=64, heads_k=64, heads_v=64, seq_kv=700),
+    "more items than blocks": Case(**WIDE, batch=150, heads_q=2, seq_kv=200),
+    "clusters, one tile each": Case(**WIDE, heads_q=64, heads_k=8, heads_v=8, seq_kv=1000),
+    "pairs": Case(**WIDE, heads_q=64, heads_k=64, heads_v=64, seq_kv=700),
     "clusters with few keys": Case(
-        **_WIDE, heads_q=16, heads_k=8, heads_v=8, seq_kv=1024, len_q=(1,), len_kv=(100,), sink=0.0,
+        **WIDE, heads_q=16, heads_k=8, heads_v=8, seq_kv=1024, len_q=(1,), len_kv=(100,), sink=0.0,
         page_k=16, page_v=32,
     ),
-    "no keys": Case(**_WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
+    "no keys": Case(**WIDE, batch=2, heads_q=4, heads_k=4, heads_v=4, seq_kv=700,
                     len_q=(1, 1), len_kv=(700, 0)),
     "several queries, sink, lengths": Case(
-        **_WIDE, batch=3, heads_q=8, seq_q=4, seq_kv=600, len_q=(4, 0, 2), len_kv=(555, 600, 1),
+        **WIDE, batch=3, heads_q=8, seq_q=4, seq_kv=600, len_q=(4, 0, 2), len_kv=(555, 600, 1),
         right=0, bottom_right=True, sink=0.0,
     ),
     "64 rows, pages": Case(
-        **_WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
+        **WIDE, batch=3, heads_q=8, seq_q=8, seq_kv=1600, len_q=(8, 8, 2), len_kv=(1555, 600, 1),
         right=0, bottom_right=True, page_k=16, page_v=16,
     ),
     "28 rows, pages of two sizes": Case(
-        **_WIDE, batch=8, heads_q=32, heads_k=8, heads_v=8, seq_q=7, seq_kv=700,
+        **WIDE, batch=8, heads_q=32, heads_k=8, heads_v=8, seq_q=7, seq_kv=700,
         len_q=(7, 5, 7, 0, 1, 7, 7, 2), len_kv=(700, 333, 128, 9, 0, 699, 129, 257), right=0,
         bottom_right=True, page_k=64, page_v=16,
     ),
     "64 rows in pairs": Case(
-        **_WIDE, batch=8, heads_q=64, heads_k=8, heads_v=8, seq_q=8, seq_kv=500, right=0,
+        **WIDE, batch=8, heads_q=64, heads_k=8, heads_v=8, seq_q=8, seq_kv=500, right=0,
         bottom_right=True, sink=0.0,
     ),
     "pages, shorter than they may be": Case(
-        **_WIDE, heads_q=8, seq_kv=9000, len_q=(1,), len_kv=(5555,), page_k=64, page_v=16,
+        **WIDE, heads_q=8, seq_kv=9000, len_q=(1,), len_kv=(5555,), page_k=64, page_v=16,
     ),
     "pages, of different lengths": Case(
-        **_WIDE, batch=5, heads_q=16, heads_k=8, heads_v=8, seq_kv=6000, len_q=(1,) * 5,
+        **WIDE, batch=5, heads_q=16, heads_k=8, heads_v=8, seq_kv=6000, len_q=(1,) * 5,
         len_kv=(5999, 1, 6000, 0, 3000), page_k=16, page_v=64,
     ),
     "pages, where full sequences have another head": Case(
-        **_WIDE, batch=2, heads_q=20, heads_k=20, heads_v=20, seq_kv=3584, len_q=(1, 1),
+        **WIDE, batch=2, heads_q=20, heads_k=20, heads_v=20, seq_kv=3584, len_q=(1, 1),
         len_kv=(1000, 600), page_k=16, page_v=16,
     ),
     "128 rows, a window": Case(
-        **_WIDE, batch=3, heads_q=8, seq_q=16, seq_kv=900, left=100, right=0, bottom_right=True
+        **WIDE, batch=3, heads_q=8, seq_q=16, seq_kv=900, left=100, right=0, bottom_right=True
     ),
     "everything that scores are edited by, and all statistics": Case(
-        **_WIDE, batch=2, heads_q=12, heads_k=4, heads_v=2, seq_q=5, seq_kv=900, left=100, right=0,
+        **WIDE, batch=2, heads_q=12, heads_k=4, heads_v=2, seq_q=5, seq_kv=900, left=100, right=0,
         bottom_right=True, alibi="BH", softcap=30.0, row_outputs=("score_max", "score_sum_exp"),
     ),
     "40 lengths, small pages": Case(
-        **_WIDE, batch=40, heads_q=4, heads_k=2, heads_v=2, seq_kv=300, len_q=(1,) * 40,
+        **WIDE, batch=40, heads_q=4, heads_k=2, heads_v=2, seq_kv=300, len_q=(1,) * 40,
         len_kv=tuple(37 * entry % 301 for entry in range(40)), page_k=1, page_v=4,
     ),
     "narrow heads, a bias": Case(
@@ -104,72 +98,10 @@ def test_decode(name: str, dtype: str) -> None:
     check(replace(CASES[name], dtype=dtype), gpu_library(), run_graph)
 
 
-def _lengths(batch: int, keys: int) -> tuple[int, ...]:
-    """Of all kinds, no two alike if they are fewer than keys."""
-    return tuple(keys if entry == 1 else 211 * entry % keys for entry in range(batch))
-
-
-#: Multiprocessors; blocks of an item, of a multiprocessor, stages of each (see `DecodeTiling`).
-DIVIDED = {
-    "blocks alone": (132, (1, 2, 2), Case(
-        **_WIDE, batch=66, heads_q=16, heads_k=8, heads_v=8, seq_kv=300, sink=0.0
-    )),
-    "blocks alone, of long items": (5, (1, 2, 1), Case(
-        **_WIDE, batch=5, heads_q=8, heads_k=4, heads_v=4, seq_kv=4200
-    )),
-    "blocks alone, lengths, pages": (132, (1, 2, 2), Case(
-        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_q=2, seq_kv=700, len_q=(2,) * 67,
-        len_kv=_lengths(67, 700), right=0, bottom_right=True, page_k=64, page_v=16,
-    )),
-    "blocks alone, more tiles than a warp has lanes": (5, (1, 2, 2), Case(
-        **_WIDE, batch=14, heads_q=8, heads_k=4, heads_v=4, seq_kv=2900, len_q=(1,) * 14,
-        len_kv=_lengths(14, 2900), page_k=16, page_v=64,
-    )),
-    "blocks alone, of long items, lengths": (2, (1, 2, 1), Case(
-        **_WIDE, batch=17, heads_q=4, heads_k=2, heads_v=2, seq_kv=4200, len_q=(1,) * 17,
-        len_kv=_lengths(17, 4200), page_k=64, page_v=64,
-    )),
-    "shares of two blocks": (132, (0, 2, 1), Case(
-        **_WIDE, batch=67, heads_q=8, heads_k=2, heads_v=2, seq_kv=1500, len_q=(1,) * 67,
-        len_kv=_lengths(67, 1500),
-    )),
-    "shares of two blocks, several items each": (5, (0, 2, 1), Case(
-        **_WIDE, batch=9, heads_q=8, heads_k=2, heads_v=2, seq_q=3, seq_kv=1300, len_q=(3,) * 9,
-        len_kv=_lengths(9, 1300), right=0, bottom_right=True, sink=0.0, page_k=16, page_v=16,
-    )),
-    "shares of one block, several items each": (5, (0, 1, 2), Case(
-        **_WIDE, batch=7, heads_q=8, heads_k=2, heads_v=2, seq_kv=1300, page_k=16, page_v=16,
-    )),
-    "parts in groups": (132, (0, 1, 1), Case(**_WIDE, heads_q=8, seq_kv=17000, sink=0.0)),
-    "parts in groups, lengths, pages": (132, (0, 1, 1), Case(
-        **_WIDE, batch=3, heads_q=8, seq_q=2, seq_kv=5000, len_q=(2, 1, 2), len_kv=(5000, 1, 4999),
-        right=0, bottom_right=True, page_k=64, page_v=16,
-    )),
-    "32 rows, parts in groups": (132, (0, 1, 1), Case(
-        **_WIDE, batch=2, heads_q=8, seq_q=4, seq_kv=6000, right=0, bottom_right=True
-    )),
-    "24 rows, lengths, pages": (132, (0, 1, 1), Case(
-        **_WIDE, batch=3, heads_q=8, seq_q=3, seq_kv=5000, len_q=(3, 1, 2), len_kv=(5000, 33, 2047),
-        page_k=16, page_v=64,
-    )),
-    "32 rows, clusters": (132, (2, 1, 2), Case(
-        **_WIDE, batch=62, heads_q=8, seq_q=4, seq_kv=300, sink=0.0
-    )),
-    "32 rows, several items each": (5, (0, 1, 2), Case(
-        **_WIDE, batch=12, heads_q=8, seq_q=4, seq_kv=700, len_q=(4,) * 12,
-        len_kv=_lengths(12, 700), page_k=16, page_v=16,
-    )),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", DIVIDED)
 def test_each_division(name: str) -> None:
-    """It is right however items are divided on Hopper, and they are as the name says."""
-    multiprocessors, divided, case = DIVIDED[name]
-    hopper = replace(KNOWN["sm_90a"], multiprocessors=multiprocessors)
-    problem = problem_of(case, Direction.FORWARD)
-    tiling = Decode(problem, geometry_of(case, make_tensors(case, Library())), hopper).tiling
-    assert (tiling.cluster, tiling.min_blocks, tiling.stages) == divided
+    """It is right however items are divided on Hopper (which of these is a test of ``unit``)."""
+    multiprocessors, _, case = DIVIDED[name]
     check(case, gpu_library(), partial(run_on_few, multiprocessors))
 
 

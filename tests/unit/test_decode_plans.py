@@ -26,6 +26,10 @@ from dlattn.problem import (
     TensorSpec,
 )
 from dlattn.runtime.target import KNOWN
+from tests.builders import make_tensors
+from tests.decode_divisions import DIVIDED
+from tests.drivers import geometry_of, problem_of
+from tests.libraries import Library
 
 HOPPER = KNOWN["sm_90a"]
 PROBLEM = Problem(Direction.FORWARD, data_type.HALF, 128, 128, (Scale(),), (Padding(),))
@@ -336,3 +340,13 @@ def test_boxes_lie_in_pages(page: int, boxes: bool) -> None:
     plan = Decode(replace(PROBLEM, paged_k=True, paged_v=True), paged, HOPPER)
     assert plan.tiling.boxes == boxes
     assert set(plan.box_rows().values()) == ({16} if boxes else set())
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_items_are_divided_as_its_name_says(name: str) -> None:
+    """Each case with which a GPU tests a division has that one."""
+    multiprocessors, divided, case = DIVIDED[name]
+    target = replace(HOPPER, multiprocessors=multiprocessors)
+    given = geometry_of(case, make_tensors(case, Library()))
+    tiling = Decode(problem_of(case, Direction.FORWARD), given, target).tiling
+    assert (tiling.cluster, tiling.min_blocks, tiling.stages) == divided
