@@ -57,11 +57,11 @@ DIVIDED = {
         page_k=16, page_v=64,
     )),
     "32 rows, clusters of few blocks": (132, (8, 1, 2), Case(
-        **WIDE, batch=2, heads_q=8, seq_q=4, seq_kv=6000, right=0, bottom_right=True
+        **WIDE, batch=7, heads_q=8, seq_q=4, seq_kv=2000, right=0, bottom_right=True
     )),
     "24 rows, clusters of few blocks, lengths, pages": (132, (8, 1, 2), Case(
-        **WIDE, batch=3, heads_q=8, seq_q=3, seq_kv=5000, len_q=(3, 1, 2), len_kv=(5000, 33, 2047),
-        page_k=16, page_v=64,
+        **WIDE, batch=8, heads_q=8, seq_q=3, seq_kv=1500, len_q=(3, 1, 2) * 2 + (3, 3),
+        len_kv=_lengths(8, 1500), page_k=16, page_v=64,
     )),
     "32 rows, clusters": (132, (2, 1, 2), Case(
         **WIDE, batch=62, heads_q=8, seq_q=4, seq_kv=300, sink=0.0

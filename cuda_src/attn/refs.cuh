@@ -199,7 +199,7 @@ struct TileOrderRef {
 // one whose blocks ask for tiles, the first mark says that these are being counted.
 struct PartsRef {
   void* data;     // a part for each block; two for a later kernel
-  uint64* marks;  // likewise: `mark` where the part is there
+  uint64* marks;  // likewise: `mark` where the part is there, or says itself whether it is
   uint64 mark;
   int4* tiles;  // of which parts a later kernel puts together (kernels/fwd_parts.cuh), or null
 };

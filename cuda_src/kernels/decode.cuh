@@ -159,6 +159,7 @@ struct Decode : DecodeParts<Problem, Tiling> {
   DLATTN_DEVICE bool run() {
     Base::start();
     if constexpr (Tiling::shares) {
+      Base::open_part();
 #pragma unroll 1
       while (work.left > 0) visit_item();
       return true;

@@ -1,8 +1,10 @@
 // How the parts of an item meet: those of a block's teams in its shared memory; those of blocks in each
 // other's if a cluster has the item, else in the workspace. There the block that has the item's last tile
 // collects what others leave, of which some have collected what those before them left (attn/part_groups.cuh).
-// A block says that its part is there by a mark which is drawn when the plan is made, and which the collector
-// takes away: nobody has to clear the workspace, whose other contents differ from the mark.
+// Each number of a part says by itself that it is there: no fence, barrier or mark is behind the last one. A
+// block opens the part that it will leave when it begins: it makes all numbers absent ones, and says so by a
+// mark which is drawn when the plan is made, and which the collector takes away. So nobody has to clear the
+// workspace, whose other contents differ from the mark.
 #pragma once
 
 #include "attn/epilogue.cuh"
@@ -92,7 +94,6 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
             float2{output.at[0][n][2 * i], output.at[0][n][2 * i + 1]};
       }
     }
-    __syncthreads();
   }
 
   // Some columns of a partial row: as many as a packet has in a cluster; half of them elsewhere, so that more
@@ -100,6 +101,23 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   struct Unit {
     static constexpr int columns = Tiling::clusters ? 8 : 4;
     float reference = Softmax::no_key, sum = 0.f, o[columns] = {};
+
+    // Numbers that are not there: a NaN that arithmetic never has, whose only one is 0x7fffffff (CUDA C++
+    // Programming Guide, "Floating-Point Standard").
+    static constexpr uint32 absent_bits = 0xffffffffu;
+    static DLATTN_DEVICE Unit absent() {
+      Unit unit;
+      unit.reference = unit.sum = __uint_as_float(absent_bits);
+#pragma unroll
+      for (int i = 0; i < columns; ++i) unit.o[i] = unit.sum;
+      return unit;
+    }
+    DLATTN_DEVICE bool is_there() const {
+      uint32 largest = umax(__float_as_uint(reference), __float_as_uint(sum));
+#pragma unroll
+      for (int i = 0; i < columns; ++i) largest = umax(largest, __float_as_uint(o[i]));
+      return largest != absent_bits;
+    }
 
     // Makes another one of it, that nothing will exceed.
     DLATTN_DEVICE void raise(float other) {
@@ -126,6 +144,31 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     for (int i = 0; i < count; ++i) {
       if (i < existing) load(other[i], i);
     }
+    add_units(unit, other);
+  }
+  // The same of units whose numbers may be absent yet.
+  template <int count, class Load>
+  static DLATTN_DEVICE void add_awaited(Unit& unit, int existing, Load load) {
+    Unit other[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (i < existing) other[i] = Unit::absent();
+    }
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (!other[i].is_there()) load(other[i], i);
+      }
+#pragma unroll
+      for (int i = 0; i < count; ++i) all &= other[i].is_there();
+      if (!all) __nanosleep(40);  // blocks that are still at work share L2 with those that ask
+    } while (!all);
+    add_units(unit, other);
+  }
+  template <int count>
+  static DLATTN_DEVICE void add_units(Unit& unit, const Unit (&other)[count]) {
     float largest = other[0].reference;
 #pragma unroll
     for (int i = 1; i < count; ++i) largest = fmaxf(largest, other[i].reference);
@@ -182,8 +225,9 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
 
   // ---- A block that has an item to itself ----
 
-  // All threads, once every team has shared its part of the rows.
+  // All threads, whose teams have shared their parts of the rows.
   DLATTN_DEVICE void conclude_alone() const {
+    __syncthreads();
     for_each_unit([&](int row, int column) {
       Unit unit = merge_teams(row, column);
       store(unit, row, column);
@@ -213,27 +257,33 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     return {nearest, 1, Groups::added_to(last - work.team, last - work.first_team())};
   }
 
-  // What they have left of this item is there.
-  DLATTN_DEVICE void await_parts(const Sources& from) const {
+  DLATTN_DEVICE void leave(const Unit& unit, int row, int column) const {
+    Left& left = left_by(blockIdx.x);
+    store_relaxed(reinterpret_cast<float4*>(&left.o[row][column]),
+                  float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]});
+    if (column == 0) {
+      store_relaxed(&left.reference[row], unit.reference);
+      store_relaxed(&left.sum[row], unit.sum);
+    }
+  }
+
+  // Of the first item, if this block does not complete it: it completes all others. By the last warp, of which
+  // another lane than the one that orders copies releases the mark: a release waits for those.
+  DLATTN_DEVICE void open_part() const {
+    if (work.left == 0 || threadIdx.x < threads - 32 || work.completes()) return;
+    for (int i = threadIdx.x % 32; i < units_of_item(p); i += 32) {
+      leave(Unit::absent(), i / row_units, i % row_units * Unit::columns);
+    }
+    __syncwarp();
+    if (threadIdx.x == threads - 1) store_release(p.parts.marks + blockIdx.x, p.parts.mark);
+  }
+  // Their numbers are absent or there.
+  DLATTN_DEVICE void await_open(const Sources& from) const {
     for (int i = threadIdx.x; i < from.count; i += threads) {
       uint64& mark = p.parts.marks[work.block_of(from.team(i))];
       while (load_acquire(&mark) != p.parts.mark) {
       }
       mark = 0;
-    }
-    __syncthreads();
-  }
-  DLATTN_DEVICE void say_part() const {
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(p.parts.marks + blockIdx.x, p.parts.mark);
-  }
-
-  DLATTN_DEVICE void leave(const Unit& unit, int row, int column) const {
-    Left& left = left_by(blockIdx.x);
-    store_unit(&left.o[row][column], unit.o);
-    if (column == 0) {
-      left.reference[row] = unit.reference;
-      left.sum[row] = unit.sum;
     }
   }
 
@@ -241,7 +291,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   DLATTN_DEVICE Unit merge(const Sources& from, int row, int column) const {
     Unit unit = merge_teams(row, column);
     for (int done = 0; done < from.count; done += at_a_time) {
-      add_units<at_a_time>(unit, from.count - done, [&](Unit& part, int i) {
+      add_awaited<at_a_time>(unit, from.count - done, [&](Unit& part, int i) {
         const Left& left = left_by(work.block_of(from.team(done + i)));
         const float4 o = load_relaxed(reinterpret_cast<const float4*>(&left.o[row][column]));
         part.reference = load_relaxed(&left.reference[row]);
@@ -252,11 +302,12 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     return unit;
   }
 
-  // All threads, once every team has shared its part of the rows.
+  // All threads, whose teams have shared their parts of the rows.
   DLATTN_DEVICE void conclude() {
     const bool completes = work.completes();
     const Sources from = sources(completes);
-    if (from.count > 0) await_parts(from);
+    await_open(from);
+    __syncthreads();
     for_each_unit([&](int row, int column) {
       Unit unit = merge(from, row, column);
       if (completes) {
@@ -265,7 +316,6 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
         leave(unit, row, column);
       }
     });
-    if (!completes) say_part();
     if (!Base::parts_apart) __syncthreads();
   }
 
@@ -293,9 +343,10 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     cluster_arrive_relaxed();
   }
 
-  // All threads of all blocks of a cluster, once every team has shared its part of the rows: what this
+  // All threads of all blocks of a cluster, whose teams have shared their parts of the rows: what this
   // block has of each unit goes to the block that puts it together.
   DLATTN_DEVICE void conclude_together() {
+    __syncthreads();
     cluster_wait();
     const OwnUnits own(p, work.rank, work.blocks);
     for (int i = threadIdx.x; i < units_of_item(p); i += threads) {

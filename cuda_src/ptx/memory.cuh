@@ -148,6 +148,15 @@ DLATTN_DEVICE float load_relaxed(const float* global) {
   asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(global) : "memory");
   return v;
 }
+// 9.7.9.12 (st.relaxed)
+DLATTN_DEVICE void store_relaxed(float4* global, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+DLATTN_DEVICE void store_relaxed(float* global, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
+}
 DLATTN_DEVICE uint64 load_acquire(const uint64* global) {
   uint64 value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(global) : "memory");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -127,10 +128,14 @@ _ROOM = {2: 1.0, 4: 0.85, 8: 0.85}
 #: Keys of a cluster's block at most, and where lengths may differ, which only shares even out.
 _MOST_KEYS, _MOST_UNEVEN_KEYS = 4096, 1024
 
-#: What part of the multiprocessors clusters must have, unless items of 16 rows have so few tiles
-#: for each block; and what is enough for items of 32, whose parts are large, if heads are as wide
-#: as this, so that half of all blocks read as fast.
-_NEARLY_ALL, _FEW_TILES, _ENOUGH_FOR_LARGE, _FEWEST_WIDE = 0.9, 4, 0.1, 65
+#: What part of the multiprocessors clusters must have, to have items of any length: nearly all; or
+#: most, of wide heads, in clusters of eight or with more than 16 rows. Those make parts so large
+#: that fewer clusters may still have some tiles for each block.
+_NEARLY_ALL, _MOST, _ENOUGH_FOR_LARGE, _TILES_OF_LARGE = 0.9, 0.65, 0.4, 8
+#: Tiles of each of a cluster's blocks otherwise, if they have this part, or less.
+_SOME, _FEW_TILES, _FEWEST_TILES = 0.3, 4, 2
+#: Columns from which on half of all blocks read as fast.
+_FEWEST_WIDE = 65
 
 #: Items of a multiprocessor from which on two blocks are better than one where lengths differ; and
 #: a larger ring is better for more than 16 rows.
@@ -146,19 +151,32 @@ def cluster_of(geometry: Geometry, target: Target) -> int:
     """Blocks of a cluster, if it is best that one has each item; else 0.
 
     It is where all clusters run at once, and either have hardly any block less than there could be,
-    or few tiles for each of theirs, or large parts.
+    or few tiles for each of theirs.
     """
     items, room = items_of(geometry), target.multiprocessors
     tiles = -(-geometry.seq_kv // (16 * _BOX_WARPS))
     fitting = (n for n, part in _ROOM.items() if items * n <= part * room and n <= tiles)
     blocks = max(fitting, default=0)
-    few = rows_of(geometry) <= 16 and tiles <= _FEW_TILES * blocks
-    large = 16 < rows_of(geometry) <= MOST_BOX_ROWS and geometry.tensors["v"].dim[3] >= _FEWEST_WIDE
-    enough = _ENOUGH_FOR_LARGE if large else _NEARLY_ALL
-    if items * blocks < enough * room and not few:
+    if tiles > blocks * _most_tiles(geometry, blocks, items * blocks / room):
         return 0
     most_keys = _MOST_UNEVEN_KEYS if _differ(geometry) else _MOST_KEYS
     return blocks if geometry.seq_kv <= most_keys * blocks else 0
+
+
+def _most_tiles(geometry: Geometry, blocks: int, part: float) -> float:
+    """Of each of so many blocks of a cluster, where clusters have that part of the multiprocessors:
+    more take longer than parts of all blocks do to meet in the workspace."""
+    large = rows_of(geometry) > 16
+    wide = geometry.tensors["v"].dim[3] >= _FEWEST_WIDE
+    if part >= _NEARLY_ALL:
+        return math.inf
+    if large and (rows_of(geometry) > MOST_BOX_ROWS or not wide):
+        return 0
+    if part >= _MOST and wide and (large or blocks == MOST_BLOCKS):
+        return math.inf
+    if part >= _ENOUGH_FOR_LARGE and large:
+        return _TILES_OF_LARGE
+    return _FEW_TILES if part >= _SOME else _FEWEST_TILES
 
 
 def stand_alone(geometry: Geometry, target: Target) -> bool:

@@ -219,6 +219,18 @@ BLOCKS_OF_AN_ITEM = {
     (1, 32, 32, 1024): 2,  # half of the chip waits, for less than others' parts would take
     (1, 32, 32, 2048): 0,
     (1, 64, 8, 4096): 8,
+    (
+        1,
+        4,
+        4,
+        4096,
+    ): 0,  # so few items that parts of all blocks meet sooner than their keys are there
+    (1, 4, 4, 2048): 8,
+    (1, 5, 5, 4096): 8,
+    (10, 1, 1, 8192): 0,
+    (11, 1, 1, 8192): 8,  # most of the chip
+    (11, 1, 1, 32768): 8,
+    (11, 1, 1, 32769): 0,
     (1, 8, 8, 100): 0,  # one tile
     (64, 64, 8, 8192): 1,
     (64, 64, 8, 8193): 0,
@@ -249,18 +261,20 @@ def test_few_items_have_clusters_and_many_blocks_of_their_own(
 
 
 def test_large_parts_meet_in_clusters() -> None:
-    """Of more than 16 rows, from two items on, even where most multiprocessors have nothing to do
-    then; not of narrow heads, whose blocks would read too little at a time."""
+    """Of more than 16 rows, even where more than half of the multiprocessors have nothing to do
+    then, if keys are few; not of narrow heads, whose blocks would read too little at a time."""
 
-    def cluster(heads: int, heads_k: int, queries: int, dim: int = 128) -> int:
+    def cluster(heads: int, heads_k: int, queries: int, dim: int = 128, keys: int = 8192) -> int:
         sizes = geometry(
-            batch=1, heads=(heads, heads_k, heads_k), queries=queries, keys=8192, head_dim=dim
+            batch=1, heads=(heads, heads_k, heads_k), queries=queries, keys=keys, head_dim=dim
         )
         problem = replace(PROBLEM, head_dim_qk=dim, head_dim_v=dim)
         return Decode(problem, sizes, HOPPER).tiling.cluster
 
     assert cluster(64, 8, 2) == 0 and cluster(64, 8, 3) == cluster(64, 8, 4) == 8
-    assert cluster(16, 2, 4) == 8 and cluster(8, 1, 4) == 0
+    assert cluster(56, 7, 4) == 8 and cluster(48, 6, 4) == cluster(8, 1, 4) == 0
+    assert cluster(64, 8, 4, keys=8193) == 0 and cluster(88, 11, 4, keys=8193) == 8
+    assert cluster(32, 4, 4, keys=2048) == 8 and cluster(32, 4, 4, keys=2049) == 0
     assert cluster(64, 8, 4, dim=64) == 0
 
 
