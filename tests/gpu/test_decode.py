@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dlattn
+from dlattn.graph.tensor import Tensor
 from tests.cases import Case
 from tests.decode_divisions import DIVIDED, WIDE
 from tests.drivers import check, gpu_library, run_graph
@@ -105,13 +106,8 @@ def test_each_division(name: str) -> None:
     check(case, gpu_library(), partial(run_on_few, multiprocessors))
 
 
-@pytest.mark.parametrize("keys", [1000, 6000])
-def test_a_workspace_serves_again(keys: int) -> None:
-    """Each of many calls with one workspace, which held other things before, has the same bits;
-    also where clusters need none."""
-    cupy = pytest.importorskip("cupy")
-    q = cupy.random.default_rng(0).standard_normal((2, 8, 1, 128)).astype(cupy.float16)
-    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, keys, 128)).astype(cupy.float16)
+def _built(q: Any, k: Any, v: Any) -> tuple[dlattn.pygraph, list[Tensor], Tensor]:
+    """A decode of these, its inputs and its output."""
     graph = dlattn.pygraph(
         io_data_type=dlattn.data_type.HALF,
         intermediate_data_type=dlattn.data_type.FLOAT,
@@ -122,12 +118,43 @@ def test_a_workspace_serves_again(keys: int) -> None:
     output.set_output(True).set_dim(q.shape).set_stride([stride // 2 for stride in q.strides])
     graph.build([dlattn.heur_mode.A])
     assert graph.get_plan_name_at_index(0) == "decode"
+    return graph, inputs, output
+
+
+@pytest.mark.parametrize("keys", [1000, 6000])
+def test_a_workspace_serves_again(keys: int) -> None:
+    """Each of many calls with one workspace, which held other things before, has the same bits;
+    also where clusters need none."""
+    cupy = pytest.importorskip("cupy")
+    q = cupy.random.default_rng(0).standard_normal((2, 8, 1, 128)).astype(cupy.float16)
+    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, keys, 128)).astype(cupy.float16)
+    graph, inputs, output = _built(q, k, v)
     workspace = cupy.full(max(1, graph.get_workspace_size()), 0xFF, cupy.uint8)
     results = []
     for _ in range(20):
         results.append(cupy.empty_like(q))
         graph.execute(dict(zip((*inputs, output), (q, k, v, results[-1]), strict=True)), workspace)
     assert all((result == results[0]).all() for result in results)
+
+
+@pytest.mark.parametrize("keys", [1000, 6000, 20000])
+@pytest.mark.parametrize("bits", [0xFFFF, 0x7E00, 0x7C00])
+def test_values_that_are_no_numbers_reach_the_output(keys: int, bits: int) -> None:
+    """NaN of any bits and infinity, in one column of values that all attend to: the parts of it are
+    no numbers, and other columns are as without."""
+    cupy = pytest.importorskip("cupy")
+    q = cupy.random.default_rng(0).standard_normal((2, 8, 1, 128)).astype(cupy.float16)
+    k, v = cupy.random.default_rng(1).standard_normal((2, 2, 1, keys, 128)).astype(cupy.float16)
+    graph, inputs, output = _built(q, k, v)
+    workspace = cupy.full(max(1, graph.get_workspace_size()), 0xFF, cupy.uint8)
+    results = [cupy.empty_like(q) for _ in range(2)]
+    for result in results:
+        graph.execute(dict(zip((*inputs, output), (q, k, v, result), strict=True)), workspace)
+        v.view(cupy.uint16)[:, :, keys // 3, 5] = bits
+    before, after = results
+    assert not cupy.isfinite(after[..., 5]).any()
+    after[..., 5] = before[..., 5]
+    assert (after == before).all()
 
 
 #: Lets the next kernel begin, and only a millisecond later writes what that one reads.
