@@ -81,7 +81,9 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
       largest[r] = reduce_row(largest[r], [](float a, float b) { return fmaxf(a, b); });
-      largest[r] *= log2_factor;
+      // Upwards: exponents are exact products less the rounded one. Of scores of 1e9, as of keys that a bias
+      // of -1e9 masks, they would be 18 for the largest, too large for fp16, and of 1e10 for any type.
+      largest[r] = __fmul_ru(largest[r], log2_factor);
       grew |= largest[r] - reference[r] > slack;
     }
     if (!__any_sync(0xffffffffu, grew)) return false;
