@@ -153,9 +153,11 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       }
       if (lane == 0 && row < Shapes::tile_q) {
         // Rows without keys have stats -infinity and rows beyond the length have none: a
-        // log-sum-exp of +infinity makes their probabilities exactly zero.
+        // log-sum-exp of +infinity makes their probabilities exactly zero. Upwards, as in a forward: or those of a
+        // row that a bias of -1e9 masks would be infinite.
+        constexpr float raised = Tiling::template raised<T>;
         const float log_sum_exp =
-            stats == -infinity() ? infinity() : stats * log2_e - Tiling::template raised<T>;
+            stats == -infinity() ? infinity() : __fmaf_ru(stats, log2_e, -raised);
         if constexpr (Problem::d_stats) {
           // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
           if (stats != -infinity()) {
