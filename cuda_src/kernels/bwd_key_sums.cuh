@@ -108,8 +108,8 @@ struct KeySums {
     const int tiles = most(1, ceil_div(p.seq_len_kv.at(batch, p.seq_kv), tile_k));
     const int first = tile_of_all(p, batch, 0), last = least(first + tiles, p.ragged.key_tiles);
     const int64 units = int64(heads(p)) * (size / 4), end = last * units;
-    const int block = blockIdx.x + gridDim.x * blockIdx.y;
-    const int step = gridDim.x * gridDim.y * blockDim.x;
+    const int64 block = int64(gridDim.x) * blockIdx.y + blockIdx.x;
+    const int64 step = int64(gridDim.x) * gridDim.y * blockDim.x;
     auto* g_sums = reinterpret_cast<float4*>(p.key_sums);
     for (int64 i = first * units + block * blockDim.x + threadIdx.x; i < end; i += step) {
       g_sums[i] = float4{0.f, 0.f, 0.f, 0.f};
