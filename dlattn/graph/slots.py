@@ -247,7 +247,8 @@ class RaggedSlot(Slot):
                 size == 1 or want in (None, got)
                 for size, want, got in zip(shape, wanted, stride, strict=True)
             )
-        if fits and _extent(shape, stride) > MOST_RAGGED_ELEMENTS:
+        # Kernels count whole rows, the last one, too.
+        if fits and max(_extent(shape, stride), shape[0] * stride[0]) > MOST_RAGGED_ELEMENTS:
             return (
                 f"expected at most {MOST_RAGGED_ELEMENTS} elements, got shape {shape}; split the "
                 "batch."

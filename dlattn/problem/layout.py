@@ -15,8 +15,9 @@ FARTHEST = 2**30
 #: positions.
 LONGEST = FARTHEST - 2**10
 
-#: Elements of the longest ragged tensor: what the copy engine can count, eight at a time.
-MOST_RAGGED_ELEMENTS = 2**34
+#: Elements of the longest ragged tensor: what the copy engine can count, eight at a time, from 0 to
+#: ``2**31 - 2``: where the last sequence ends is a coordinate, too.
+MOST_RAGGED_ELEMENTS = 8 * (2**31 - 2)
 
 #: Bytes of the widest access to global memory.
 WIDEST_ACCESS = 16

@@ -62,7 +62,7 @@ def packed(tokens: int, row: int, columns: int = 64) -> Geometry:
 
 
 def test_ragged_tensors_that_the_copy_engine_cannot_count() -> None:
-    """From 2**34 elements on they are left to the portable kernels."""
+    """From 2**34 - 15 elements on they are left to the portable kernels."""
     problem, row = replace(PROBLEM, ragged=True), 2**14
     most = MOST_RAGGED_ELEMENTS // row
     assert FwdSm90.supports(problem, packed(most, row), HOPPER) is None
