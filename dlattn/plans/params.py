@@ -48,6 +48,9 @@ _TANH_REACH = 0.4
 #: Up to there a term fewer has an error of 2**-20.6.
 _TANH_FEW_REACH = 0.27
 
+#: More than a tile has queries, or keys.
+_FARTHER_THAN_TILES = 2**12
+
 
 def params_for(geometry: Geometry) -> Params:
     """A ``Params`` with every size, stride and scalar set, and every address null."""
@@ -61,8 +64,7 @@ def params_for(geometry: Geometry) -> Params:
         heads_per_v=Divisor.of(geometry.heads_q // geometry.heads_v),
         heads_per_block=Divisor.of(1),
         items=ItemsRef(pairs=Divisor.of(1)),
-        band_left=geometry.band_left or 0,
-        band_right=geometry.band_right or 0,
+        **_band(geometry),
         bottom_right=geometry.bottom_right,
         attn_scale=geometry.attn_scale,
         softcap=geometry.softcap or 0.0,
@@ -98,6 +100,16 @@ def params_for(geometry: Geometry) -> Params:
         params.block_mask = BlockMaskRef(0, *_broadcast_strides(geometry.tensors["block_mask"]))
     params.k_pages, params.v_pages = (_page_table_ref(geometry, role) for role in PAGE_TABLES)
     return params
+
+
+def _band(geometry: Geometry) -> dict[str, int]:
+    """Bounds of the diagonal band. Of one without a key, such that no tile of queries sees a key, and
+    no tile of keys a query: of others, the ends of large tiles do, and not of small ones, so that
+    who counts what is added to queries would wait for another number than items add."""
+    left, right = geometry.band_left, geometry.band_right
+    if left is not None and right is not None and left + right <= 0:
+        left = right = -_FARTHER_THAN_TILES
+    return {"band_left": left or 0, "band_right": right or 0}
 
 
 def address_slot(params: Params, geometry: Geometry, role: str) -> ctypes.c_uint64:

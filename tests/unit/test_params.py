@@ -46,8 +46,10 @@ def test_numbers_are_those_of_the_geometry(case: Case) -> None:
     assert (params.batch, params.heads_q, params.seq_q, params.seq_kv) == sizes
     groups = (case.heads_q // case.heads_k, case.heads_q // case.heads_v)
     assert (params.heads_per_k.number, params.heads_per_v.number) == groups
-    bounds = (case.left or 0, case.right or 0, int(case.bottom_right))
-    assert (params.band_left, params.band_right, params.bottom_right) == bounds
+    bounds = case.left or 0, case.right or 0
+    if None not in (case.left, case.right) and sum(bounds) <= 0:  # without a key, whatever they are
+        bounds = -4096, -4096
+    assert (params.band_left, params.band_right, params.bottom_right) == (*bounds, case.bottom_right)
     assert params.attn_scale == np.float32(case.scale_value)
     assert params.softcap == np.float32(case.softcap or 0)
     for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"):
@@ -99,3 +101,36 @@ def test_a_divisor_divides(number: int, other: int) -> None:
     multiple = other // number * number
     for of in (other, multiple, max(0, multiple - 1), 2**31 - 1):
         assert of * divisor.factor >> divisor.shift == of // number
+
+
+@given(
+    rows=st.tuples(st.integers(1, 600), st.integers(1, 600)), left=st.integers(-300, 300),
+    right=st.integers(-300, 300), shift=st.integers(-600, 600),
+    tiles=st.sampled_from([(64, 64), (64, 128), (128, 128)]),
+)  # fmt: skip
+def test_tiles_of_keys_and_of_queries_agree_who_sees_whom(
+    rows: tuple[int, int], left: int, right: int, shift: int, tiles: tuple[int, int]
+) -> None:
+    """A backward counts tiles of keys that add to a tile of queries (``keys`` of a ``Band``), and
+    items visit those that are left them (``queries``): also where no query has a key."""
+    dims = {"q": (1, 1, rows[0], 8), "k": (1, 1, rows[1], 8), "v": (1, 1, rows[1], 8)}
+    tensors = {
+        role: TensorSpec(role, dim, (0, 0, 8, 1), data_type.HALF) for role, dim in dims.items()
+    }
+    params = params_for(Geometry(tensors, band_left=left, band_right=right))
+    left, right = params.band_left, params.band_right
+
+    def seen(first: int, of: int, other: int) -> range:
+        """Tiles of the other side that meet positions from ``first`` on."""
+        return range(max(0, first) // other, -(-of // other)) if max(0, first) < of else range(0)
+
+    visited, counted = set(), set()
+    for tile in range(-(-rows[1] // tiles[1])):
+        first, last = tile * tiles[1], min((tile + 1) * tiles[1], rows[1])
+        queries = seen(first - shift - right, min(rows[0], last - 1 - shift + left), tiles[0])
+        visited |= {(other, tile) for other in queries}
+    for tile in range(-(-rows[0] // tiles[0])):
+        first, last = tile * tiles[0], min((tile + 1) * tiles[0], rows[0])
+        keys = seen(first + shift - left + 1, min(rows[1], last + shift + right), tiles[1])
+        counted |= {(tile, other) for other in keys}
+    assert visited == counted
