@@ -93,7 +93,7 @@ struct DebugSoftmax {
       if (query < length.q) {
         using Stats = typename Problem::Stats;
         const float stats =
-            to_float(*p.stats.rows<Stats, Problem::ragged>(batch, head, query)) * log2_e;
+            __fmul_ru(to_float(*p.stats.rows<Stats, Problem::ragged>(batch, head, query)), log2_e);
         if (stats != -infinity()) log_sum_exp[half] = stats;
       }
     }
