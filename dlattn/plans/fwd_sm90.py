@@ -135,7 +135,7 @@ class FwdSm90(MappedPlan):
             return None
         rows = self._heads.tile_rows(self.tiling)
         # Blocks read the first of theirs before they know how many there are.
-        most = max(query_tiles(self.geometry, rows), self.target.multiprocessors)
+        most = max(self._tiles, self.target.multiprocessors)
         items = Items(rows, most, of_keys=False, last_first=True)
         return RaggedScratch(self.geometry, items=items)
 
