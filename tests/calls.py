@@ -191,3 +191,24 @@ def check_full_pages(library: Library, dtype: str, page: int = 16) -> None:
 
 def _turned(x: Any, order: list[int], library: Library) -> Any:
     return x.permute(order) if library.is_torch else x.transpose(order)
+
+
+def check_added_mask(library: Library, dtype: str, low: float, seq_q: int, dim: int) -> None:
+    """Fails unless adding so low a number masks keys as a boolean does, forward and backward, and
+    what masks all keys of a row does no harm."""
+    q, d_o = (library.cast(library.normal((4, seq_q, 4, dim), seed), dtype) for seed in (0, 3))
+    k, v = (library.cast(library.normal((4, 300, 2, dim), seed), dtype) for seed in (1, 2))
+    seen = np.arange(300) < np.array((300, 17, 130, 0))[:, None, None, None]
+    seen[2] = seen[2, ..., ::-1]  # the first keys are masked
+
+    def found(mask: Any) -> list[Any]:
+        out, lse = dlattn.attention(q, k, v, bias=mask, return_lse=True)
+        gradients = dlattn.attention_backward(d_o, q, k, v, out, lse, bias=mask)
+        return [to_numpy(x) for x in (out, lse, *gradients[:3])]
+
+    by_boolean = found(library.values(seen, "bool"))
+    by_number = found(library.values(np.where(seen, 0.0, low), "float32"))
+    tolerance = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}[dtype]
+    for one, other in zip(by_number, by_boolean, strict=True):
+        assert np.isfinite(one[:3]).all() and (one < np.inf).all()
+        np.testing.assert_allclose(one[:3], other[:3], rtol=tolerance, atol=tolerance)

@@ -103,9 +103,9 @@ def params_for(geometry: Geometry) -> Params:
 
 
 def _band(geometry: Geometry) -> dict[str, int]:
-    """Bounds of the diagonal band. Of one without a key, such that no tile of queries sees a key, and
-    no tile of keys a query: of others, the ends of large tiles do, and not of small ones, so that
-    who counts what is added to queries would wait for another number than items add."""
+    """Bounds of the diagonal band. Where no query has a key, no tile of queries sees one, and no
+    tile of keys a query: by the bounds as they are, ends of large tiles would, and those of small
+    ones not, so that who counts additions to dQ would wait for another number than items make."""
     left, right = geometry.band_left, geometry.band_right
     if left is not None and right is not None and left + right <= 0:
         left = right = -_FARTHER_THAN_TILES

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 import dlattn
 from dlattn.one_call.forward import _CALLS
 from dlattn.runtime import jit
-from tests.calls import check_attention, check_full_pages, check_pages
+from tests.calls import check_added_mask, check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.drivers import gpu_library
 from tests.states import to_numpy
@@ -78,3 +78,15 @@ def test_a_second_call_compiles_nothing() -> None:
     assert len(_CALLS) == kept
     dlattn.attention(q[:1], k[:1, :100], v[:1, :100], causal=True)
     assert jit.statistics.compiles == compiled
+
+
+@pytest.mark.parametrize("engine", ["sm90", "sm80", "best"])
+@pytest.mark.parametrize("low", [-1e4, -1e9, -1e10, -1e20])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_added_masks(dtype: str, low: float, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number far below all scores masks keys, however far; few queries are decoded."""
+    if engine != "best":
+        monkeypatch.setenv("DLATTN_ENGINE", engine)
+    for seq_q in (3, 150) if engine == "best" else (150,):
+        for dim in (64, 128):
+            check_added_mask(gpu_library(), dtype, low, seq_q, dim)

@@ -55,6 +55,10 @@ CASES = {
         batch=2, heads_q=4, heads_k=2, heads_v=2, seq_q=1, seq_kv=100, head_dim_qk=128,
         head_dim_v=128, scale=0.09, offset=-120.0,
     ),
+    "a band without a key": Case(
+        heads_q=2, heads_k=1, heads_v=1, seq_q=145, seq_kv=129, left=5, right=-6, head_dim_qk=128,
+        head_dim_v=128, scale=0.09,
+    ),
     "wide heads in a window": Case(
         heads_q=2, heads_k=1, heads_v=1, seq_q=190, seq_kv=190, left=30, right=0, head_dim_qk=256,
         head_dim_v=256, scale=0.0625,

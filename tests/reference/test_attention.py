@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import dlattn
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError, cudnnGraphNotSupportedError
-from tests.calls import check_attention, check_full_pages, check_pages
+from tests.calls import check_added_mask, check_attention, check_full_pages, check_pages
 from tests.cases import Case
 from tests.libraries import Library
 from tests.strategies import call_cases
@@ -67,6 +67,13 @@ def test_keys_in_pages(layout: str) -> None:
     """Keys and values in pages give what they give in one piece."""
     check_pages(layout, Library(), "float32", page=4)
     check_full_pages(Library(), "float32", page=4)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, -1e20])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_added_masks(dtype: str, low: float) -> None:
+    """A number far below all scores masks keys, however far."""
+    check_added_mask(Library(), dtype, low, 5, 16)
 
 
 def test_pages_have_no_gradients() -> None:

@@ -49,7 +49,10 @@ def test_numbers_are_those_of_the_geometry(case: Case) -> None:
     bounds = case.left or 0, case.right or 0
     if None not in (case.left, case.right) and sum(bounds) <= 0:  # without a key, whatever they are
         bounds = -4096, -4096
-    assert (params.band_left, params.band_right, params.bottom_right) == (*bounds, case.bottom_right)
+    assert (params.band_left, params.band_right, params.bottom_right) == (
+        *bounds,
+        case.bottom_right,
+    )
     assert params.attn_scale == np.float32(case.scale_value)
     assert params.softcap == np.float32(case.softcap or 0)
     for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"):
