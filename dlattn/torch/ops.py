@@ -57,8 +57,6 @@ def _attention(*given: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_out(*given: Any, out: Tensor) -> Tensor:
     tensors, options, _ = split(given)
-    if is_forward_mode():  # of what writes to memory, PyTorch has no kernel for gradients
-        refuse_tangents(*(x for x in tensors if x is not None), out)
     return forward(tensors, options, out)[1]
 
 
@@ -126,7 +124,8 @@ class _WithoutTangents(torch.library.Library):  # type: ignore[misc]
         @wraps(kernel)
         def refusing(keys: Any, *given: Any, **named: Any) -> Any:
             if is_forward_mode():
-                refuse_tangents(*(x for x in given if isinstance(x, Tensor)))
+                every = (*given, *named.values())
+                refuse_tangents(*(x for x in every if isinstance(x, Tensor)))
             return kernel(keys, *given, **named)
 
         super().impl(name, refusing, *more, **options)
@@ -142,6 +141,24 @@ torch.library.register_autograd(
     lib=_LIBRARY,
 )
 torch.library.register_autograd("dlattn::attention_backward", refuse, lib=_LIBRARY)
+
+
+def _without_gradients(keys: Any, *given: Any, out: Tensor) -> Tensor:
+    """As all of PyTorch's operators that write to memory, which else would have none in silence."""
+    tensors, _, _ = split(given)
+    learned = (tensors.q, tensors.k, tensors.v, tensors.bias, tensors.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+        raise InvalidArgumentError(
+            "attention.out: what is written to given memory has no gradient, but an input requires "
+            "one; call torch.ops.dlattn.attention, or this under torch.no_grad()."
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keys & torch._C._after_autograd_keyset
+        lse: Tensor = torch.ops.dlattn.attention.out.redispatch(below, *given, out=out)
+    return lse
+
+
+_LIBRARY.impl("attention.out", _without_gradients, "Autograd", with_keyset=True)
 torch.library.register_vmap("dlattn::attention", batching(torch.ops.dlattn.attention, 0))
 torch.library.register_vmap(
     "dlattn::attention_backward", batching(torch.ops.dlattn.attention_backward, 4)

@@ -135,6 +135,29 @@ def test_what_requires_a_gradient_is_refused_as_memory() -> None:
             write(leaf)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
+def test_the_operator_into_memory_loses_no_gradient(name: str, backend: str | None) -> None:
+    """It has none to give, so that it refuses what requires one while grad mode is on."""
+    given = {"q": Q, "k": K, "v": V, "bias": torch.zeros(4, 4), "sinks": torch.zeros(2)}
+    given[name] = given[name].clone().requires_grad_()
+    options = options_of("bshd", False, None, "bottom_right", None, None, None, 0.0)
+
+    def write(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        out = torch.empty_like(q)
+        more = bias, None, sinks, *[None] * 6
+        torch.ops.dlattn.attention.out(q, k, v, *more, *options, False, out=out)
+        return out
+
+    call = torch.compile(write, backend=backend, fullgraph=True) if backend else write
+    with pytest.raises(Exception, match="call torch.ops.dlattn.attention, or"):
+        call(*given.values())
+    with torch.no_grad():
+        found = call(*given.values())
+    wanted = dlattn.attention(Q, K, V, bias=torch.zeros(4, 4), sinks=torch.zeros(2))
+    assert torch.equal(found, wanted)
+
+
 #: Of a size for each, because a kind of call warns once.
 DROPPING: dict[str, Callable[[Any], Any]] = {
     "attention": lambda q: dlattn.attention(q, K, V),
