@@ -26,8 +26,15 @@ from dlattn.torch.arguments import (
 )
 from dlattn.torch.causal import refuse_causal_bias
 from dlattn.torch.derivative import is_forward_mode, refuse_tangents
-from dlattn.torch.functions import Transformed, apply_eagerly, is_observed, tensors_of
-from dlattn.torch.plain import PLAIN, attend_plainly
+from dlattn.torch.functions import (
+    PLAIN,
+    Transformed,
+    apply_eagerly,
+    is_observed,
+    is_transformed,
+    tensors_of,
+)
+from dlattn.torch.plain import attend_plainly
 
 
 def attention(
@@ -167,7 +174,7 @@ def attend(
         ):
             warn_of_slopes("alibi_slopes.detach()")
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
-    if is_meta or not plain or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or ((is_meta or not plain) and not is_transformed()):
         every = _of_torch(tensors_of(q, k, v, bias, sinks, others), options.words)
         out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif is_observed():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from dlattn.torch.derivative import gradients, refuse, save
 
 #: Besides the tensors that may have gradients; of another framework, arrays are taken, too.
 Others = Sequence[Any]
+
+#: Of other tensors, such as fake ones, operators take care.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(
@@ -73,13 +76,14 @@ apply_eagerly = super(torch.autograd.Function, Eager).apply
 
 
 class Transformed(torch.autograd.Function):  # type: ignore[misc]
-    """What ``torch.func`` sees, and with operators inside what dispatch modes do."""
+    """What ``torch.func`` sees, and with operators inside what dispatch modes and classes of
+    tensors do."""
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        if is_dispatch_mode():
-            return tuple(torch.ops.dlattn.attention(*given))
         tensors, options, _ = split(given)
+        if _is_for_operators(tensors):
+            return tuple(torch.ops.dlattn.attention(*given))
         return tuple(forward(tensors, options))
 
     setup_context = staticmethod(save)
@@ -101,9 +105,9 @@ class _Backward(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *given: Any
     ) -> tuple[Any, ...]:
-        if is_dispatch_mode():
-            return _by_operator(dout, out, lse, dlse, *given)
         tensors, options, (deterministic, *wanted) = split(given)
+        if _is_for_operators((dout, *tensors)):
+            return _by_operator(dout, out, lse, dlse, *given)
         return backward(
             dout, out, lse, dlse, tensors, options, (wanted[0], wanted[1]), deterministic
         )
@@ -124,10 +128,24 @@ def is_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` looks on, which sees functions of autograd, but of
+    operators no gradients."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def is_observed() -> bool:
     """Whether what sees neither kernels nor functions of autograd looks on: a transform of
     ``torch.func``, or a dispatch mode."""
-    return torch._C._are_functorch_transforms_active() or is_dispatch_mode()
+    return is_transformed() or is_dispatch_mode()
+
+
+def _is_for_operators(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether a mode sees operators alone, or tensors are of a class, or of the meta device, that
+    is asked about them."""
+    return is_dispatch_mode() or any(
+        x is not None and (type(x) not in PLAIN or x.is_meta) for x in tensors
+    )
 
 
 def is_of_many(gradient: Tensor | None) -> bool:

@@ -21,12 +21,8 @@ from dlattn.one_call import backward as backward_pass
 from dlattn.one_call import forward as forward_pass
 from dlattn.torch.arguments import Options, Tensors, options_of, words
 from dlattn.torch.derivative import is_forward_mode, refuse
-from dlattn.torch.functions import differentiated, is_observed, is_of_many
+from dlattn.torch.functions import PLAIN, differentiated, is_observed, is_of_many
 from dlattn.torch.rows import is_in_rows, is_movable
-
-#: Of other tensors, such as fake ones, operators take care.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 #: What else a call says, each of one type: the layout, whether it is causal, the window, the
 #: alignment, the scale, the soft cap, in whose words, and whether heads of q may share those of k

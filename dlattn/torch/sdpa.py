@@ -18,8 +18,9 @@ from dlattn.torch.arguments import (
 )
 from dlattn.torch.causal import alignment_of, is_causal_bias
 from dlattn.torch.differentiable import attend_in
+from dlattn.torch.functions import PLAIN
 from dlattn.torch.nested import nested_attention
-from dlattn.torch.plain import PLAIN, attend_plainly
+from dlattn.torch.plain import attend_plainly
 from dlattn.torch.rows import in_rows
 
 

@@ -48,6 +48,32 @@ def test_functions_of_dlattn_alone_say_what_transforms_take() -> None:
             run(q)
 
 
+class Classed(torch.Tensor):
+    """Of a class of the caller's."""
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_gradients_beside_tensors_of_a_class(name: str) -> None:
+    """``torch.func`` differentiates by tensors of any class, beside them, and without memory."""
+    given = dict(
+        zip("qkv", (random(2, 5, 4, 8, seed=i, grad=False) for i in range(3)), strict=True)
+    )
+    given["bias"] = random(4, 5, 5, seed=3, grad=False)
+
+    def gradients(given: Any) -> Any:
+        def at(q: Any, v: Any) -> Any:
+            return loss(**{**given, "q": q, "v": v})
+
+        of_both = torch.func.grad(at, argnums=(0, 1))
+        entries = torch.func.vmap(of_both, in_dims=(0, None))(given["q"][None], given["v"])
+        return [*of_both(given["q"], given["v"]), *entries]
+
+    found = gradients({**given, name: given[name].as_subclass(Classed)})
+    assert_same([x.as_subclass(torch.Tensor) for x in found], gradients(given))
+    on_meta = gradients({name: x.to("meta") for name, x in given.items()})
+    assert [x.shape for x in on_meta] == [x.shape for x in found]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_is_refused() -> None:
     """torch.jit.trace, which would keep one call's numbers, is refused by functions, by graphs that
