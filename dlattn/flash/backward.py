@@ -18,18 +18,20 @@ from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
     Options,
     check_output,
+    cut,
     dense_layout,
     element_type,
     named,
     packed_layout,
     padded_size,
     role_options,
+    roomy,
     scale_of,
     window_of,
 )
 from dlattn.opaque import opaque
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import assign, padded, settle
+from dlattn.runtime.tensors import padded, settle
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -195,24 +197,18 @@ def _run_padded(
     wide = [_padded(x) for x in (q, k, v, dout, out)]
     scale = scale_of(softmax_scale, columns[0])
     *made, softmax_d = _run(
-        calls, (*wide, softmax_lse, None, None, None, *more), (p_dropout, scale, *others)
+        calls,
+        (*wide, softmax_lse, *(roomy(x) for x in (dq_, dk_, dv_)), *more),
+        (p_dropout, scale, *others),
     )
     settle(q)
-    dq, dk, dv = (_cut(x, *it) for x, *it in zip(made, columns, (dq_, dk_, dv_), strict=True))
+    dq, dk, dv = (cut(x, *it) for x, *it in zip(made, columns, (dq_, dk_, dv_), strict=True))
     return dq, dk, dv, softmax_d
 
 
 def _padded(x: Any) -> Any:
     columns = padded_size(x.shape[-1])
     return x if columns == x.shape[-1] else padded(x, columns)
-
-
-def _cut(gradient: Any, columns: int, given: Any) -> Any:
-    gradient = gradient[..., :columns]
-    if given is None:
-        return gradient
-    assign(given, gradient)
-    return given
 
 
 def _result_columns(head_size: int, head_size_v: int, of_dout: int) -> tuple[int, int, int]:

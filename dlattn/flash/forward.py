@@ -19,18 +19,20 @@ from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
     Options,
     check_output,
+    cut,
     dense_layout,
     element_type,
     named,
     packed_layout,
     padded_size,
     role_options,
+    roomy,
     scale_of,
     window_of,
 )
 from dlattn.opaque import opaque
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import assign, lasting, padded
+from dlattn.runtime.tensors import lasting, padded
 
 Results = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
@@ -253,13 +255,9 @@ def _run_padded(
     p_dropout, softmax_scale, *others = options
     wide = [padded(x, padded_size(x.shape[-1])) for x in (q, k, v)]
     scale = scale_of(softmax_scale, q.shape[-1])
-    tensors, options = (*wide, None, *more), (p_dropout, scale, *others)
+    tensors, options = (*wide, roomy(out_), *more), (p_dropout, scale, *others)
     out, *rest = _run(calls, *calls.find(tensors, options), tensors, options)
-    out = out[..., : v.shape[-1]]
-    if out_ is not None:
-        assign(out_, out)
-        out = out_
-    return (out, *rest)
+    return (cut(out, v.shape[-1], out_), *rest)
 
 
 def _prepare_dense(*given: Any) -> Forward:

@@ -21,6 +21,8 @@ from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.flash.layouts import Layout
 from dlattn.problem import PAGE_TABLES, TensorSpec
 from dlattn.problem.layout import LONGEST
+from dlattn.runtime.protocols import compact_strides
+from dlattn.runtime.tensors import allocate, assign, view
 
 #: Head sizes that kernels take are multiples of it.
 HEAD_UNIT = 8
@@ -56,6 +58,37 @@ _OPTIONAL = ("seqused_q", "seqused_k", "sinks", "philox_seed", "philox_offset")
 def padded_size(head_size: int) -> int:
     """The least head size that kernels take, not below this one."""
     return -(-head_size // HEAD_UNIT) * HEAD_UNIT
+
+
+def roomy(given: Any) -> Any:
+    """Memory for a result whose head size kernels take, of the caller's: that itself, or a wider
+    copy, as rows that no sequence has keep what they hold; ``None`` of ``None``."""
+    if given is None:
+        return None
+    seen = view(given)
+    *rows, columns = seen.shape
+    shape = (*rows, padded_size(columns))
+    if shape[-1] == columns:
+        return given
+    room = allocate(given, shape, compact_strides(shape), seen.dtype)
+    if 0 not in shape:
+        assign(room[..., :columns], given)
+    return room
+
+
+def cut(result: Any, columns: int, given: Any) -> Any:
+    """The first columns of a result, in the caller's memory if it has given some.
+
+    Args:
+        result: in what :func:`roomy` makes of that.
+    """
+    if result is given:
+        return given
+    result = result[..., :columns]
+    if given is None:
+        return result
+    assign(given, result)
+    return given
 
 
 def element_type(arguments: Mapping[str, Argument], *names: str) -> data_type:

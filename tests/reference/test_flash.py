@@ -10,11 +10,12 @@ from hypothesis import given, settings
 
 from dlattn import dtypes
 from dlattn.dtypes import data_type
-from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_fwd
+from dlattn.flash import mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 from tests.callers import Caller
 from tests.flash import FlashCase
 from tests.flash_check import check
 from tests.flash_strategies import flash_cases
+from tests.strangers import WRAPPERS
 
 
 @settings(max_examples=500)
@@ -93,3 +94,34 @@ def test_sinks_that_are_none_and_no_keys() -> None:
         q[0], none[0], none[0], None, *begins, None, None, None, 3, 0, sinks=sinks
     )
     assert (packed[4] == expected).all()
+
+
+@pytest.mark.parametrize("head_sizes", [(8, 8), (5, 5), (8, 5), (5, 8)])
+@pytest.mark.parametrize("library", ["numpy", "torch", "an array interface", "DLPack"])
+def test_rows_of_no_sequence_keep_what_they_hold(library: str, head_sizes: tuple[int, int]) -> None:
+    """In the caller's memory, of results of any head size, so that calls may share it."""
+    rng, own = np.random.default_rng(0), np.zeros(12, bool)
+    own[2:4] = own[5:9] = True
+
+    def of_library(array: Any) -> Any:
+        return pytest.importorskip("torch").from_numpy(array) if library == "torch" else array
+
+    begins, used = (of_library(np.array(x, np.int32)) for x in ([2, 5, 9], [2, 4]))
+    sizes = head_sizes[0], *head_sizes
+    q, k, v = (of_library(rng.standard_normal((12, 4, size))) for size in sizes)
+    arrays = [np.full((12, 4, size), 7.0) for size in (head_sizes[1], *sizes)]
+    memory = [WRAPPERS.get(library, of_library)(x) for x in arrays]
+    out, *_, lse, _, _, _ = mha_varlen_fwd(
+        q, k, v, memory[0], begins, begins, used, None, None, 4, 4, seqused_q=used
+    )
+    values = of_library(arrays[0])
+    gradients = mha_varlen_bwd(
+        *(values, q, k, v, values, lse, *memory[1:], begins, begins, None, 4, 4),
+        seqused_q=used,
+        seqused_k=used,
+    )
+    results = out, *gradients[:3]
+    for result, place, numbers in zip(results, memory, arrays, strict=True):
+        assert result is place
+        assert (numbers[~own] == 7).all()
+        assert (numbers[own] != 7).all()
