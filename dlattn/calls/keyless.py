@@ -1,8 +1,8 @@
-"""What sinks alone say: results of calls that have rows, but no key."""
+"""Results of calls that have rows, but no key: what sinks alone say, and whose rows are 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -40,7 +40,10 @@ def finished(finish: Finish, result: Any, row: Any, values: Sequence[Any]) -> No
     """Sets a result in memory, of the tensors of a call."""
     own = array(result)
     own[...] = finish(
-        own, array(row), lambda it: array_beside(values[it.position], result), _selected
+        own,
+        array_beside(row, result),
+        lambda it: array_beside(values[it.position], result),
+        _selected,
     )
 
 
@@ -98,7 +101,7 @@ class SinkGradient:
 
     def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
         lse_rows = read(self.dlse).swapaxes(-1, -2)
-        is_own = self._is_own(row, read)
+        is_own = _is_own(row, read, self.lengths, self.cu_seqlens)
         if is_own is not None:
             # Of other rows nothing is left, not even NaN.
             lse_rows = select(lse_rows, is_own, 0.0)
@@ -106,14 +109,42 @@ class SinkGradient:
         # Rows of such a sink attend to nothing.
         return select(gradient, read(self.sinks) != -inf, 0.0)
 
-    def _is_own(self, row: Any, read: Read) -> Any:
-        """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
-        lengths = None if self.lengths is None else read(self.lengths).reshape(-1, 1)
-        if self.cu_seqlens is None:
-            return None if lengths is None else row < lengths
-        cu_seqlens = read(self.cu_seqlens).reshape(-1, 1)
-        begins = cu_seqlens[:-1]
-        is_own = (row >= begins) & (row < cu_seqlens[1:])
-        if lengths is not None:
-            is_own = is_own & (row < begins + lengths)
-        return is_own.any(0)
+
+@dataclass(frozen=True)
+class OwnRows:
+    """0 in the rows that packed sequences have, (tokens, H, D), and in others what they hold."""
+
+    rows: int
+    lengths: Argument | None
+    cu_seqlens: Argument
+
+    def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
+        return select(result, ~_is_own(row, read, self.lengths, self.cu_seqlens), 0.0)
+
+
+def own_rows(memory: Argument | None, there: Mapping[str, Argument], side: str) -> OwnRows | None:
+    """It, of packed sequences whose result lies in memory of the caller's; else every row is 0.
+
+    Args:
+        there: the call's tensors.
+        side: whose rows they are: ``"q"``, or ``"k and v"``.
+    """
+    cu_seqlens = there.get(f"cu_seqlens of {side}")
+    if memory is None or cu_seqlens is None or 0 in memory.shape:
+        return None
+    return OwnRows(memory.shape[0], there.get(f"lengths of {side}"), cu_seqlens)
+
+
+def _is_own(
+    row: Any, read: Read, of_lengths: Argument | None, of_cu_seqlens: Argument | None
+) -> Any:
+    """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
+    lengths = None if of_lengths is None else read(of_lengths).reshape(-1, 1)
+    if of_cu_seqlens is None:
+        return None if lengths is None else row < lengths
+    cu_seqlens = read(of_cu_seqlens).reshape(-1, 1)
+    begins = cu_seqlens[:-1]
+    is_own = (row >= begins) & (row < cu_seqlens[1:])
+    if lengths is not None:
+        is_own = is_own & (row < begins + lengths)
+    return is_own.any(0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dlattn.calls.arguments import Argument, flag, plain_spec
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
-from dlattn.calls.keyless import SinkGradient
+from dlattn.calls.keyless import SinkGradient, own_rows
 from dlattn.dtypes import BOOLEANS, data_type
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.one_call import arguments
@@ -171,12 +171,13 @@ _CALLS = CallCache(prepare)
 def _outputs(it: Described, bias_gradient: bool, sinks_gradient: bool) -> list[Output]:
     there, empty = it.there, it.sizes.is_empty
     outputs = []
-    for role, name in (("dQ", "q"), ("dK", "k"), ("dV", "v")):
+    for role, name, side in (("dQ", "q", "q"), ("dK", "k", "k and v"), ("dV", "v", "k and v")):
         memory = there.get(f"d{name}")
-        zero = empty or (it.options.layout == "thd" and memory is None)
+        own = own_rows(memory, there, side) if empty else None
+        zero = own is None and (empty or (it.options.layout == "thd" and memory is None))
         fill = 0.0 if zero else None
         like = there[name]
-        outputs.append(Output(role, like.shape, it.dtype, memory, fill, order=like))
+        outputs.append(Output(role, like.shape, it.dtype, memory, fill, order=like, finish=own))
     fill = 0.0 if empty else None
     if flag("bias_gradient", bias_gradient):
         bias = _asked(it, "bias")

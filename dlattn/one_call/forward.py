@@ -10,7 +10,7 @@ from typing import Any
 from dlattn.calls.arguments import Argument, flag
 from dlattn.calls.cache import CallCache
 from dlattn.calls.call import Call, Output
-from dlattn.calls.keyless import past_lengths
+from dlattn.calls.keyless import own_rows, past_lengths
 from dlattn.one_call import arguments
 from dlattn.one_call.arguments import (
     TENSORS,
@@ -168,9 +168,11 @@ def _filled(outputs: list[Output], it: Described) -> list[Output]:
     """Results of no key, or of no query."""
     sinks = it.there.get("sinks")
     out, *more = (replace(output, role=None) for output in outputs)
+    own = own_rows(out.given, it.there, "q")
+    out = replace(out, fill=0.0 if own is None else None, finish=own)
     if sinks is None:
-        return [replace(out, fill=0.0), *(replace(lse, fill=-inf) for lse in more)]
+        return [out, *(replace(lse, fill=-inf) for lse in more)]
     # Of packed sequences, nothing is said of rows past the lengths.
     lengths = None if it.options.layout == "thd" else it.there.get("lengths of q")
     finish = past_lengths(it.sizes.seq_q, lengths, -inf)
-    return [replace(out, fill=0.0), *(replace(lse, fill=sinks, finish=finish) for lse in more)]
+    return [out, *(replace(lse, fill=sinks, finish=finish) for lse in more)]

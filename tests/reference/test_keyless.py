@@ -1,4 +1,4 @@
-"""Sinks where there is no key at all: as where every key is masked."""
+"""Where there is no key at all: sinks and given memory are as where every key is masked."""
 
 from __future__ import annotations
 
@@ -161,3 +161,34 @@ def test_programs_of_jax_without_keys(compiled: bool) -> None:
     ):
         gradient = wrap(jax.grad(total(function)))(sinks, more)
         np.testing.assert_array_equal(np.asarray(gradient), np.full(H, rows))
+
+
+@pytest.mark.parametrize("library", range(3), ids=["numpy", "torch", "both"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS.clip(max=3)])
+@pytest.mark.parametrize("missing", ["keys", "most keys", "queries"])
+def test_given_memory_of_packed_sequences(missing: str, lengths: Any, library: int) -> None:
+    """Rows that a sequence has are 0; others, whose calls may have written there, stay."""
+    make, none = libraries()[library], np.zeros_like(CU)
+    rows, begins = [10, 10], [CU, CU]
+    without = int(missing != "queries")
+    begins[without] = none
+    options: dict[str, Any] = {"layout": "thd", "cu_seqlens": tuple(map(make, begins))}
+    if missing == "most keys":
+        options["max_seqlens"] = (10, 0)
+    else:
+        rows[without] = 0
+    used = [x if lengths is None else lengths for x in (np.diff(CU), np.diff(CU))]
+    used[without] = none[1:]
+    if lengths is not None:
+        options["lengths"] = tuple(make(x.astype(np.int32)) for x in used)
+    q, k, v = (make(np.ones((count, H, D))) for count in (rows[0], rows[1], rows[1]))
+    out, dq, dk, dv = (
+        make(np.full((count, H, D), 7.0)) for count in (rows[0], rows[0], rows[1], rows[1])
+    )
+    _, lse = dlattn.attention(q, k, v, out=out, return_lse=True, **options)
+    dlattn.attention_backward(q, q, k, v, q, lse, dq=dq, dk=dk, dv=dv, **options)
+    for memory, at in ((out, 0), (dq, 0), (dk, 1), (dv, 1)):
+        wanted = np.full((rows[at], H, D), 7.0)
+        for first, count in zip(begins[at], used[at], strict=False):
+            wanted[first : first + count] = 0
+        np.testing.assert_array_equal(np.asarray(memory), wanted)
