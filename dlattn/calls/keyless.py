@@ -62,7 +62,7 @@ class PastLengths:
     number: float
 
     def __call__(self, result: Any, row: Any, read: Read, select: Select) -> Any:
-        exists = row < read(self.lengths).reshape(-1, 1)
+        exists = row[None] < read(self.lengths).reshape(-1, 1)
         return select(result.swapaxes(1, 2), exists, self.number).swapaxes(1, 2)
 
 
@@ -139,6 +139,7 @@ def _is_own(
     row: Any, read: Read, of_lengths: Argument | None, of_cu_seqlens: Argument | None
 ) -> Any:
     """Whether a row is a sequence's, (B, S) or (tokens,); ``None`` if all are."""
+    row = row[None]  # as JAX may be told to broadcast no ranks
     lengths = None if of_lengths is None else read(of_lengths).reshape(-1, 1)
     if of_cu_seqlens is None:
         return None if lengths is None else row < lengths

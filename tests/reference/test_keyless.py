@@ -130,10 +130,12 @@ def test_what_jax_still_computes() -> None:
         np.testing.assert_array_equal(np.asarray(dsinks), np.full(H, B * S))
 
 
+@pytest.mark.parametrize("ranks", ["allow", "raise"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_programs_of_jax_without_keys(compiled: bool) -> None:
+def test_programs_of_jax_without_keys(compiled: bool, ranks: str) -> None:
     """In JAX's programs, too, rows past the lengths are -inf, and the gradient of a sink is the sum
-    of those of its rows, of sequences of one length and packed ones."""
+    of those of its rows, of sequences of one length and packed ones, whether or not JAX may
+    broadcast arrays of other ranks."""
     jax = pytest.importorskip("jax")
     from dlattn.jax import attention
 
@@ -153,13 +155,15 @@ def test_programs_of_jax_without_keys(compiled: bool) -> None:
     wrap: Any = jax.jit if compiled else lambda function: function
     sinks = sinks.astype(np.float32)
     exists = np.arange(S) < LENGTHS[:, None, None]
-    lse = wrap(dense)(sinks, LENGTHS)
+    with jax.numpy_rank_promotion(ranks):
+        lse = wrap(dense)(sinks, LENGTHS)
     np.testing.assert_array_equal(np.asarray(lse), np.where(exists, sinks[:, None], -np.inf))
     for function, more, rows in (
         (dense, LENGTHS, LENGTHS.sum()),
         (packed, (np.array([1, 2, 4], np.int32), np.zeros(3, np.int32)), 3),
     ):
-        gradient = wrap(jax.grad(total(function)))(sinks, more)
+        with jax.numpy_rank_promotion(ranks):
+            gradient = wrap(jax.grad(total(function)))(sinks, more)
         np.testing.assert_array_equal(np.asarray(gradient), np.full(H, rows))
 
 
