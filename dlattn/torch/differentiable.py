@@ -30,6 +30,7 @@ from dlattn.torch.functions import (
     PLAIN,
     Transformed,
     apply_eagerly,
+    is_functionalized,
     is_observed,
     is_transformed,
     tensors_of,
@@ -174,7 +175,9 @@ def attend(
         ):
             warn_of_slopes("alibi_slopes.detach()")
         others = (alibi_slopes, *pair(lengths), *pair(cu_seqlens), block_table, state)
-    if torch.compiler.is_compiling() or ((is_meta or not plain) and not is_transformed()):
+    if torch.compiler.is_compiling() or (
+        is_functionalized() if is_transformed() else is_meta or not plain
+    ):
         every = _of_torch(tensors_of(q, k, v, bias, sinks, others), options.words)
         out, lse = torch.ops.dlattn.attention(*every, *options, deterministic)
     elif is_observed():

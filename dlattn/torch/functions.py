@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlattn.errors import cudnnGraphNotSupportedError
 from dlattn.runtime.tensors import array_beside
 from dlattn.torch.arguments import Options, Tensors, backward, forward, split
 from dlattn.torch.batching import batching
@@ -15,6 +16,8 @@ from dlattn.torch.derivative import gradients, refuse, save
 
 #: Besides the tensors that may have gradients; of another framework, arrays are taken, too.
 Others = Sequence[Any]
+
+_Transforms = torch._C._functorch.TransformType
 
 #: Of other tensors, such as fake ones, operators take care.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -132,6 +135,24 @@ def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` looks on, which sees functions of autograd, but of
     operators no gradients."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_functionalized() -> bool:
+    """Whether one of the transforms is ``functionalize``, which knows operators alone.
+
+    Raises:
+        cudnnGraphNotSupportedError: another one wants gradients, which operators have none for it.
+    """
+    kinds = {it.key() for it in torch._C._functorch.get_interpreter_stack() or ()}
+    if _Transforms.Functionalize not in kinds:
+        return False
+    if kinds & {_Transforms.Grad, _Transforms.Jvp}:
+        raise cudnnGraphNotSupportedError(
+            "torch.func.functionalize: of a function that torch.func differentiates, dlattn's "
+            "attention is none of its operations; differentiate what functionalize gives by "
+            "torch.autograd.grad, or use PyTorch's attention."
+        )
+    return True
 
 
 def is_observed() -> bool:

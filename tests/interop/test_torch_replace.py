@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from dlattn.errors import InvalidArgumentError  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
+from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError  # noqa: E402
 from dlattn.torch import replace_sdpa  # noqa: E402
 from tests.models import Block  # noqa: E402
 from tests.torch_checks import assert_same, random, sdpa  # noqa: E402
@@ -74,3 +77,30 @@ def test_replaced_under_compilation() -> None:
         found = torch.compile(block, fullgraph=True, backend=backend)(x)
     assert_same([found], [block(x)])
     assert seen.count("dlattn.attention") == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of PyTorch's attention
+def test_functions_that_are_made_functional() -> None:
+    """``functionalize`` sees the operator, entries and gradients around it, too; of a gradient in
+    it, PyTorch's attention does."""
+    q, k, v = (random(2, 4, 5, 8, seed=seed, grad=False) for seed in range(3))
+    functional = torch.func.functionalize
+
+    def run(x: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(x, k, v, is_causal=True)
+
+    def total(x: Any) -> Any:
+        return run(x).sin().sum()
+
+    def results(of: Callable[..., Any]) -> list[Any]:
+        x = q.clone().requires_grad_()
+        found = [of(run)(q), torch.vmap(of(run))(q[None]), of(torch.vmap(run))(q[None])]
+        return [*found, make_fx(of(run))(q)(q), *torch.autograd.grad(of(total)(x), x)]
+
+    wanted = [*results(lambda function: function), torch.func.grad(total)(q)]
+    with replace_sdpa(fall_back=False):
+        found = results(functional)
+        with pytest.raises(cudnnGraphNotSupportedError, match="functionalize"):
+            functional(torch.func.grad(total))(q)
+    with replace_sdpa():
+        assert_same([*found, functional(torch.func.grad(total))(q)], wanted)
