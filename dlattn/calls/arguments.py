@@ -195,6 +195,13 @@ SAID: dict[str, dict[str, str]] = {
         "cu_seqlens of q": "offsets of query",
         "cu_seqlens of k and v": "offsets of key and value",
     },
+    "jax": {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "lengths of q": "query_seq_lengths",
+        "lengths of k and v": "key_value_seq_lengths",
+    },
 }
 
 

@@ -76,9 +76,13 @@ def options_of(
     dropout_rate: float,
     lengths: Any,
     cu_seqlens: Any,
+    words: str,
 ) -> Options:
     """What :func:`dlattn.jax.attention` is told in numbers, each of the one type that it has: JAX
     and its caches take what is equal for the same.
+
+    Args:
+        words: see :data:`dlattn.calls.arguments.SAID`.
 
     Raises:
         InvalidArgumentError: an option is of another type, or a word that means nothing.
@@ -98,4 +102,5 @@ def options_of(
         whole("max_seqlens", pair(max_seqlens)),
         dropout_rate,
         shared(lengths, cu_seqlens),
+        words,
     )

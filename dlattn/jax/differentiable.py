@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
-from dlattn.calls.arguments import flag, number
+from dlattn.calls.arguments import SAID, flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.arguments import as_array, expect_known, options_of
 from dlattn.jax.batching import batched
@@ -77,6 +77,21 @@ def attention(
             or ``lengths`` are wrong that JAX traced, and so are read when the program runs; the
             message ends in the error that it is else (a ``RuntimeError``).
     """
+    return attend_in(
+        "dlattn", q, k, v, bias, sinks, alibi_slopes, lengths, cu_seqlens, block_table,
+        layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_rate, dropout_key,
+        deterministic, return_lse,
+    )  # fmt: skip
+
+
+def attend_in(
+    words: str, q: Any, k: Any, v: Any, bias: Any, sinks: Any, alibi_slopes: Any, lengths: Any,
+    cu_seqlens: Any, block_table: Any, layout: str, causal: Any, window: Any, alignment: str,
+    scale: Any, softcap: Any, max_seqlens: Any, dropout_rate: Any, dropout_key: Any,
+    deterministic: Any, return_lse: Any,
+) -> Any:  # fmt: skip
+    """:func:`attention` whose errors name arguments in these words
+    (:data:`dlattn.calls.arguments.SAID`)."""
     expect_known(
         layout=layout, causal=causal, window=window, alignment=alignment, scale=scale,
         softcap=softcap, max_seqlens=max_seqlens, dropout_rate=dropout_rate,
@@ -111,10 +126,11 @@ def attention(
             raise InvalidArgumentError(f"{name}: expected an array, got None.")
     options = options_of(
         layout, causal, window, alignment, scale, softcap, max_seqlens, dropout_rate,
-        lengths, cu_seqlens,
+        lengths, cu_seqlens, words,
     )  # fmt: skip
     static = _Static(options, flag("return_lse", return_lse), flag("deterministic", deterministic))
-    there = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
+    said = SAID[words]
+    there = {n: as_array(said.get(n, n), x) for n, x in arrays.items() if x is not None}
     check_known(there, options, static.return_lse)
     there = dict(zip(there, varying(there.values(), there.values()), strict=True))
     run = _compiled if _is_shard() else _attention

@@ -11,7 +11,8 @@ import numpy as np
 from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.arguments import as_array, expect_known
-from dlattn.jax.differentiable import attention
+from dlattn.jax.differentiable import attend_in
+from dlattn.one_call.arguments import whole
 
 
 def dot_product_attention(
@@ -89,11 +90,19 @@ def dot_product_attention(
         raise InvalidArgumentError(
             f"local_window_size: expected a number or a pair, got {local_window_size!r:.100}."
         )
+    window = whole("local_window_size", window)
+    if any(size is not None and size < -1 for size in window or ()):
+        raise InvalidArgumentError(
+            f"local_window_size: expected 0 or more, or None or -1 for no bound, got {window}."
+        )
     bias, mask = (x if x is None else as_array(n, x) for n, x in (("bias", bias), ("mask", mask)))
     if mask is not None and mask.dtype != jnp.bool_:
         raise InvalidArgumentError(
             f"mask: expected booleans, got {mask.dtype}; give numbers as bias."
         )
+    added = _added(bias, mask)
+    if mask is not None and query.ndim == key.ndim == 4:
+        _check_shape(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
     if isinstance(scale, (jax.Array, np.ndarray)):
         factor = as_array("scale", scale)
         if factor.ndim:
@@ -101,19 +110,24 @@ def dot_product_attention(
                 f"scale: expected a number, or an array of no dimensions, got shape {factor.shape}."
             )
         query, scale = query * factor.astype(query.dtype), 1.0
-    found = attention(
+    found = attend_in(
+        "jax",
         query,
         key,
         value,
+        added,
+        sinks,
+        alibi_slopes,
+        lengths=(query_seq_lengths, key_value_seq_lengths),
+        cu_seqlens=None,
+        block_table=None,
+        layout="bshd",
         causal=is_causal,
         window=window,
         alignment=alignment,
         scale=scale,
         softcap=softcap,
-        bias=_added(bias, mask),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        lengths=(query_seq_lengths, key_value_seq_lengths),
+        max_seqlens=None,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         deterministic=deterministic,
@@ -125,6 +139,19 @@ def dot_product_attention(
         return out
     lse = jnp.moveaxis(lse, 1, 2)
     return out, lse[0] if single else lse
+
+
+def _check_shape(mask: Any, full: tuple[int, ...]) -> None:
+    """Refuse a mask of other scores, which beside none, or a bias, would be called a bias.
+
+    Raises:
+        InvalidArgumentError: it is one.
+    """
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.ndim > len(full) or any(size not in (1, most) for size, most in sizes):
+        raise InvalidArgumentError(
+            f"mask: expected a shape that broadcasts to (B, N, T, S) = {full}, got {mask.shape}."
+        )
 
 
 def _added(bias: Any, mask: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
-from dlattn.calls.arguments import Argument
+from dlattn.calls.arguments import SAID, Argument
 from dlattn.calls.call import built, cu_seqlens_check
 from dlattn.dtypes import to_numpy
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
@@ -166,10 +166,11 @@ def traced_call(
     platform: str,
 ) -> _Traced:
     names, wanted = _DIRECTIONS[direction]
-    there = {
-        name: Argument(name, names.index(name), "jax", _imagined(name, shape, dtype, platform))
-        for name, shape, dtype in looks
-    }
+    there = {}
+    for name, shape, dtype in looks:
+        said = SAID[options.words].get(name, name)
+        seen = _imagined(said, shape, dtype, platform)
+        there[name] = Argument(said, names.index(name), "jax", seen)
     found = wanted(there, (None,) * len(names), options, *asked)
     if options.layout == "thd" and not found.idle:
         # Where nothing is written, there may be anything, which a pure function does not return.
