@@ -43,7 +43,7 @@ def dot_product_attention(
 
     Args:
         query: (B, T, N, H), or without B; fp16 or bf16, on the CPU also fp32 and fp64.
-        key, value: (B, S, K, H), where K divides N.
+        key, value: (B, S, K, H), where K divides N, or without B, whether or not the query has it.
         bias: added to scores, broadcasts to (B, N, T, S); it has a gradient. Of booleans, it is a
             mask.
         mask: of booleans, true where a query attends; broadcasts so, too. Beside a bias, both hold.
@@ -81,8 +81,7 @@ def dot_product_attention(
         flag("return_residual", return_residual),
     )
     single = query.ndim == 3
-    if single:
-        query, key, value = query[None], key[None], value[None]
+    query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
     window: Any = local_window_size
     if window is not None and not isinstance(window, (tuple, list)):
         window = (window, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -272,6 +273,18 @@ def test_numbers_as_jax_takes_them() -> None:
         assert_same(found, wanted)
     with pytest.raises(InvalidArgumentError, match="scale: expected a number, or an array of no"):
         dot_product_attention(q, q, q, scale=np.ones(1))
+
+
+@pytest.mark.parametrize("batched", [*itertools.product((False, True), repeat=3)])
+def test_each_array_may_lack_the_batch(batched: tuple[bool, bool, bool]) -> None:
+    """Of one entry, as in ``jax.nn``; the output has it if the query has."""
+    rows = (random(5, 4, 8, seed=seed) for seed in range(3))
+    given = tuple(x[None] if it else x for x, it in zip(rows, batched, strict=True))
+    found, wanted = (
+        with_gradients(lambda *x, f=function: f(*x, is_causal=True), given)
+        for function in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8"])
