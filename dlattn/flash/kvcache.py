@@ -156,9 +156,9 @@ def flash_attn_with_kvcache(
 
 def _length(value: Any) -> int:
     length = int(value)
-    if not 0 <= length < 2**31:
+    if length < 0:
         raise InvalidArgumentError(f"cache_seqlens: expected 0 or more tokens, got {length}.")
-    return length
+    return min(length, 2**31 - 1)  # more than any cache has room for
 
 
 def _prepare(*given: Any) -> Call:

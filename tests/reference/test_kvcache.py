@@ -256,3 +256,19 @@ def test_jax() -> None:
     new = {name: jax.numpy.asarray(x) for name, x in NEW.items()}
     with pytest.raises(InvalidArgumentError, match="k_cache: it is written to"):
         flash_attn_with_kvcache(**arrays, **new)
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31, 2**40, np.uint64(2**63)])
+def test_a_number_of_any_size_is_a_full_cache(length: Any) -> None:
+    """As one in a tensor is, where nothing is appended; else nothing has room."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=GIVEN[name].shape).astype(np.float16)
+        for name in ("q", "k_cache", "v_cache")
+    }
+    full = flash_attn_with_kvcache(**tensors)
+    for said in (length, np.full(2, min(int(length), 2**63 - 1))):
+        given = {**tensors, "cache_seqlens": said}
+        assert (flash_attn_with_kvcache(**given) == full).all()
+        with pytest.raises(InvalidVariantPackError, match="do not fit"):
+            flash_attn_with_kvcache(**given, **NEW)
