@@ -7,7 +7,7 @@ from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.nodes import AttentionNode
 from dlattn.graph.pages import check_pages, max_seq_kv
 from dlattn.graph.ragged import check_offset, check_ragged
-from dlattn.graph.tensor import packed_strides
+from dlattn.graph.tensor import check_number, packed_strides
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.problem import BLOCK, PAGE_TABLES, SCORE_GRADIENT_ROLES, SCORE_MOD_ROLES
 from dlattn.problem.layout import overlaps
@@ -130,6 +130,7 @@ def _check_declared(node: AttentionNode, role: str) -> None:
         )
     if min(it.dim) < 1:
         raise InvalidGraphError(f"{label} has dim {it.dim}; every size must be at least 1.")
+    check_number(label, it)
     if role in SCALAR_ROLES:
         if it.elements != 1:
             raise InvalidGraphError(f"{label} must have one element; got dim {it.dim}.")

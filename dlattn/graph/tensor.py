@@ -257,6 +257,19 @@ def described(t: tensor) -> dict[str, Any]:
     }
 
 
+def check_number(label: str, it: Attributes) -> None:
+    """Check that what is passed by value is one number: kernels are given no more.
+
+    Raises:
+        InvalidGraphError: it has several elements.
+    """
+    if it.is_pass_by_value and it.elements != 1:
+        raise InvalidGraphError(
+            f"{label} has dim {it.dim} and is passed by value, as only one element can be; call "
+            "set_is_pass_by_value(False) on it."
+        )
+
+
 def packed_strides(dim: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Strides without gaps: row-major, or in the order of the strides ``like``.
 

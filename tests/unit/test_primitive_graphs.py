@@ -48,6 +48,15 @@ SIGNATURES = {
 }  # fmt: skip
 
 
+def test_a_number_by_value_is_one() -> None:
+    """What is passed by value is one element, in graphs of primitive operations too."""
+    graph = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    several = graph.tensor((1, 4), is_pass_by_value=True, name="several")
+    graph.mul(graph.tensor((3, 4)), several).set_output(True)
+    with pytest.raises(InvalidGraphError, match="several has dim .* passed by value, as only one"):
+        graph.validate()
+
+
 @pytest.mark.parametrize("name", [*POINTWISE, "matmul", "reduction", "reshape", "transpose"])
 def test_signatures_are_cudnns(name: str) -> None:
     """Arguments have cuDNN's names, in its order, and a sentence of documentation."""

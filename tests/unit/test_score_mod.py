@@ -211,6 +211,18 @@ def test_a_number_by_value_masks_nothing_yet() -> None:
     assert isinstance(problem.edits[1], ScoreProgram) and problem.edits[1].reads[0].by_value
 
 
+@pytest.mark.parametrize("dim", [(1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 8, 12)])
+def test_a_number_by_value_is_one(dim: tuple[int, ...]) -> None:
+    """Several elements cannot be passed by value: kernels would read the first one for all."""
+    made = Forward()
+    several = made.graph.tensor(dim, data_type=FLOAT, is_pass_by_value=True, name="several")
+    made.sdpa(score_mod=lambda graph, score: graph.mul(score, several))
+    with pytest.raises(ValueError, match="several has dim .* passed by value, as only one element"):
+        made.validate()
+    several.set_is_pass_by_value(False)
+    made.validate()
+
+
 def test_two_graphs_share_a_program() -> None:
     """Sizes are no part of a program, nor the order in which equal lines were written."""
     steps = ("sub", "col", "row")

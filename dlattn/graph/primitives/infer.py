@@ -9,7 +9,7 @@ from typing import NoReturn
 from dlattn.dtypes import data_type, itemsize
 from dlattn.errors import InvalidGraphError, cudnnGraphNotSupportedError
 from dlattn.graph.primitives.nodes import PrimitiveNode
-from dlattn.graph.tensor import packed_strides, tensor
+from dlattn.graph.tensor import check_number, packed_strides, tensor
 from dlattn.graph.vocabulary import tensor_reordering
 from dlattn.problem import POINTWISE, Arithmetic
 from dlattn.problem.layout import overlaps
@@ -106,6 +106,7 @@ def _check_input(node: PrimitiveNode, operand: str, types: Mapping[str, data_typ
             f"{label} needs a dim of sizes of at least 1 and a stride of the same length; got dim "
             f"{it.dim} and stride {it.stride}."
         )
+    check_number(label, it)
     if it.dtype is data_type.NOT_SET:
         if types["io_data_type"] is data_type.NOT_SET:
             _refuse_untyped(label)
