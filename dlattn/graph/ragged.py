@@ -19,8 +19,10 @@ def has_ragged(node: AttentionNode) -> bool:
 
 
 def knows_lengths(node: AttentionNode, lengths: str) -> bool:
-    """Whether ``"seq_len_q"`` or ``"seq_len_kv"`` is given, or offsets tell it."""
-    return lengths in node.inputs or any(map(node.is_ragged, _SOURCES[lengths]))
+    """Whether ``"seq_len_q"`` or ``"seq_len_kv"`` is given, or offsets tell it. Lengths without
+    ``use_padding_mask``, which are there for a function of scores to read, tell nothing."""
+    given = node.padding and lengths in node.inputs
+    return given or any(map(node.is_ragged, _SOURCES[lengths]))
 
 
 def check_ragged(node: AttentionNode) -> None:

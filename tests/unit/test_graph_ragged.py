@@ -78,6 +78,18 @@ def test_lengths_that_nothing_tells():
         ragged(use_padding_mask=lambda _: True).validate()
 
 
+def test_lengths_that_are_there_to_be_read():
+    """Lengths without use_padding_mask, which a function of scores may read, are nobody's: ragged o
+    would have whole sequences, from every offset on."""
+    given = {"seq_len_q": lengths, "score_mod": lambda _: lambda graph, score: graph.tanh(score)}
+    with pytest.raises(ValueError, match="o has a ragged offset, but nothing says how long"):
+        made = ragged("o", **given)
+        made.o.set_name("o")
+        made.validate()
+    ragged("q", "o", **given).validate()
+    ragged("o", use_padding_mask=lambda _: True, **given).validate()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
