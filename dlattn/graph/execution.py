@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from dlattn import dtypes
 from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.graph.apart import apart
@@ -138,8 +136,7 @@ class Execution:
             match, sizes = slot.accepted
             pointer = match(value)
             if not pointer or pointer % alignment:
-                numbers = (int, np.integer) if slot.takes_int else (float, np.floating)
-                if slot.by_value and isinstance(value, numbers):
+                if isinstance(value, slot.numbers):
                     value = slot.number(value)
                 pointer, sizes = slot.admit(value)
                 alike = False

@@ -67,8 +67,10 @@ class Slot:
         self.spec = spec
         self.by_value = spec.by_value
         self.is_output = is_output
-        #: Of an integer by value, an int in the pack is the number; of all others, an address.
-        self.takes_int = spec.by_value and spec.dtype in (data_type.INT32, data_type.INT64)
+        #: What in a pack is the number itself. Of an integer by value, an int is; of all others,
+        #: that is an address.
+        self.numbers = _numbers(spec.dtype) if spec.by_value else ()
+        self.takes_int = int in self.numbers
         self.alignment = 1 if spec.by_value else t.get_alignment()
         self.device: Device = (
             ("cpu", 0) if spec.by_value or target.kind == "cpu" else ("cuda", target.index)
@@ -101,12 +103,16 @@ class Slot:
         """
         dtype = self.spec.dtype
         try:
-            with np.errstate(over="raise"):
-                return np.array(value, to_numpy(dtype))
-        except (OverflowError, FloatingPointError):
+            with np.errstate(over="ignore"):
+                number = np.array(value, to_numpy(dtype))
+            holds = math.isfinite(number) or not math.isfinite(value)
+        except OverflowError:
+            holds = False
+        if not holds:
             raise InvalidVariantPackError(
                 f"{self.said}: expected a number that {dtype} holds, got {value}."
-            ) from None
+            )
+        return number
 
     @property
     def said(self) -> str:
@@ -303,8 +309,8 @@ class NumberSlot(Slot):
 
     def check(self, value: Any) -> None:
         """Refuses another number than the graph was made for."""
-        if not isinstance(value, (float, np.floating)):
-            is_address = type(value) is int and not self.takes_int
+        if not isinstance(value, self.numbers):
+            is_address = type(value) is int
             address = self.checked_address(value) if is_address else self.admit(value)[0]
             if not is_address:
                 order_before([value], 0)
@@ -319,6 +325,13 @@ def slot_type(role: str, spec: TensorSpec, lowered: Lowered) -> type[Slot]:
     if role in lowered.transposed:
         return TransposedSlot
     return RaggedSlot if spec.ragged else TableSlot if spec.packed else Slot
+
+
+def _numbers(dtype: data_type) -> tuple[type, ...]:
+    """Python's and NumPy's types of numbers that a type of elements stands for."""
+    if np.issubdtype(to_numpy(dtype), np.integer):
+        return int, np.integer
+    return (int, np.integer, np.bool_) if dtype is data_type.BOOLEAN else (float, np.floating)
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

@@ -312,3 +312,27 @@ def test_numbers_in_packs() -> None:
         built.graph.execute({**pack, named["fill"]: late(np.full((1, 1, 1, 1), fill, np.float32))})
     uids = {t.get_uid(): x for t, x in pack.items()}
     built.graph.execute(uids)
+
+
+@pytest.mark.parametrize("dtype", ["INT32", "INT64"])
+def test_masks_of_whole_numbers_in_packs(dtype: str) -> None:
+    """What masked scores are set to may be an integer: as a number of the pack, too."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 8), dtype=np.float32)
+    graph = cudnn.pygraph(io_data_type=FLOAT, intermediate_data_type=FLOAT)
+    q, v = graph.tensor_like(x), graph.tensor_like(x)
+    k = graph.tensor_like(x.swapaxes(2, 3))
+    kind = cudnn.data_type[dtype]
+    fill = graph.tensor((1, 1, 1, 1), data_type=kind, is_pass_by_value=True, name="fill")
+    scores = graph.matmul(q, k)
+    keep = graph.cmp_ge(graph.gen_index(scores, 2), graph.gen_index(scores, 3))
+    weights, _ = graph.softmax(graph.binary_select(scores, fill, keep))
+    o = graph.matmul(weights, v).set_output(True)
+    graph.build()
+    assert isinstance(graph.lowered.problem, Problem)
+    results = []
+    for number in (-(10**6), np.int32(-(10**6)), np.array(-(10**6), dtype.lower())):
+        results.append(np.empty_like(x))
+        graph.execute({q: x, k: x.swapaxes(2, 3), v: x, fill: number, o: results[-1]})
+        assert np.array_equal(results[-1], results[0])
+    with pytest.raises(InvalidVariantPackError, match=r"fill .* at most -10000, .* got -5; pass"):
+        graph.execute({q: x, k: x.swapaxes(2, 3), v: x, fill: -5, o: results[0]})

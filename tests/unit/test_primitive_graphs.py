@@ -57,6 +57,33 @@ def test_a_number_by_value_is_one() -> None:
         graph.validate()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "taken", "refused"),
+    [
+        ("INT8", (3, np.int64(-128)), (2.7, np.float32(1), 128, float("nan"))),
+        ("UINT8", (255, np.uint8(3)), (2.0, 256, -1)),
+        ("INT32", (3, np.int8(3)), (3.0, 2**31)),
+        ("BOOLEAN", (True, np.True_, 0), (1.0, float("inf"))),
+        ("BFLOAT16", (0.5, np.float32(2), float("inf")), (1e300, -3.4e38, True)),
+        ("HALF", (0.5, -float("inf")), (65520.0,)),
+    ],
+)
+def test_numbers_by_value(dtype: str, taken: Any, refused: Any) -> None:
+    """A number of the pack is what its type holds, or is refused: nothing is cut off, or wraps."""
+    graph = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    x = graph.tensor((1, 4))
+    number = graph.tensor((1, 1), data_type=Type[dtype], is_pass_by_value=True, name="number")
+    y = graph.add(x, number).set_output(True)
+    graph.build()
+    zeros, result = np.zeros((1, 4), np.float32), np.empty((1, 4), np.float32)
+    for value in taken:
+        graph.execute({x: zeros, number: value, y: result})
+        assert (result == float(value)).all()
+    for value in refused:
+        with pytest.raises(InvalidVariantPackError, match=r"number \(uid \d+\): "):
+            graph.execute({x: zeros, number: value, y: result})
+
+
 @pytest.mark.parametrize("name", [*POINTWISE, "matmul", "reduction", "reshape", "transpose"])
 def test_signatures_are_cudnns(name: str) -> None:
     """Arguments have cuDNN's names, in its order, and a sentence of documentation."""
