@@ -108,7 +108,8 @@ class Declarations(Operations):
         Args:
             source: a graph tensor, or a tensor of any DLPack framework. Of the latter, shape,
                 strides, type and device are read, and an alignment below 16 bytes if its address
-                has no better one; a CPU tensor of one element is passed by value.
+                has no better one; a CPU tensor of one element is passed by value. One without axes
+                is declared as (1, 1, 1, 1).
             name: of the new tensor; left out, that of a graph tensor.
 
         Raises:
@@ -230,8 +231,10 @@ def _attributes_of(source: Any) -> Attributes:
         raise InvalidGraphError(
             f"tensor_like takes a tensor of the graph or of a DLPack framework. {error}"
         ) from error
+    # One element without axes is declared as a tensor_scalar is: tensors of a graph have some.
+    dim, stride = (seen.shape, seen.stride) if seen.shape else ((1,) * 4, (1,) * 4)
     attributes = Attributes(
-        dtype=seen.dtype, dim=tuple(seen.shape), stride=tuple(seen.stride), device=seen.device
+        dtype=seen.dtype, dim=tuple(dim), stride=tuple(stride), device=seen.device
     )
     address_alignment = seen.ptr & -seen.ptr
     if address_alignment:

@@ -138,6 +138,8 @@ class Slot:
 
     def _misfit(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
         spec = self.spec
+        if not shape and math.prod(spec.dim) == 1:
+            return None  # frameworks have single elements without axes
         if self._size(shape) != self._size(spec.dim):
             return f"expected shape {spec.dim}, got {shape}; pass a tensor of that shape."
         if len(shape) == len(spec.dim) and canonical_stride(shape, stride) != spec.stride:

@@ -188,3 +188,40 @@ def test_packed_strides_follow_a_layout(order, dim):
         np.arange(step), dim, [8 * s for s in packed_strides(dim, like=tuple(model))]
     )
     assert sorted(array.flat) == list(range(step))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_one_element_without_axes(library):
+    """Frameworks' scalars are tensors of one element: scales, what functions of scores read, and
+    operands of primitive operations."""
+    number = np.array(0.5, np.float32)
+    if library == "torch":
+        number = pytest.importorskip("torch").from_numpy(number)
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 8), dtype=np.float32)
+    t = cudnn.pygraph().tensor_like(number)
+    assert t.get_dim() == t.get_stride() == [1, 1, 1, 1] and t.get_is_pass_by_value()
+
+    def attention(**arguments):
+        with cudnn.Graph(outputs=["sdpa::O"], inputs=[x, number]) as graph:
+            graph.sdpa(x, x, x, is_inference=True, name="sdpa", **arguments)[0].set_output(True)
+        return graph(x, number)
+
+    def halved(graph, score):
+        return graph.mul(score, graph.tensor_like(number))
+
+    scaled = attention(attn_scale=number)
+    np.testing.assert_allclose(attention(score_mod=halved), scaled, rtol=1e-6)
+    with cudnn.Graph(inputs=[x, number], outputs=["half"]) as graph:
+        graph.mul(x, number).set_output(True).set_name("half")
+    np.testing.assert_array_equal(graph(x, number), x / 2)
+
+
+def test_results_without_axes():
+    """A pack may hold one element without axes for a tensor of that size, which is written to."""
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
+    x = graph.tensor_like(np.ones((2, 3), np.float32))
+    total = graph.reduction(x, cudnn.reduction_mode.ADD).set_dim((1, 1)).set_output(True)
+    graph.build()
+    result = np.zeros((), np.float32)
+    graph.execute({x: np.ones((2, 3), np.float32), total: result})
+    assert result == 6
