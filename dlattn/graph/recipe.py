@@ -264,8 +264,22 @@ class _Reader:
         overrides: dict[str, Any] = dict(self._overrides.get(-1 if it.uid is None else it.uid, {}))
         dim = overrides.get("dim")
         if dim is not None and len(dim) == len(it.stride):
-            overrides.setdefault("stride", packed_strides(dim, it.stride))
+            overrides.setdefault("stride", packed_strides(dim, _order(it.dim, it.stride)))
         return replace(it, **overrides, inferred=inferred - overrides.keys())
+
+
+def _order(dim: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides that tell the order of declared ones. A size of 1 may have any stride, such as the 0
+    of NumPy's new axes: unless it is a distance between rows, the axis is outside of those behind
+    it, as in row-major order."""
+    outer = range(len(dim) - 1)
+    unit = min((stride[axis] for axis in outer if dim[axis] > 1 and stride[axis] > 0), default=1)
+    told, behind = list(stride), 0
+    for axis in reversed(outer):
+        if dim[axis] == 1 and (stride[axis] <= 0 or stride[axis] % unit):
+            told[axis] = behind
+        behind = max(behind, told[axis])
+    return tuple(told)
 
 
 def _made(calls: Sequence[Mapping[str, Any]]) -> Iterator[int]:

@@ -83,6 +83,32 @@ def test_strides():
     assert np.array_equal(wanted[tensors[3]], pack[tensors[3]])
 
 
+@pytest.mark.parametrize(
+    ("dim", "strides", "wanted"),
+    [
+        ((1, 4, 8, 16), (0, 128, 16, 1), (128, 16, 1)),
+        ((1, 4, 8, 16), (3331333, 16, 64, 1), (16, 64, 1)),
+        ((2, 1, 8, 16), (128, 0, 16, 1), (128, 16, 1)),
+        ((2, 4, 1, 16), (64, 16, 99990001, 1), (128, 16, 1)),
+        ((2, 4, 1, 16), (64, 16, 64, 1), (16, 64, 1)),
+        ((1, 1, 1, 16), (0, 5, 0, 1), (128, 16, 1)),
+    ],
+)
+def test_strides_of_sizes_of_one(dim, strides, wanted):
+    """A stride of a size of 1 means nothing, unless it says where the rows of a layout would be, as
+    that of one query of (B, S, H, D) does: else, the axis has its place in row-major order."""
+    graph, tensors = declared()
+    for t in tensors[:3]:
+        t.set_dim(dim).set_stride(strides)
+    graph.build()
+    new = (3, 4, 8, 16)
+    memory = pack_of(tensors, new)
+    if wanted[0] < wanted[1]:  # heads within tokens
+        for t in tensors[:4]:
+            memory[t] = np.ascontiguousarray(memory[t].swapaxes(1, 2)).swapaxes(1, 2)
+    graph.execute(memory, **shapes(new))
+
+
 def test_strides_tell_calls_apart():
     """Calls of the same shapes, one after the other, each with its own strides; by addresses, which
     say nothing of theirs."""
