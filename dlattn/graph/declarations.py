@@ -198,6 +198,8 @@ class Declarations(Operations):
                 f"{operation}: score_mod_gradients must be tensors of the graph that score_mod "
                 f"reads; got {asked!r:.100}."
             )
+        if asked is not None:
+            given = {**given, "score_mod_gradients": tuple(asked)}
         node = self._node(operation, given, user or self)
         self._nodes.append(node)
         self._calls.append(given)

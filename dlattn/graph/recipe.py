@@ -6,9 +6,10 @@ own here. A callback is kept as the operations that it has added.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from numbers import Integral, Real
@@ -120,6 +121,9 @@ class _Writer:
     def call(self, node: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """One node, from what its operation was given."""
         given = {name: value for name, value in given.items() if value is not None}
+        # Of a sequence, what the node has read: it may have been changed since, or be used up.
+        if "permutation" in given:
+            given["permutation"] = node.numbers["permutation"]
         if "compute_data_type" in given:  # torch's and NumPy's dtypes are welcome there
             given["compute_data_type"] = from_any(given["compute_data_type"])
         callbacks = self._callbacks(getattr(node, "score_mod", None))
@@ -145,6 +149,8 @@ class _Writer:
             return int(value)
         if isinstance(value, Real):
             return float(value)
+        with suppress(TypeError):  # an array of one integer
+            return operator.index(value)
         raise cudnnGraphNotSupportedError(
             f"{name} is a {type(value).__qualname__}, which a graph cannot be serialised with; "
             "give numbers and tensors."

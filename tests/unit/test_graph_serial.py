@@ -307,3 +307,43 @@ def test_wrapper(data):
     ordered = cudnn.Graph(inputs=["q", "k", "v"], outputs=[20, 21])
     ordered.deserialize(graph.serialize())
     assert np.array_equal(ordered(q, k, v)[0], o)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array])
+def test_sequences_are_kept_as_they_were_read(kind):
+    """A sequence of any kind is kept as the operation has read it, whatever becomes of it."""
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    graph = cudnn.pygraph(handle=cudnn.create_handle(device="cpu"), is_override_shape_enabled=True)
+    permutation = kind([2, 0, 1])
+    y = graph.transpose(graph.tensor_like(x).set_uid(1), permutation).set_output(True).set_uid(2)
+    graph.build()
+    if kind in (list, np.array):
+        permutation[:] = [0, 1, 2]
+    for made in (graph, restored(graph.serialize())):
+        for times in (1, 2):
+            given = np.concatenate(times * [x])
+            result = np.empty((4, 2 * times, 3), np.float32)
+            shapes = {"override_uids": [1], "override_shapes": [given.shape]}
+            made.execute({1: given, 2: result}, None, **shapes)
+            assert np.array_equal(result, given.transpose(2, 0, 1))
+    assert y.get_dim() == [4, 2, 3]
+
+
+def test_arguments_that_are_no_numbers_of_python():
+    """What is an integer to Python is kept as one, and a list of tensors as it was."""
+    graph = cudnn.pygraph(io_data_type=HALF, handle=cudnn.create_handle(device="cpu"))
+    q, k, v, o, dO, slopes = (graph.tensor(DIM) for _ in range(6))
+    slopes.set_dim((1, 4, 1, 1)).set_stride((4, 1, 1, 1)).set_data_type(cudnn.data_type.FLOAT)
+    stats = graph.tensor((*DIM[:3], 1), data_type=cudnn.data_type.FLOAT)
+    asked = [slopes]
+    outputs = graph.sdpa_backward(
+        *(q, k, v, o, dO, stats),
+        diagonal_band_left_bound=np.array(3),
+        score_mod=lambda graph, score: graph.mul(score, slopes),
+        score_mod_gradients=asked,
+    )
+    for t in outputs:
+        t.set_output(True)
+    graph.build()
+    asked.clear()
+    assert restored(graph.serialize()).key() == graph.key()
