@@ -49,6 +49,9 @@ class Declarations(Operations):
         self._nodes: list[Node] = []
         #: Of each node, what its operation was given.
         self._calls: list[dict[str, Any]] = []
+        #: Of each tensor of a built graph, what that has inferred: of a tensor that another graph
+        #: takes too, its attributes say what is left to infer there.
+        self._inferred: dict[Tensor, frozenset[str]] = {}
         self._is_built = False
 
     def tensor(
@@ -221,8 +224,10 @@ class Declarations(Operations):
 
     def _keep_tensors_of(self, node: Node) -> None:
         for t in node.tensors.values():
-            if not any(t is known for known in self._tensors):
+            is_new = not any(t is known for known in self._tensors)
+            if is_new or t.is_frozen:
                 t.attributes.inferred = frozenset()  # what another graph inferred is given here
+            if is_new:
                 self._keep(t)
 
 

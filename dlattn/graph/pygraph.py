@@ -105,6 +105,7 @@ class pygraph(Portable):  # noqa: N801 - cuDNN's public spelling
         for t in self._tensors:
             if t.attributes.uid is None:
                 t.attributes.uid = next(free)
+            self._inferred[t] = t.attributes.inferred
             t.freeze()
         self._lowered = lowered
         self._is_built = True

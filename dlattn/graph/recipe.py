@@ -98,6 +98,7 @@ class _Writer:
         for node in graph._nodes:
             self.tensors += [t for t in node.tensors.values() if t not in self.tensors]
         self._numbers = {t: number for number, t in enumerate(self.tensors)}
+        self._inferred = graph._inferred
 
     def number(self, t: Tensor) -> int:
         if t not in self._numbers:
@@ -113,7 +114,7 @@ class _Writer:
             "dtype": it.dtype.name,
             "reordering_type": it.reordering_type.name,
             "ragged_offset": None if it.ragged_offset is None else self.number(it.ragged_offset),
-            "inferred": sorted(it.inferred),
+            "inferred": sorted(self._inferred.get(t, it.inferred)),
             # Which CUDA device it was says nothing elsewhere.
             "device": list(it.device) if host and it.device else None,
         }

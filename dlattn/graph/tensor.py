@@ -220,6 +220,11 @@ class tensor(Operators):  # noqa: N801 - cuDNN's public spelling
         """Refuse every later change: the graph has read the attributes."""
         self._frozen = True
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a graph that has the tensor is built."""
+        return self._frozen
+
     def _set(self, **changes: Any) -> tensor:
         if self._frozen:
             raise InvalidGraphError(

@@ -132,3 +132,37 @@ def test_overlaps(dim, stride, expected):
     """Overlap is what counting addresses says."""
     addresses = sum(np.ix_(*(np.arange(d) * s for d, s in zip(dim, stride, strict=True))))
     assert overlaps(dim, stride) == expected == (len(np.unique(addresses)) < addresses.size)
+
+
+@pytest.mark.parametrize("backward_first", [False, True])
+def test_tensors_of_two_graphs(backward_first):
+    """Tensors that a backward takes from a forward are what it is given, and still what that one
+    inferred: whichever is declared first, neither graph changes the other."""
+    forward = Forward(is_override_shape_enabled=True).sdpa()
+    forward.stats.set_output(True)
+    backward = cudnn.pygraph(io_data_type=HALF, handle=cudnn.create_handle(device="cpu"))
+
+    def declare_backward():
+        inputs = forward.q, forward.k, forward.v, forward.o, backward.tensor(OUT), forward.stats
+        for gradient in backward.sdpa_backward(*inputs):
+            gradient.set_output(True)
+
+    if backward_first:
+        declare_backward()
+    forward.graph.build()
+    if not backward_first:
+        declare_backward()
+    backward.build()
+    assert forward.o.get_dim() == list(OUT)
+
+    dims = [(3, *dim[1:]) for dim in (Q, K, V, OUT, STATS)]
+    tensors = [getattr(forward, role) for role in ("q", "k", "v", "o", "stats")]
+    pack = {t.get_uid(): np.zeros(dim, np.float16) for t, dim in zip(tensors, dims, strict=True)}
+    pack[forward.stats.get_uid()] = np.zeros(dims[-1], np.float32)
+    shapes = [t.get_uid() for t in tensors[:3]], dims[:3]
+    forward.graph.execute(pack, None, None, *shapes)
+    again, other = cudnn.pygraph(), cudnn.pygraph()
+    again.deserialize(forward.graph.serialize())
+    again.execute(pack, None, None, *shapes)
+    other.deserialize(backward.serialize())
+    assert (again.key(), other.key()) == (forward.graph.key(), backward.key())
