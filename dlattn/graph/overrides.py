@@ -35,6 +35,10 @@ class Overrides:
         #: Bytes of workspace that callers know of.
         self._known_size = 0
 
+    def __reduce__(self) -> Any:
+        # Graphs are copied before they have plans: there is nothing but the graph.
+        return Overrides, (self._graph,)
+
     @property
     def plans(self) -> list[Runnable]:
         """What was built so far."""

@@ -75,6 +75,21 @@ def test_plans_are_not_pickled(duplicate):
     assert same(results(graph), results(on_cpu()))
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_copies_take_other_shapes(duplicate):
+    """Of a graph that takes other shapes, a copy does, on its own."""
+    options = {"handle": cudnn.create_handle(device="cpu"), "is_override_shape_enabled": True}
+    original = declared(**options)
+    graph = duplicate(original)
+    graph.build()
+    dim = (3, 2, 5, 16)
+    plain = declared(dim, handle=options["handle"])
+    plain.build()
+    shapes = {"override_uids": [UIDS[role] for role in "qkv"], "override_shapes": 3 * [dim]}
+    assert same(results(graph, dim, **shapes), results(plain, dim))
+    assert original.get_execution_plan_count() == 0
+
+
 def test_text_of_a_graph():
     """``repr`` says all that was declared; the graph is then built as any other."""
     graph = declared(handle=cudnn.create_handle(device="cpu"))
