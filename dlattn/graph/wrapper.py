@@ -232,6 +232,7 @@ class Graph(Operations):
                 f"inputs and outputs leave out {', '.join(missing)}, which the graph uses; add it."
             )
         self._inputs, self._outputs = chosen_inputs, chosen_outputs
+        self._asked = (None, None)  # which may have held the caller's memory
 
     # Calling ----------------------------------------------------------------------------------
 

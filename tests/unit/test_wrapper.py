@@ -168,11 +168,12 @@ def test_objects_name_their_tensors(qkv):
     assert_close(graph(k, q, v)[1], attention(q, k, v)[0])
 
 
-def test_declaring_does_not_keep_memory(qkv):
-    """Once built, a graph holds none of the tensors that it was declared from."""
+@pytest.mark.parametrize("listed", [False, True])
+def test_declaring_does_not_keep_memory(qkv, listed):
+    """Once built, a graph holds none of the tensors that it was declared from, or that it lists."""
     temporary = [x.copy() for x in qkv]
     gone = [weakref.ref(x) for x in temporary]
-    graph = declared(temporary)
+    graph = declared(temporary, **({"inputs": [*temporary]} if listed else {}))
     del temporary
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
