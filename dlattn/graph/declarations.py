@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 Node: TypeAlias = "AttentionNode | PrimitiveNode"
 
+#: Arguments that are functions, of which nodes keep the operations that they have added: what else
+#: they hold, such as the memory of the tensors that they declare, is their caller's.
+_CALLBACKS = ("score_mod", "score_mod_bprop")
+
 _BUILDERS = {"sdpa": sdpa_node, "sdpa_backward": sdpa_backward_node}
 
 
@@ -47,7 +51,7 @@ class Declarations(Operations):
         self._name = name
         self._tensors: list[Tensor] = []
         self._nodes: list[Node] = []
-        #: Of each node, what its operation was given.
+        #: Of each node, what its operation was given, functions aside.
         self._calls: list[dict[str, Any]] = []
         #: Of each tensor of a built graph, what that has inferred: of a tensor that another graph
         #: takes too, its attributes say what is left to infer there.
@@ -205,7 +209,7 @@ class Declarations(Operations):
             given = {**given, "score_mod_gradients": tuple(asked)}
         node = self._node(operation, given, user or self)
         self._nodes.append(node)
-        self._calls.append(given)
+        self._calls.append({name: it for name, it in given.items() if name not in _CALLBACKS})
         self._keep_tensors_of(node)
         return list(node.returned)
 

@@ -127,11 +127,8 @@ class _Writer:
             given["permutation"] = node.numbers["permutation"]
         if "compute_data_type" in given:  # torch's and NumPy's dtypes are welcome there
             given["compute_data_type"] = from_any(given["compute_data_type"])
-        callbacks = self._callbacks(getattr(node, "score_mod", None))
-        arguments = {
-            name: callbacks[name] if name in callbacks else self.value(value, name)
-            for name, value in given.items()
-        }
+        arguments = {name: self.value(value, name) for name, value in given.items()}
+        arguments |= self._callbacks(getattr(node, "score_mod", None))
         numbers = {role: self.number(t) for role, t in node.outputs.items()}
         return {"operation": node.operation, "arguments": arguments, "outputs": numbers}
 

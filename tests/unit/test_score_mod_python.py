@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +77,33 @@ def test_other_methods() -> None:
     for name in ("sdpa", "execute", "exp2", "__deepcopy__"):
         said = f"has no '{name}': it has pointwise operations such as add"
         refused(lambda graph, score, name=name: getattr(graph, name), AttributeError, said)
+
+
+@pytest.mark.parametrize("graph", [Forward, Backward])
+def test_functions_are_let_go(graph: type[Forward]) -> None:
+    """They are called by ``sdpa`` and its backward alone: a graph keeps neither them, nor what they
+    hold, and is pickled without them."""
+
+    class Held:
+        cap = 50.0
+
+    def declared(held: Held) -> Forward:
+        def score_mod(graph: Any, score: Any) -> Any:
+            return graph.mul(score, graph.tensor_scalar(held.cap))
+
+        def bprop(graph: Any, gradient: Any) -> Any:
+            return graph.mul(gradient, graph.tensor_scalar(held.cap))
+
+        more = {} if graph is Forward else {"score_mod_bprop": bprop}
+        return graph().sdpa(score_mod=score_mod, **more)
+
+    held = Held()
+    gone = weakref.ref(held)
+    made = declared(held).graph
+    del held
+    gc.collect()
+    assert gone() is None
+    again = pickle.loads(pickle.dumps(made))
+    text = cudnn.pygraph(handle=made._handle)
+    text.deserialize(repr(made))
+    assert again.key() == text.key() == made.key()
