@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dlattn.errors import InvalidArgumentError, cudnnGraphNotSupportedError
-from dlattn.graph.handle import pinned_target
+from dlattn.graph.handle import explicit_stream, pinned_target
 from dlattn.graph.overrides import Overrides
 from dlattn.graph.recipe import declare, recipe
 from dlattn.plans.base import Runnable
@@ -75,6 +75,7 @@ def deserialize(graph: Portable, *arguments: Any) -> None:
         raise TypeError(f"deserialize takes the data, or a handle and the data; got {arguments!r}.")
     *handle, data = arguments
     if handle:
+        explicit_stream(handle[0])  # an unknown one is an error that leaves the graph new
         graph._handle = handle[0]
     if isinstance(data, str):
         described = _described(data)

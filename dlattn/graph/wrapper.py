@@ -64,8 +64,7 @@ class Graph(Operations):
         workspace_alloc: bool = True,
         **pygraph_kwargs: Any,
     ) -> None:
-        self._handle = _handle(handle)
-        self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
+        self._graph = pygraph(handle=_handle(handle), **pygraph_kwargs)
         self._heuristics = heuristics
         self._workspace_alloc = flag("workspace_alloc", workspace_alloc)
         self._workspace: Any = None
@@ -300,7 +299,7 @@ class Graph(Operations):
                 f"memory for {', '.join(map(said_name, missing))} too."
             )
         made = {t: self._allocate(t, pack) for t in missing}
-        chosen = self._handle if handle is None else _handle(handle)
+        chosen = self._graph._handle if handle is None else _handle(handle)
         if made and self._is_unordered(like, chosen):
             raise InvalidArgumentError(
                 "JAX waits for outputs on CuPy's current stream, but the handle has a stream of "

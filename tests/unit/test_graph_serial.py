@@ -46,8 +46,22 @@ def test_with_a_handle(data):
     """A handle may come first; what is for the CPU does not run elsewhere."""
     handle = cudnn.create_handle(device="cpu")
     assert same(results(restored(handle, data)), results(on_cpu()))
+    graph = cudnn.pygraph()
     with pytest.raises(RuntimeError, match="unknown or destroyed"):
-        restored(10**9, data)
+        graph.deserialize(10**9, data)
+    graph.deserialize(data)  # it is new as before
+    assert same(results(graph), results(on_cpu()))
+
+
+def test_a_wrapper_is_on_its_data_s_handle(data, monkeypatch):
+    """Calls of a ``Graph`` that came with a handle are on that, as those of one that was made with
+    it: JAX is refused where its stream is another."""
+    handle, seen = cudnn.create_handle(device="cpu"), []
+    monkeypatch.setattr(cudnn.Graph, "_is_unordered", lambda self, like, given: seen.append(given))
+    graph = cudnn.Graph()
+    graph.deserialize(handle, data)
+    graph({UIDS[role]: np.ones(DIM, np.float16) for role in "qkv"})
+    assert seen == [handle]
     for arguments in ((), (handle, data, data)):
         with pytest.raises(TypeError, match="deserialize takes the data, or a handle and"):
             restored(*arguments)
