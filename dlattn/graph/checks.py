@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,7 +50,10 @@ def member(name: str, value: Any, kind: type[Member]) -> Member:
 
 def members(name: str, values: Any, kind: type[Member]) -> list[Member]:
     """Several of them; a ``str`` is not its letters."""
-    found = None if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
+    try:
+        found = None if isinstance(values, str) else [*values]
+    except TypeError:  # it is none, or an array without axes
+        found = None
     if found is None or not all(isinstance(value, kind) for value in found):
         plain = kind is str
         wanted = "str" if plain else f"dlattn.{kind.__name__} members"

@@ -171,10 +171,11 @@ def test_cpu_plans_have_no_notes(plans):
 
 
 def test_heuristics_must_be_heuristics(plans):
-    """A name instead of a member is a TypeError."""
+    """A name instead of a member, or no sequence, such as an array without axes, is a TypeError."""
     graph, _ = declared()
-    with pytest.raises(TypeError, match="heur_mode"):
-        graph.create_execution_plans(["A"])
+    for wrong in (["A"], "A", 1, np.array(1), cudnn.heur_mode.A):
+        with pytest.raises(TypeError, match=r"heuristics must be a sequence of dlattn.heur_mode"):
+            graph.create_execution_plans(wrong)
 
 
 def test_the_engine_of_the_environment(plans, monkeypatch):
