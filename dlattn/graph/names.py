@@ -111,6 +111,20 @@ class Names:
         return sorted({said_name(t) for t in self._tensors} | {repr(port) for port in self._ports})
 
 
+class Once:
+    """Where functions of scores declare the tensors of a ``Graph``: an array that was seen before,
+    by an operation or by them, is the tensor that it was, unless it is given a name."""
+
+    def __init__(self, graph: Any, names: Names) -> None:
+        self.tensor, self.tensor_scalar = graph.tensor, graph.tensor_scalar
+        self._tensor_like, self._names = graph.tensor_like, names
+
+    def tensor_like(self, source: Any, name: str = "") -> Tensor:
+        known = None if name or isinstance(source, Tensor) else self._names.declared_from(source)
+        like: Tensor = self._tensor_like(source, name) if known is None else known
+        return like
+
+
 def _said_entry(entry: Any, article: str = "a") -> str:
     """How messages call what a user calls a tensor."""
     return (

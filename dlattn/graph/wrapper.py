@@ -13,7 +13,7 @@ from dlattn.errors import InvalidArgumentError, InvalidGraphError
 from dlattn.graph.checks import flag, text
 from dlattn.graph.declarations import tensor_arguments
 from dlattn.graph.handle import explicit_stream
-from dlattn.graph.names import Names, said_name
+from dlattn.graph.names import Names, Once, said_name
 from dlattn.graph.operations import Operations
 from dlattn.graph.pygraph import pygraph
 from dlattn.graph.ragged import allocation_model
@@ -162,7 +162,7 @@ class Graph(Operations):
             if isinstance(value, Tensor):
                 self._names.add_port(f"{node}::{position}", value)
             arguments[argument] = value
-        outputs = self._graph._add(operation, arguments, self)
+        outputs = self._graph._add(operation, arguments, Once(self, self._names))
         self._nodes.add(node)
         self._counts[operation] += 1
         for output in outputs:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dlattn as cudnn
@@ -107,3 +108,31 @@ def test_functions_are_let_go(graph: type[Forward]) -> None:
     text = cudnn.pygraph(handle=made._handle)
     text.deserialize(repr(made))
     assert again.key() == text.key() == made.key()
+
+
+def test_an_array_is_one_tensor() -> None:
+    """Of a ``Graph``, an array that the function reads twice, or that is an argument as well, is
+    one tensor, which ``inputs`` lists once; under a name of its own it is another."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 2, 5, 8), dtype=np.float32)
+    table = rng.standard_normal((1, 2, 5, 5), dtype=np.float32)
+
+    def score_mod(graph: Any, score: Any) -> Any:
+        return graph.add(graph.mul(score, graph.tensor_like(table)), graph.tensor_like(table))
+
+    with cudnn.Graph(inputs=[x, table], outputs=["n::O"]) as graph:
+        arguments = {"bias": table, "score_mod": score_mod, "is_inference": True, "name": "n"}
+        graph.sdpa(x, x, x, **arguments)[0].set_output(True)
+    weights = np.exp(x @ x.swapaxes(2, 3) * table + 2 * table)
+    expected = weights / weights.sum(-1, keepdims=True) @ x
+    np.testing.assert_allclose(graph(x, table), expected, rtol=1e-4, atol=1e-5)
+
+    def named(graph: Any, score: Any) -> Any:
+        return graph.add(score, graph.tensor_like(table, name="other"))
+
+    with cudnn.Graph(inputs=[x, "n::bias", "other"], outputs=["n::O"]) as graph:
+        arguments["score_mod"] = named
+        graph.sdpa(x, x, x, **arguments)[0].set_output(True)
+    weights = np.exp(x @ x.swapaxes(2, 3) + table)
+    expected = weights / weights.sum(-1, keepdims=True) @ x
+    np.testing.assert_allclose(graph(x, 2 * table, -table), expected, rtol=1e-4, atol=1e-5)
