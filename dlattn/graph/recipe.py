@@ -269,7 +269,9 @@ class _Reader:
         dim = overrides.get("dim")
         if dim is not None and len(dim) == len(it.stride):
             overrides.setdefault("stride", packed_strides(dim, _order(it.dim, it.stride)))
-        return replace(it, **overrides, inferred=inferred - overrides.keys())
+        it = replace(it, **overrides, inferred=inferred - overrides.keys())
+        # One element that tensor_like saw on the host may stand for many.
+        return replace(it, is_pass_by_value=it.is_pass_by_value and it.elements == 1)
 
 
 def _order(dim: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -109,6 +109,24 @@ def test_strides_of_sizes_of_one(dim, strides, wanted):
     graph.execute(memory, **shapes(new))
 
 
+def test_lengths_of_one_sequence():
+    """A length in host memory is a number by value; of more sequences, lengths are a tensor."""
+    graph, q = cudnn.pygraph(io_data_type=HALF, is_override_shape_enabled=True), (1, 2, 4, 8)
+    tensors = [graph.tensor_like(np.ones(q, np.float16)) for _ in "qkv"]
+    length = graph.tensor_like(np.full((1, 1, 1, 1), 4, np.int32))
+    assert length.get_is_pass_by_value()
+    padding = {"use_padding_mask": True, "seq_len_kv": length}
+    o, _ = graph.sdpa(*tensors, is_inference=True, **padding)
+    o.set_output(True)
+    graph.build()
+    dims = [(3, 2, 4, 8)] * 3 + [(3, 1, 1, 1)]
+    q, k, v, out = np.random.default_rng(0).standard_normal((4, *dims[0])).astype(np.float16)
+    lengths = np.array([1, 0, 4], np.int32).reshape(dims[3])
+    pack = {**dict(zip(tensors, (q, k, v), strict=True)), length: lengths, o: out}
+    graph.execute(pack, None, None, [t.get_uid() for t in (*tensors, length)], dims)
+    assert np.array_equal(out[0], np.broadcast_to(v[0, :, :1], out[0].shape)) and not out[1].any()
+
+
 def test_strides_tell_calls_apart():
     """Calls of the same shapes, one after the other, each with its own strides; by addresses, which
     say nothing of theirs."""
