@@ -114,7 +114,7 @@ class Request:
 
     @property
     def _edits(self) -> tuple[Edit, ...]:
-        edits: list[Edit] = [Scale(positive=self.attn_scale > 0)]
+        edits: list[Edit] = [Scale.by(self.attn_scale)]
         if self.softcap is not None:
             edits.append(SoftCap())
         if self.bias is not None:

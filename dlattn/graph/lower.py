@@ -200,7 +200,8 @@ def spec_of(
 
 def _edits(node: AttentionNode, tensors: Mapping[str, tensor]) -> tuple[Edit, ...]:
     """In cuDNN's order: the scale, what bounds it, the user's function, what is added."""
-    edits: list[Edit] = [Scale(positive="attn_scale" not in tensors and node.attn_scale > 0)]
+    in_pack = "attn_scale" in tensors
+    edits: list[Edit] = [Scale(positive=False) if in_pack else Scale.by(node.attn_scale)]
     if node.softcap is not None:
         edits.append(SoftCap())
     if node.program is not None:

@@ -20,6 +20,10 @@ SOFTCAPS = (1e-30, 1e30)
 
 Array = NDArray[Any]
 
+#: Scales that kernels may have as a factor of exponents: in units of raw products that others
+#: multiply, float32 may have no log-sum-exps.
+_FACTORS = (1e-30, 1e30)
+
 #: The largest number of float32.
 _MOST_FLOAT = 3.4028234663852886e38
 
@@ -135,11 +139,16 @@ class Scale(Edit):
     """``score * attn_scale``.
 
     Attributes:
-        positive: the scale is known to be greater than zero, so that kernels may take row maxima
-            before scaling and fold the factor into the exponent.
+        positive: the scale is known to be greater than zero, and neither tiny nor huge, so that
+            kernels may take row maxima before scaling and fold the factor into the exponent.
     """
 
     positive: bool = True
+
+    @classmethod
+    def by(cls, number: float) -> Scale:
+        """The edit of a scale that is known."""
+        return cls(positive=_FACTORS[0] <= number <= _FACTORS[1])
 
     @property
     def cpp(self) -> str:

@@ -177,10 +177,12 @@ def test_bounds_are_clamped():
 
 
 @pytest.mark.parametrize(
-    ("scale", "positive"), [(None, True), (0.5, True), (0.0, False), (-1.0, False)]
+    ("scale", "positive"),
+    [(None, True), (0.5, True), (0.0, False), (-1.0, False), (1e-50, False), (1e-40, False)],
 )
 def test_only_a_known_positive_scale_is_positive(scale, positive):
-    """Kernels may fold a scale into the exponent only when its sign is known."""
+    """Kernels may fold a scale into the exponent only when its sign is known, and if float32 has
+    the scale and its inverse: times 0, masked scores would be no numbers."""
     lowered = forward(attn_scale=scale)
     assert lowered.problem.edits == (Scale(positive=positive),)
     assert lowered.geometry.attn_scale == (1.0 if scale is None else scale)
