@@ -1,8 +1,9 @@
 """Derivatives of expressions, symbolically: for each line another one, its derivative.
 
 At kinks: ``abs`` has the derivative 0 at 0; ``max`` and ``min`` of equal numbers that of their
-first operand; activations that of their ``*_backward`` operation. What jumps, or is true or false,
-has the derivative 0 everywhere, as have casts to whole numbers.
+first operand; activations that of their ``*_backward`` operation; powers of 0 have the derivative 0
+by their exponent. What jumps, or is true or false, has the derivative 0 everywhere, as have casts
+to whole numbers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ def _mod(w: Writer, y: int, x: tuple[int, ...], d: tuple[_Slope, ...]) -> _Slope
 
 def _pow(w: Writer, y: int, x: tuple[int, ...], d: tuple[_Slope, ...]) -> _Slope:
     by_base = _times(w, d[0], lambda: w.mul(x[1], w.pow(x[0], w.sub(x[1], w(1.0)))))
-    return _sum(w, by_base, _times(w, d[1], lambda: w.mul(y, w.log(x[0]))))
+
+    def logarithm() -> int:  # 0 times that of 0 would be no number
+        return w.binary_select(w(0.0), w.log(x[0]), w.cmp_eq(x[0], w(0.0)))
+
+    return _sum(w, by_base, _times(w, d[1], lambda: w.mul(y, logarithm())))
 
 
 def _greater(comparison: str) -> _Rule:

@@ -194,6 +194,19 @@ def differences(function: Callable[[Any, list[Any]], Any], at: Any) -> tuple[Any
     return away, want, difference
 
 
+def test_powers_of_nothing() -> None:
+    """As in PyTorch and JAX, a power of 0 has the derivative 0 by its exponent, and no NaN."""
+    builder = Builder()
+    slope = slope_of(builder, line(builder, ("pow", ("relu", "s"), "t")), read=0)
+
+    def leaf(it: Any) -> Any:
+        return np.asarray([-1.0, 0.0, 2.0]) if it.operation == "score" else np.asarray(1.5)
+
+    with np.errstate(all="ignore"):
+        got = evaluate(builder.lines, slope, leaf, np.float64)
+    np.testing.assert_allclose(got, [0, 0, 2**1.5 * math.log(2)])
+
+
 @pytest.mark.parametrize("operation", sorted(POINTWISE))
 def test_every_operation_has_lines(operation: str) -> None:
     """A builder writes each pointwise operation, with the value of its NumPy twin."""
