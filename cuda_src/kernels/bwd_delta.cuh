@@ -156,8 +156,12 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
         // log-sum-exp of +infinity makes their probabilities exactly zero. Upwards, as in a forward: or those of a
         // row that a bias of -1e9 masks would be infinite.
         constexpr float raised = Tiling::template raised<T>;
-        const float log_sum_exp =
-            stats == -infinity() ? infinity() : __fmaf_ru(stats, log2_e, -raised);
+        float log_sum_exp = stats == -infinity() ? infinity() : __fmaf_ru(stats, log2_e, -raised);
+        // By more where float32's steps are large: roundings of scores, of their factor, of
+        // statistics and of what products begin with, 2^-24 of the number each, could make
+        // probabilities infinite, which in fp16 2^4 is in Hopper's backward. What is below 2^23.5
+        // stays as it is.
+        log_sum_exp += fmaxf(fmaf(fabsf(log_sum_exp), 0x1p-22f, -3.f), 0.f);
         if constexpr (Problem::d_stats) {
           // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
           if (stats != -infinity()) {

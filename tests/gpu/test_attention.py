@@ -10,7 +10,13 @@ from hypothesis import given, settings
 import dlattn
 from dlattn.one_call.forward import _CALLS
 from dlattn.runtime import jit
-from tests.calls import check_added_mask, check_attention, check_full_pages, check_pages
+from tests.calls import (
+    check_added_mask,
+    check_attention,
+    check_full_pages,
+    check_huge_scores,
+    check_pages,
+)
 from tests.cases import Case
 from tests.drivers import gpu_library
 from tests.states import to_numpy
@@ -90,3 +96,11 @@ def test_added_masks(dtype: str, low: float, engine: str, monkeypatch: pytest.Mo
     for seq_q in (3, 150) if engine == "best" else (150,):
         for dim in (64, 128):
             check_added_mask(gpu_library(), dtype, low, seq_q, dim)
+
+
+@pytest.mark.parametrize("engine", ["sm90", "sm80"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_huge_scores(dtype: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of huge scores are inexact; probabilities made of them are finite all the same."""
+    monkeypatch.setenv("DLATTN_ENGINE", engine)
+    check_huge_scores(gpu_library(), dtype)
