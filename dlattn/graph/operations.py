@@ -71,8 +71,10 @@ class Operations(Primitives):
             attn_scale: a number, or a tensor of one fp32 element on the device or the host;
                 ``None`` means 1.
             bias: added to scores: HALF, BFLOAT16 or FLOAT, (B, Hq, Sq, Skv), of which any size may
-                be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e29 counts as
-                masked. BOOLEAN and UINT8 mask where they are 0; beside numbers, score_mod can mask
+                be 1, any strides. -inf masks; on GPUs, a row of nothing above -1e8 may count as
+                masked, and one of nothing above -1e29 does. (Its log-sum-exp, and with it its
+                gradients, are as exact as fp32 is there: from 1e6 on, to some percent.) BOOLEAN and
+                UINT8 mask where they are 0; beside numbers, score_mod can mask
                 by such a tensor. What lies beyond actual lengths is not read.
             block_mask: a bit for each block of 128 queries and 128 keys, lowest bit first: 1 where
                 the block is attended to. UINT8, (B or 1, Hq or 1, ceil(Sq / 128),
