@@ -38,6 +38,7 @@ DLATTN_DEVICE Range<T> range(T low, T high, bool any) {
   return {any ? T(0) : low, any ? T(0) : high, any};
 }
 DLATTN_DEVICE bool is_finite(float x) { return fabsf(x) < infinity(); }
+DLATTN_DEVICE bool is_finite(int64) { return true; }
 DLATTN_DEVICE Floats finite(float low, float high, bool any) {
   return range(low, high, any || !is_finite(low) || !is_finite(high));
 }
@@ -155,10 +156,11 @@ DLATTN_DEVICE Floats div(Floats a, Floats b) {
                 !are_finite(a, b) || (b.low <= 0.f && b.high >= 0.f));
 }
 
-// By one positive number: a period, or what there is in one.
+// Of finite numbers by one positive number: a period, or what there is in one.
 template <class T>
 DLATTN_DEVICE Range<T> mod(Range<T> a, Range<T> b) {
-  const bool any = a.any || b.any || b.low != b.high || !(b.low > 0);
+  const bool any =
+      a.any || b.any || b.low != b.high || !(b.low > 0) || !is_finite(a.low) || !is_finite(a.high);
   const T by = any ? T(1) : b.low;
   const T greatest = same_type<T, float> ? by : by - T(1);
   const T low = pointwise::mod(a.low, by), high = pointwise::mod(a.high, by);

@@ -219,9 +219,10 @@ def _div(a: Range, b: Range) -> Range:
 
 
 def _mod(a: Range, b: Range) -> Range:
-    """By one positive number: a period, or what there is in one."""
+    """Of finite numbers by one positive number: a period, or what there is in one."""
     one = a.low.dtype.type(1)
     any_ = a.any | b.any | (b.low != b.high) | ~(b.low > 0)
+    any_ = any_ | ~(np.isfinite(a.low) & np.isfinite(a.high))
     by = np.where(any_, one, b.low)
     most = by - one if _is_whole(a) else by
     low, high = np.fmod(a.low, by), np.fmod(a.high, by)

@@ -13,6 +13,7 @@ from dlattn.dtypes import data_type
 from dlattn.problem import BLOCK, Read, ScoreBlocks, ScoreProgram, Values, Where, skipped_blocks
 from dlattn.problem.expressions import Builder
 from dlattn.problem.lines import Kind, Line
+from dlattn.problem.ranges import RANGES, Range, number_range
 from dlattn.problem.score import read_at
 from dlattn.problem.score_program import evaluate, masked_last, score_program
 
@@ -214,3 +215,14 @@ def test_what_cannot_be_told() -> None:
     truth, some, _ = told(("logical_and", low, ("cmp_ge", "row", "col")), 256, 256)
     assert truth.maybe[0, 0].tolist() == [[True, False], [True, True]]
     assert not truth.surely.any()
+
+
+def test_remainders_of_infinity() -> None:
+    """They are no numbers, of which no comparison is true."""
+    numbers, by = (
+        number_range(np.float32([low]), np.float32([high]), Kind.FLOAT, np.float32)
+        for low, high in ((-1, np.inf), (128, 128))
+    )
+    with np.errstate(all="ignore"):
+        made = RANGES["mod"](numbers, by)
+    assert isinstance(made, Range) and made.any.all()
