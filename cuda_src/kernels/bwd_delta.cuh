@@ -153,15 +153,13 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
       }
       if (lane == 0 && row < Shapes::tile_q) {
         // Rows without keys have stats -infinity and rows beyond the length have none: a
-        // log-sum-exp of +infinity makes their probabilities exactly zero. Upwards, as in a forward: or those of a
-        // row that a bias of -1e9 masks would be infinite.
+        // log-sum-exp of +infinity makes their probabilities exactly zero.
         constexpr float raised = Tiling::template raised<T>;
-        float log_sum_exp = stats == -infinity() ? infinity() : __fmaf_ru(stats, log2_e, -raised);
-        // By more where float32's steps are large: roundings of scores, of their factor, of
-        // statistics and of what products begin with, 2^-24 of the number each, could make
-        // probabilities infinite, which in fp16 2^4 is in Hopper's backward. What is below 2^23.5
-        // stays as it is.
-        log_sum_exp += fmaxf(fmaf(fabsf(log_sum_exp), 0x1p-22f, -3.f), 0.f);
+        float log_sum_exp = stats == -infinity() ? infinity() : fmaf(stats, log2_e, -raised);
+        // Of huge scores, as of keys that a bias of -1e9 masks, probabilities could be infinite, which in
+        // fp16 2^4 is in Hopper's backward: five roundings, of scores, their factor, products, statistics
+        // and here, are 2^-24 of the number each. What is below 1e7 stays as it is.
+        log_sum_exp += fmaxf(fmaf(fabsf(log_sum_exp), 5 * 0x1p-24f, -3.f), 0.f);
         if constexpr (Problem::d_stats) {
           // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
           if (stats != -infinity()) {
