@@ -24,6 +24,9 @@ from dlattn.plans.source import Tiling, kernel_source
 from dlattn.problem import BlockMask, Direction, Geometry, Mask, Padding, Philox, Problem
 from dlattn.runtime.target import Target
 
+#: Keys of the smallest item of any tiling.
+LEAST_KEYS = 16
+
 
 class BackwardTiling(Tiling, Protocol):
     """What the kernels before and after the main one need of its tiling (``bwd_tile.cuh``)."""
@@ -274,7 +277,7 @@ def backward_refusal(
 ) -> str | None:
     """Why no backward kernel up to a head dimension can run a problem, or ``None``."""
     reason = refusal(problem, geometry, target, Direction.BACKWARD, kernel, most_head_dim)
-    blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // 32)
+    blocks = geometry.batch * geometry.heads_q * -(-geometry.rows_kv // LEAST_KEYS)
     if reason is None and blocks > MOST_BLOCKS:
-        return "batch x heads x (keys / 32) must be below 2**31."
+        return f"batch x heads x (keys / {LEAST_KEYS}) must be below 2**31."
     return reason or gradients_refusal(problem, geometry, target)

@@ -10,12 +10,14 @@ import pytest
 import dlattn
 from dlattn.calls.cache import forget_calls
 from dlattn.dtypes import data_type
+from dlattn.plans.bwd_sm80 import WIDE_TILINGS, BwdSm80
 from dlattn.plans.cuda import refusal
 from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
+from dlattn.plans.kernels import MOST_BLOCKS
 from dlattn.plans.params import params_for
 from dlattn.plans.reference import Reference
-from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, TensorSpec
+from dlattn.problem import Direction, Geometry, Padding, Problem, Scale, SoftCap, TensorSpec
 from dlattn.problem.layout import FARTHEST, LONGEST, MOST_RAGGED_ELEMENTS
 from dlattn.runtime.target import KNOWN
 
@@ -70,6 +72,28 @@ def test_ragged_tensors_that_the_copy_engine_cannot_count() -> None:
     assert reason is not None and "q may have" in reason
     assert refusal(problem, packed(most + 1, row), HOPPER, Direction.FORWARD, "any") is None
     assert FwdSm80.supports(problem, packed(most + 1, row), HOPPER) is None
+
+
+def test_blocks_of_the_smallest_tiles_of_a_backward() -> None:
+    """Packed sequences take as many as if all were as long as the longest: more than a grid has are
+    refused, of the widest heads, whose tiles have the fewest keys, too."""
+    target, batch, heads, columns = KNOWN["sm_120"], 2**16 - 1, 8, 488
+    problem = Problem(
+        Direction.BACKWARD, data_type.HALF, columns, 64, (Scale(positive=True), SoftCap()),
+        (Padding(),), data_type.FLOAT, ragged=True,
+    )  # fmt: skip
+    longest = -(-MOST_BLOCKS // (batch * heads)) * WIDE_TILINGS[-1].tile_k
+
+    def sequences(rows: int) -> Geometry:
+        stride = (0, columns, heads * columns, 1)
+        spec = TensorSpec("x", (batch, heads, rows, columns), stride, data_type.HALF, ragged=True)
+        return Geometry({role: spec for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV")})
+
+    largest = BwdSm80(problem, sequences(longest - WIDE_TILINGS[-1].tile_k), target)
+    assert largest.tiling == WIDE_TILINGS[-1]
+    assert largest.main_kernel(largest._pairs * largest._key_tiles).grid[0] <= MOST_BLOCKS
+    assert BwdSm80.supports(problem, largest.geometry, target) is None
+    assert "must be below 2**31" in str(BwdSm80.supports(problem, sequences(longest), target))
 
 
 def test_bounds_of_lengths_beyond_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
