@@ -177,7 +177,8 @@ class BwdSm90(MappedPlan, BackwardPlan):
 
     @property
     def _items_at_once(self) -> int:
-        return self.target.multiprocessors // self.tiling.cluster
+        # Where one cluster has no room, a launch of it fails; one of none would say nothing.
+        return max(1, self.target.multiprocessors // self.tiling.cluster)
 
     @property
     def heads_per_wave(self) -> int:

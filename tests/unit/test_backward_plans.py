@@ -191,6 +191,13 @@ def test_blocks_of_a_cluster_come_together(head_dim: int, seq: int) -> None:
         assert (f"__cluster_dims__({cluster}, 1, 1)" in kernel.source.text) == wanted
 
 
+def test_where_one_cluster_has_no_room() -> None:
+    """It is launched, which fails there; an empty grid would leave gradients as they were."""
+    plan = BwdSm90(problem(256), geometry(head_dim=256), replace(HOPPER, multiprocessors=1))
+    assert plan.tiling.cluster == 2
+    assert plan.kernels()[1].grid == (2, 1, 1)
+
+
 @given(pairs=st.integers(1, 2000), tiles=st.integers(1, 300), blocks=st.integers(1, 200))
 def test_causal_waves_have_one_width(pairs: int, tiles: int, blocks: int) -> None:
     """No wave is narrower than others if a width near to an item for every block divides them; of
