@@ -193,7 +193,8 @@ class BackwardPlan(CudaPlan):
 
     @cached_property
     def _gradient_scratch(self) -> GradientScratch:
-        return gradient_scratch(self.problem, self.geometry, self.target)
+        # Of the problem that its kernels have: without what a function masks, others are chosen.
+        return gradient_scratch(self.problem.masked_by_edits, self.geometry, self.target)
 
     @property
     def _key_sums(self) -> int:

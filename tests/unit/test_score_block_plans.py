@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from dlattn.plans.fwd_sm80 import FwdSm80
 from dlattn.plans.fwd_sm90 import FwdSm90
 from dlattn.problem import (
     Band,
+    Bias,
     BlockMask,
     Geometry,
     Mask,
@@ -26,6 +29,7 @@ from dlattn.problem import (
     TensorSpec,
     skipped_blocks,
 )
+from dlattn.runtime.target import KNOWN
 from tests.compile.problems import direction_of, plan_for
 from tests.compile.programs import program
 
@@ -95,6 +99,31 @@ def test_entries_share_a_mask(dims: Any, entries: tuple[int, int]) -> None:
     assert places == [0, 12 * batch * heads]
     bytes_of_masks = 2 * 12 * batch * heads
     assert plan.score_blocks.nbytes == -(-bytes_of_masks // 256) * 256
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("access_bytes", [2, 16])
+def test_parts_of_a_gradient_have_room(arch: str, access_bytes: int) -> None:
+    """The kernel of a bias' gradient has the whole function as an edit, and so tiles of its own."""
+    bias = Bias(data_type.HALF, contiguous=True)
+    problem = documents(
+        BwdSm80, edits=(*documents(BwdSm80).edits, bias), head_dim_qk=64, head_dim_v=64,
+        d_bias=data_type.HALF, access_bytes=access_bytes,
+    )  # fmt: skip
+    plan = plan_for(BwdSm80, problem, arch)
+    specs, (_, _, rows, columns) = dict(plan.geometry.tensors), plan.geometry.tensors["q"].dim
+    heads = 24
+    for role in ("q", "k", "v", "o", "dO", "dQ", "dK", "dV"):
+        dim, stride = (1, heads, rows, columns), (0, rows * columns, columns, 1)
+        specs[role] = replace(specs[role], dim=dim, stride=stride)
+    for role in ("bias", "dBias"):
+        specs[role] = TensorSpec(role, (1, 1, 1, rows), (0, 0, 0, 1), data_type.HALF)
+    plan = BwdSm80(problem, Geometry(specs, 0.125), KNOWN[arch])
+    (kernel,) = (it for it in plan.kernels() if it.source.name == "dlattn_bwd_dbias")
+    tile = re.search(r"DBiasTiling<(\d+), (\d+)", kernel.source.text)
+    assert tile is not None and prod(kernel.grid[1:]) > 1
+    assert plan._arrays["dbias_parts"] >= 4 * prod(map(int, tile.groups())) * prod(kernel.grid)
+    assert plan._arrays["dbias_arrivals"] >= 4 * kernel.grid[0]
 
 
 def test_masks_lie_behind_what_is_told_of_sequences() -> None:
