@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attn/params.cuh"
+#include "attn/remade.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/walk.cuh"
 #include "base/math.cuh"
@@ -152,14 +153,8 @@ DLATTN_DEVICE void bwd_delta(const Params& p) {
         delta += __shfl_xor_sync(0xffffffffu, delta, offset);
       }
       if (lane == 0 && row < Shapes::tile_q) {
-        // Rows without keys have stats -infinity and rows beyond the length have none: a
-        // log-sum-exp of +infinity makes their probabilities exactly zero.
-        constexpr float raised = Tiling::template raised<T>;
-        float log_sum_exp = stats == -infinity() ? infinity() : fmaf(stats, log2_e, -raised);
-        // Of huge scores, as of keys that a bias of -1e9 masks, probabilities could be infinite, which in
-        // fp16 2^4 is in Hopper's backward: five roundings, of scores, their factor, products, statistics
-        // and here, are 2^-24 of the number each. What is below 1e7 stays as it is.
-        log_sum_exp += fmaxf(fmaf(fabsf(log_sum_exp), 5 * 0x1p-24f, -3.f), 0.f);
+        // Rows beyond the length have no stats, and are as those without keys.
+        const float log_sum_exp = log2_of_sum(stats, Tiling::template raised<T>);
         if constexpr (Problem::d_stats) {
           // dS = P (dP - delta + dStats): stats are the log of what P is divided by.
           if (stats != -infinity()) {

@@ -7,6 +7,7 @@
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/problem.cuh"
+#include "attn/remade.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/walk.cuh"
 #include "base/math.cuh"
@@ -92,9 +93,8 @@ struct DebugSoftmax {
       log_sum_exp[half] = infinity();
       if (query < length.q) {
         using Stats = typename Problem::Stats;
-        const float stats =
-            __fmul_ru(to_float(*p.stats.rows<Stats, Problem::ragged>(batch, head, query)), log2_e);
-        if (stats != -infinity()) log_sum_exp[half] = stats;
+        log_sum_exp[half] =
+            log2_of_sum(to_float(*p.stats.rows<Stats, Problem::ragged>(batch, head, query)));
       }
     }
     scores.for_each([&](float& score, int m, int n, int i) {
