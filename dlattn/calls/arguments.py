@@ -201,6 +201,7 @@ SAID: dict[str, dict[str, str]] = {
         "v": "value",
         "lengths of q": "query_seq_lengths",
         "lengths of k and v": "key_value_seq_lengths",
+        "window": "local_window_size",
     },
 }
 

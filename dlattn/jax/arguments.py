@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlattn.calls.arguments import flag, number
+from dlattn.calls.arguments import SAID, flag, number
 from dlattn.errors import InvalidArgumentError
 from dlattn.one_call.arguments import Options, check_words, pair, shared, whole
 from dlattn.runtime.tensors import framework
@@ -95,7 +95,7 @@ def options_of(
     return Options(
         layout,
         flag("causal", causal),
-        whole("window", window),
+        whole(SAID[words].get("window", "window"), window),
         alignment,
         None if scale is None else number("scale", scale),
         None if softcap is None else number("softcap", softcap),

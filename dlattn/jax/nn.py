@@ -12,7 +12,6 @@ from dlattn.calls.arguments import flag
 from dlattn.errors import InvalidArgumentError
 from dlattn.jax.arguments import as_array, expect_known
 from dlattn.jax.differentiable import attend_in
-from dlattn.one_call.arguments import whole
 
 
 def dot_product_attention(
@@ -88,11 +87,6 @@ def dot_product_attention(
     if window is not None and len(window) != 2:
         raise InvalidArgumentError(
             f"local_window_size: expected a number or a pair, got {local_window_size!r:.100}."
-        )
-    window = whole("local_window_size", window)
-    if any(size is not None and size < -1 for size in window or ()):
-        raise InvalidArgumentError(
-            f"local_window_size: expected 0 or more, or None or -1 for no bound, got {window}."
         )
     bias, mask = (x if x is None else as_array(n, x) for n, x in (("bias", bias), ("mask", mask)))
     if mask is not None and mask.dtype != jnp.bool_:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dlattn.calls.apart import apart
 from dlattn.calls.arguments import (
+    SAID,
     Argument,
     admit,
     choice,
@@ -334,19 +335,18 @@ def _number_spec(name: str, it: Argument | None) -> TensorSpec:
 
 def _window(options: Options, sizes: Sizes) -> tuple[int | None, int | None]:
     """How far before and behind its position a query sees; ``None`` if no query feels a bound."""
-    window = options.window
+    window, name = options.window, SAID[options.words].get("window", "window")
     if window is not None and (not isinstance(window, tuple) or len(window) != 2):
-        raise InvalidArgumentError(f"window: expected a pair (left, right), got {window!r:.100}.")
+        raise InvalidArgumentError(f"{name}: expected a pair (left, right), got {window!r:.100}.")
     left, right = (
-        None if bound is None or (size := integer("window", bound)) == -1 else size
+        None if bound is None or (size := integer(name, bound)) == -1 else size
         for bound in window or (None, None)
     )
     if min(left or 0, right or 0) < 0:
         raise InvalidArgumentError(
-            f"window: expected 0 or more, or None or -1 for no bound, got {window}."
+            f"{name}: expected 0 or more, or None or -1 for no bound, got {window}."
         )
-    if flag("causal", options.causal):
-        right = 0
+    right = 0 if flag("causal", options.causal) else right
     before, behind = sizes.seq_kv - 1, sizes.seq_q - 1
     if options.alignment == "top_left":
         before, behind = behind, before
