@@ -166,7 +166,7 @@ def by_head_dim(rows: Sequence[Row]) -> Drawn | None:
 def of_decode(rows: Sequence[Row], gpu: str) -> Drawn | None:
     """Bandwidth of a decode: a panel for each number of heads, with and without pages."""
     chosen: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    decodes = [row for row in rows if decode_bytes(row.case) and " q1 " in row.case]
+    decodes = [row for row in rows if decode_bytes(row.case) and " q1 d128" in row.case]
     used = [row for row in decodes if not set(row.case.split()) & {"lengths", "uneven"}]
     for row in sorted(used, key=lambda row: decode_bytes(row.case)):
         batch, heads, keys, _, _, *page = row.case.split()

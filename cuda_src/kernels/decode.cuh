@@ -46,26 +46,39 @@ struct Decode : DecodeParts<Problem, Tiling> {
   using Queries = RegisterLeft<T, 1, dim_qk / 16>;
   using Scores = Accumulator<1, step_k / 8>;
 
-  DLATTN_DEVICE void read(Queries& queries, const Row (&row)[2]) const {
-    const int lane = threadIdx.x % 32;
+  // Zeros where there is no query.
+  DLATTN_DEVICE void read(Queries& queries, const Row (&row)[2]) {
+    const bool exists[2] = {row[0].query < work.length.q, row[1].query < work.length.q};
+    if constexpr (Tiling::boxes) {
+      Base::read_queries(queries);
+      for_each_half([&](int k, int half, int column) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool exists = row[i].query < work.length.q;
-      const T* g_own =
-          p.q.template rows<T, ragged>(work.batch, first_head(work) + row[i].head, row[i].query) +
-          2 * (lane % 4);
-      if constexpr (has_registers) g_own = opaque(g_own);  // not an address for each column
+        for (int i = 0; i < 2; ++i) {
+          if (!exists[i] || column >= Problem::head_dim_qk) queries.at[0][k][2 * half + i] = 0;
+        }
+      });
+    } else {
 #pragma unroll
-      for (int k = 0; k < dim_qk / 16; ++k)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = 16 * k + 8 * half;
-          const bool valid =
-              exists && (dim_qk == Problem::head_dim_qk || column < Problem::head_dim_qk);
+      for (int i = 0; i < 2; ++i) {
+        const T* g_own =
+            p.q.template rows<T, ragged>(work.batch, first_head(work) + row[i].head, row[i].query) +
+            2 * (threadIdx.x % 4);
+        if constexpr (has_registers) g_own = opaque(g_own);  // not an address for each column
+        for_each_half([&](int k, int half, int column) {
+          const bool valid = exists[i] && column < Problem::head_dim_qk;
           queries.at[0][k][2 * half + i] =
               valid ? __ldg(reinterpret_cast<const uint32*>(g_own + column)) : 0;
-        }
+        });
+      }
     }
+  }
+  // Calls use(k, half, column) for each eight columns of a row.
+  template <class Use>
+  static DLATTN_DEVICE void for_each_half(Use use) {
+#pragma unroll
+    for (int k = 0; k < dim_qk / 16; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) use(k, half, 16 * k + 8 * half);
   }
 
   DLATTN_DEVICE void edit(Scores& scores, const Row (&row)[2], int first) {
@@ -126,8 +139,10 @@ struct Decode : DecodeParts<Problem, Tiling> {
     const Interval full = Mask::full_keys({0, work.length.q}, work.length, p);
     if constexpr (Tiling::shares) {
       walk(full, queries, row, softmax, output);
+      const auto others = Base::sources();
+      Base::await_open(others);
       Base::share(softmax, output);
-      Base::conclude();
+      Base::conclude(others);
       work.advance();
     } else {
       if (work.left > 0) walk(full, queries, row, softmax, output);

@@ -62,9 +62,7 @@ struct DecodeBlock {
   struct Part {
     float o[rows][dim_v + 8];
   };
-  struct RowSums {
-    float reference[teams][rows], sum[teams][rows];
-  };
+  using RowSums = float2[teams][rows];  // the reference and the sum of each
 
   // What a block of a cluster sends to another one of eight columns of a row.
   struct alignas(16) Packet {
@@ -131,10 +129,6 @@ struct DecodeBlock {
   }
   static DLATTN_DEVICE int shared_head(const Params& p, const Tiles& at, const Divisor& sharing) {
     return sharing.quotient(at.group() * p.heads_per_block.number);
-  }
-  // Of an item that copies have just come to: long before they are read, when products wait for them.
-  DLATTN_DEVICE void prefetch_queries() const {
-    if (has_registers && team + row_group == 0) prefetch_queries(p, loads);
   }
   static DLATTN_DEVICE void prefetch_queries(const Params& p, const Tiles& at) {
     constexpr int line = 64, lines = ceil_div(Problem::head_dim_qk, line);

@@ -1,6 +1,7 @@
 // How keys and values reach a team of warps of a decode on Hopper: by the copy engine, in boxes of 16 keys
 // or values, of which each warp orders its own, ahead of the products and across items. Each tile of a
-// team's ring, of keys or of values, is ordered anew as soon as it has been read.
+// team's ring, of keys or of values, is ordered anew as soon as it has been read. Queries come the same way,
+// in front of the first keys of their item: loads of what each lane multiplies take longer than keys do.
 #pragma once
 
 #include "kernels/decode_block.cuh"
@@ -20,14 +21,18 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   using Base::paged;
   using Base::row_group;
   using Base::row_groups;
+  using Base::row_of;
   using Base::stages;
   using Base::team;
   using Base::teams;
   using Base::tile_k;
+  using Base::warps;
   using typename Base::KTile;
   using typename Base::Mailbox;
   using typename Base::Part;
+  using typename Base::Row;
   using typename Base::RowSums;
+  using typename Base::T;
   using typename Base::Tiles;
   using typename Base::VTile;
   static_assert(!Problem::ragged);
@@ -49,10 +54,16 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   struct Full {
     uint64 k[stages], v[stages];
   };
+  // Of an item, and of those whose keys are on their way: a warp may be as many items ahead as its ring has
+  // stages, and all warps have read what was there before.
+  using QueryTile = SharedTile<T, Base::rows, Base::dim_qk>;
+  static constexpr int query_tiles = Tiling::shares ? stages + 1 : 1;
   struct BlockMemory {
     Either<parts_apart, SideBySide, OneAfterTheOther> of[teams];
     Full full[teams];
     RowSums rows;
+    QueryTile queries[query_tiles];
+    uint64 queries_full[query_tiles];
   };
   struct ClusterMemory : BlockMemory {
     Mailbox mailbox;
@@ -110,6 +121,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   uint32 page_k = 0, page_v = 0;
   int looked_up = 0;
   int next_k, next_v;  // the pages of the tile that is ordered next
+  // Of the queries that are ordered next, and read next.
+  int ordered = 0, unread = 0, parity_of_unread = 0;
 
   // What tells this warp where its first tiles are. It is read while a kernel before may still write it,
   // copies are ordered by it as soon as they may be, and then it is read again. If it is not the same, the
@@ -124,7 +137,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       return lengths != other.lengths || page_k != other.page_k || page_v != other.page_v;
     }
   };
-  const bool guesses;
+  const bool is_first_attempt, guesses;
   Told guess, told;
   PageNumbers first_numbers;  // where they are
 
@@ -132,8 +145,13 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     return may_guess && (!paged || Base::has_full_tables(p)) && p.attn_scale_device == nullptr;
   }
 
-  static DLATTN_DEVICE void open_ring(const MappedDecodeParams& m, SharedMemory& shared, int warp) {
+  static DLATTN_DEVICE void open_rings(const MappedDecodeParams& m, SharedMemory& shared,
+                                       int warp) {
     const int team = warp / row_groups;
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < query_tiles; ++i) mbarrier_init(shared.queries_full[i], warps);
+    }
     if (warp % row_groups == 0 && threadIdx.x % 32 == 0) {
       Full& full = shared.full[team];
 #pragma unroll
@@ -145,7 +163,7 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       tma_prefetch(m.k);
       tma_prefetch(m.v);
     }
-    Base::await(team);
+    __syncthreads();
   }
 
   // Where a first attempt has left the ring, if this is another one.
@@ -158,7 +176,8 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
       : Base(params, beginning.tiles, warp),
         shared(shared_memory),
         parity(attempt.parity),
-        guesses(attempt.from == From::l1 && Base::reads_first(p) && guesses_from(p)),
+        is_first_attempt(attempt.from == From::l1),
+        guesses(is_first_attempt && Base::reads_first(p) && guesses_from(p)),
         first_numbers(beginning.numbers) {
     const From from = attempt.from;
     if (beginning.finds_pages) take(first_numbers, from);
@@ -200,6 +219,9 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
   }
 
   DLATTN_DEVICE void start() {
+    if (Tiling::shares ? loads.left > 0 && !loads.enters_item() : is_first_attempt) {
+      order_queries();
+    }
 #pragma unroll 1
     for (int ahead = 0; ahead < stages; ++ahead) {
       load_keys(ahead);
@@ -237,10 +259,40 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
 
   DLATTN_DEVICE Part& part(int of_team) const { return shared.of[of_team].part; }
 
+  // Of the item that products are at; of rows that do not exist, anything.
+  template <int k_steps>
+  DLATTN_DEVICE void read_queries(RegisterLeft<T, 1, k_steps>& queries) {
+    mbarrier_wait(shared.queries_full[unread], parity_of_unread);
+    const SharedLeft<QueryTile, false> s_queries(shared.queries[unread], 16 * row_group);
+#pragma unroll
+    for (int k = 0; k < k_steps; ++k) s_queries.load(queries.at[0][k], 0, k);
+    if (Tiling::shares && ++unread == query_tiles) unread = 0, parity_of_unread ^= 1;
+  }
+
  private:
+  // Of the item that copies have come to: each warp some of its rows, all that are declared, since lengths may
+  // be guessed.
+  DLATTN_DEVICE void order_queries() {
+    constexpr int row_bytes = sizeof(T) * Problem::head_dim_qk;
+    QueryTile& s_queries = shared.queries[ordered];
+    uint64& full = shared.queries_full[ordered];
+    const int rows = p.seq_q * p.heads_per_block.number, row = threadIdx.x % 32 * warps + warp();
+    if (elected()) {
+      mbarrier_arrive_expect(full, ceil_div(rows - warp(), warps) * row_bytes);
+    }
+    __syncwarp();
+    if (row < rows) {
+      const Row at = row_of(p, row);
+      bulk_load(s_queries.address(row, 0),
+                p.q.template rows<T>(loads.batch, Base::first_head(loads) + at.head, at.query),
+                row_bytes, full);
+    }
+    if (Tiling::shares && ++ordered == query_tiles) ordered = 0;
+  }
   // Orders keys of the next tile, if there is one; then its values.
   DLATTN_DEVICE void load_keys(int stage) {
     if (loads.left == 0) return;
+    if (Tiling::shares && loads.enters_item()) order_queries();
     load<Problem::paged_k>(shared.of[team].stage[stage].k, m.k, shared.full[team].k[stage],
                            p.k_pages, head_k, next_k);
   }
@@ -252,7 +304,6 @@ struct DecodeBoxes : DecodeBlock<Problem, Tiling> {
     if (loads.left == 0) return;
     if (loads.enters_item()) {
       enter_item();
-      Base::prefetch_queries();
     } else if (paged && lane_of_tile() == 32) {
       look_up();
     }

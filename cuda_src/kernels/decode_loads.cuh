@@ -12,6 +12,7 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
   using Base = DecodeBlock<Problem, Tiling>;
   using Base::await_team;
   using Base::first_loaded;
+  using Base::has_registers;
   using Base::loads;
   using Base::p;
   using Base::paged;
@@ -101,7 +102,8 @@ struct DecodeLoads : DecodeBlock<Problem, Tiling> {
       if (loads.left > 0) {
         if (loads.enters_item()) {
           enter_item();
-          Base::prefetch_queries();
+          // Long before they are read, when products wait for them.
+          if (has_registers && team + row_group == 0) Base::prefetch_queries(p, loads);
         } else {
           look_up();
         }

@@ -51,7 +51,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   // What a block leaves to another one.
   struct Left {
     float o[rows][dim_v];
-    float reference[rows], sum[rows];
+    float2 row[rows];  // reference and sum
   };
 
   const ScoreValues values;
@@ -66,7 +66,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   // All that needs nothing that a kernel before may write.
   static DLATTN_DEVICE void open(const MappedDecodeParams& m, SharedMemory& shared,
                                  const Beginning& beginning, int warp) {
-    if constexpr (Tiling::boxes) Base::open_ring(m, shared, warp);
+    if constexpr (Tiling::boxes) Base::open_rings(m, shared, warp);
     if constexpr (Tiling::clusters) open_mailbox(m.p, shared.mailbox);
     Base::prefetch_first(m.p, beginning.tiles, warp);
   }
@@ -84,8 +84,7 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
       const int row = 16 * row_group + Output::row(0, 2 * i);
       const float sum = reduce_row(softmax.row_sum[i], [](float a, float b) { return a + b; });
       if (threadIdx.x % 4 == 0) {
-        shared.rows.reference[team][row] = softmax.reference[i];
-        shared.rows.sum[team][row] = sum;
+        shared.rows[team][row] = {softmax.reference[i], sum};
       }
       if (row >= p.seq_q * p.heads_per_block.number) continue;
 #pragma unroll
@@ -112,10 +111,11 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
       for (int i = 0; i < columns; ++i) unit.o[i] = unit.sum;
       return unit;
     }
+    // Two numbers arrive at once.
     DLATTN_DEVICE bool is_there() const {
-      uint32 largest = umax(__float_as_uint(reference), __float_as_uint(sum));
+      uint32 largest = __float_as_uint(sum);
 #pragma unroll
-      for (int i = 0; i < columns; ++i) largest = umax(largest, __float_as_uint(o[i]));
+      for (int i = 0; i < columns; i += 2) largest = umax(largest, __float_as_uint(o[i]));
       return largest != absent_bits;
     }
 
@@ -146,25 +146,25 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     }
     add_units(unit, other);
   }
-  // The same of units whose numbers may be absent yet.
-  template <int count, class Load>
-  static DLATTN_DEVICE void add_awaited(Unit& unit, int existing, Load load) {
+  // The same of units whose numbers may be absent yet; meanwhile() is what is done before they are needed.
+  template <int count, class Load, class Meanwhile>
+  static DLATTN_DEVICE void add_awaited(Unit& unit, int existing, Load load, Meanwhile meanwhile) {
     Unit other[count];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       if (i < existing) other[i] = Unit::absent();
     }
-    bool all;
-    do {
-      all = true;
+    for (bool all = false; !all;) {
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         if (!other[i].is_there()) load(other[i], i);
       }
+      meanwhile();
+      all = true;
 #pragma unroll
       for (int i = 0; i < count; ++i) all &= other[i].is_there();
       if (!all) __nanosleep(40);  // blocks that are still at work share L2 with those that ask
-    } while (!all);
+    }
     add_units(unit, other);
   }
   template <int count>
@@ -180,8 +180,8 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
   DLATTN_DEVICE Unit merge_teams(int row, int column) const {
     Unit unit;
     add_units<teams>(unit, teams, [&](Unit& part, int t) {
-      part.reference = shared.rows.reference[t][row];
-      part.sum = shared.rows.sum[t][row];
+      const float2 of_row = shared.rows[t][row];
+      part.reference = of_row.x, part.sum = of_row.y;
       load_unit(part.o, &Base::part(t).o[row][column]);
     });
     return unit;
@@ -243,12 +243,14 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     int nearest, step, count;
     DLATTN_DEVICE int team(int i) const { return nearest - i * step; }
   };
-  static constexpr int at_a_time = 8;  // of them, that a thread has on their way
-  using Groups = PartGroups<at_a_time + 1, 2 * at_a_time>;
+  // Of them, that a thread has on their way: many, if it has a unit or two, which wait for L2 more than for
+  // each other.
+  static constexpr int few = 8, many = 16;
+  using Groups = PartGroups<few + 1, many>;
 
-  DLATTN_DEVICE Sources sources(bool completes) const {
+  DLATTN_DEVICE Sources sources() const {
     const int nearest = work.team - 1;
-    if (completes) {
+    if (work.completes()) {
       const int others = work.tile == 0 ? 0 : work.team - work.first_team();
       return {nearest, Groups::step(others), Groups::added_last(others)};
     }
@@ -259,22 +261,17 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
 
   DLATTN_DEVICE void leave(const Unit& unit, int row, int column) const {
     Left& left = left_by(blockIdx.x);
-    store_relaxed(reinterpret_cast<float4*>(&left.o[row][column]),
-                  float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]});
-    if (column == 0) {
-      store_relaxed(&left.reference[row], unit.reference);
-      store_relaxed(&left.sum[row], unit.sum);
-    }
+    store_pairs(reinterpret_cast<float4*>(&left.o[row][column]),
+                float4{unit.o[0], unit.o[1], unit.o[2], unit.o[3]});
+    if (column == 0) store_pairs(&left.row[row], float2{unit.reference, unit.sum});
   }
 
-  // Of the first item, if this block does not complete it: it completes all others. By the last warp, of which
-  // another lane than the one that orders copies releases the mark: a release waits for those.
+  // Of the first item, if this block does not complete it: it completes all others. The mark is released by
+  // another lane than the one that orders copies: a release waits for those.
   DLATTN_DEVICE void open_part() const {
-    if (work.left == 0 || threadIdx.x < threads - 32 || work.completes()) return;
-    for (int i = threadIdx.x % 32; i < units_of_item(p); i += 32) {
-      leave(Unit::absent(), i / row_units, i % row_units * Unit::columns);
-    }
-    __syncwarp();
+    if (work.left == 0 || work.completes()) return;
+    for_each_unit([&](int row, int column) { leave(Unit::absent(), row, column); });
+    __syncthreads();
     if (threadIdx.x == threads - 1) store_release(p.parts.marks + blockIdx.x, p.parts.mark);
   }
   // Their numbers are absent or there.
@@ -287,26 +284,40 @@ struct DecodeParts : DecodeCopies<Problem, Tiling> {
     }
   }
 
-  // Of the teams of warps, and of other blocks.
+  // Of the teams of warps, and of other blocks, of which the first are on their way meanwhile.
   DLATTN_DEVICE Unit merge(const Sources& from, int row, int column) const {
-    Unit unit = merge_teams(row, column);
-    for (int done = 0; done < from.count; done += at_a_time) {
-      add_awaited<at_a_time>(unit, from.count - done, [&](Unit& part, int i) {
-        const Left& left = left_by(work.block_of(from.team(done + i)));
-        const float4 o = load_relaxed(reinterpret_cast<const float4*>(&left.o[row][column]));
-        part.reference = load_relaxed(&left.reference[row]);
-        part.sum = load_relaxed(&left.sum[row]);
-        part.o[0] = o.x, part.o[1] = o.y, part.o[2] = o.z, part.o[3] = o.w;
-      });
+    if (from.count == 0) return merge_teams(row, column);
+    Unit unit;
+    int done = 0;
+    const auto load = [&](Unit& part, int i) {
+      const Left& left = left_by(work.block_of(from.team(done + i)));
+      const float4 o = load_pairs(reinterpret_cast<const float4*>(&left.o[row][column]));
+      const float2 of_row = load_pairs(&left.row[row]);
+      part.reference = of_row.x, part.sum = of_row.y;
+      part.o[0] = o.x, part.o[1] = o.y, part.o[2] = o.z, part.o[3] = o.w;
+    };
+    bool merged = false;
+    const auto meanwhile = [&] {
+      if (merged) return;
+      merged = true;
+      unit = merge_teams(row, column);
+    };
+    while (done < from.count) {
+      const int rest = from.count - done;
+      if (rows == 16 && rest > few) {
+        add_awaited<many>(unit, rest, load, meanwhile);
+        done += many;
+      } else {
+        add_awaited<few>(unit, rest, load, meanwhile);
+        done += few;
+      }
     }
     return unit;
   }
 
   // All threads, whose teams have shared their parts of the rows.
-  DLATTN_DEVICE void conclude() {
+  DLATTN_DEVICE void conclude(const Sources& from) {
     const bool completes = work.completes();
-    const Sources from = sources(completes);
-    await_open(from);
     __syncthreads();
     for_each_unit([&](int row, int column) {
       Unit unit = merge(from, row, column);

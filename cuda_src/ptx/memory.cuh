@@ -143,19 +143,42 @@ DLATTN_DEVICE float4 load_relaxed(const float4* global) {
                : "memory");
   return v;
 }
-DLATTN_DEVICE float load_relaxed(const float* global) {
-  float v;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(global) : "memory");
+// Two numbers at a time: both are there, or none is. 9.7.9.8 (ld.relaxed), 9.7.9.12 (st.relaxed).
+DLATTN_DEVICE float4 load_pairs(const float4* global) {
+  float4 v;
+  asm volatile(
+      "{\n\t.reg .b64 low, high;\n\t"
+      "ld.relaxed.gpu.global.v2.b64 {low, high}, [%4];\n\t"
+      "mov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "l"(global)
+      : "memory");
   return v;
 }
-// 9.7.9.12 (st.relaxed)
-DLATTN_DEVICE void store_relaxed(float4* global, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
+DLATTN_DEVICE float2 load_pairs(const float2* global) {
+  float2 v;
+  asm volatile(
+      "{\n\t.reg .b64 both;\n\t"
+      "ld.relaxed.gpu.global.b64 both, [%2];\n\tmov.b64 {%0, %1}, both;\n\t}"
+      : "=f"(v.x), "=f"(v.y)
+      : "l"(global)
+      : "memory");
+  return v;
 }
-DLATTN_DEVICE void store_relaxed(float* global, float value) {
-  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
+DLATTN_DEVICE void store_pairs(float4* global, float4 v) {
+  asm volatile(
+      "{\n\t.reg .b64 low, high;\n\t"
+      "mov.b64 low, {%1, %2};\n\tmov.b64 high, {%3, %4};\n\t"
+      "st.relaxed.gpu.global.v2.b64 [%0], {low, high};\n\t}" ::"l"(global),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+DLATTN_DEVICE void store_pairs(float2* global, float2 v) {
+  asm volatile(
+      "{\n\t.reg .b64 both;\n\tmov.b64 both, {%1, %2};\n\t"
+      "st.relaxed.gpu.global.b64 [%0], both;\n\t}" ::"l"(global),
+      "f"(v.x), "f"(v.y)
+      : "memory");
 }
 DLATTN_DEVICE uint64 load_acquire(const uint64* global) {
   uint64 value;

@@ -75,7 +75,10 @@ class DecodeTiling:
             alignment = 1024
             ring = self.stages * self.row_groups * _stage_bytes(problem)
             team = round_up(max(ring, part) if self.cluster else ring + part, alignment)
-            shared = round_up(teams * (team + 16 * self.stages + 8 * self.rows), alignment)
+            queries = tile_bytes(self.rows, round_up(problem.head_dim_qk, 16)) + 8
+            shared = teams * (team + 16 * self.stages + 8 * self.rows)
+            query_tiles = 1 if self.cluster else self.stages + 1
+            shared = round_up(shared + query_tiles * queries, alignment)
         if self.cluster > 1:
             shared += 48 * (self.rows * (problem.head_dim_v // 8) + MOST_BLOCKS) + 16
         return round_up(shared, alignment)
