@@ -44,6 +44,10 @@ DIVIDED = {
     "shares of one block, several items each": (5, (0, 1, 2), Case(
         **WIDE, batch=7, heads_q=8, heads_k=2, heads_v=2, seq_kv=1300, page_k=16, page_v=16,
     )),
+    "shares of several items of a tile, rings that are as many ahead": (5, (0, 1, 4), Case(
+        head_dim_qk=40, head_dim_v=64, scale=0.09, batch=9, heads_q=8, heads_k=2, heads_v=2,
+        seq_q=3, seq_kv=100, right=0, bottom_right=True,
+    )),
     "parts in groups": (132, (0, 1, 1), Case(**WIDE, heads_q=8, seq_kv=17000, sink=0.0)),
     "parts in groups, lengths, pages": (132, (0, 1, 1), Case(
         **WIDE, batch=3, heads_q=8, seq_q=2, seq_kv=5000, len_q=(2, 1, 2), len_kv=(5000, 1, 4999),
