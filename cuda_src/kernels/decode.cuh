@@ -130,9 +130,9 @@ struct Decode : DecodeParts<Problem, Tiling> {
   DLATTN_DEVICE bool visit_item() {
     const Row row[2] = {row_of(p, 16 * row_group + Scores::row(0, 0)),
                         row_of(p, 16 * row_group + Scores::row(0, 2))};
+    Base::read_again();
     Queries queries;
     read(queries, row);
-    Base::read_again();
     Softmax softmax(Problem::Score::factor(values));
     Output output;
     output.clear();
