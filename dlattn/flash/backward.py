@@ -31,7 +31,7 @@ from dlattn.flash.options import (
 )
 from dlattn.opaque import opaque
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import padded, settle
+from dlattn.runtime.tensors import padded, settle, view
 
 Results = tuple[Any, Any, Any, Any]
 
@@ -193,7 +193,7 @@ def _run_padded(
     """The same of head sizes that are multiples of 8; the gradients are cut."""
     q, k, v, dout, out, softmax_lse, dq_, dk_, dv_, *more = tensors
     p_dropout, softmax_scale, *others = options
-    columns = _result_columns(q.shape[-1], v.shape[-1], dout.shape[-1])
+    columns = _result_columns(*(view(x).shape[-1] for x in (q, v, dout)))
     wide = [_padded(x) for x in (q, k, v, dout, out)]
     scale = scale_of(softmax_scale, columns[0])
     *made, softmax_d = _run(
@@ -207,8 +207,9 @@ def _run_padded(
 
 
 def _padded(x: Any) -> Any:
-    columns = padded_size(x.shape[-1])
-    return x if columns == x.shape[-1] else padded(x, columns)
+    columns = view(x).shape[-1]
+    wide = padded_size(columns)
+    return x if columns == wide else padded(x, wide)
 
 
 def _result_columns(head_size: int, head_size_v: int, of_dout: int) -> tuple[int, int, int]:

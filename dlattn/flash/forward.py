@@ -14,6 +14,7 @@ from dlattn.calls.call import Call, Output, prepared
 from dlattn.calls.keyless import NoSinks, past_lengths
 from dlattn.calls.request import Request
 from dlattn.dtypes import data_type
+from dlattn.errors import InvalidVariantPackError
 from dlattn.flash.dropout import drawn_state, dropout_of, drops, no_state, state_roles, unused
 from dlattn.flash.layouts import Layout
 from dlattn.flash.options import (
@@ -32,13 +33,13 @@ from dlattn.flash.options import (
 )
 from dlattn.opaque import opaque
 from dlattn.problem import Direction
-from dlattn.runtime.tensors import lasting, padded
+from dlattn.runtime.tensors import lasting, padded, view
 
 Results = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 #: The tensors of each function, in the order of its calls, which leave out those from the block
 #: table or the slopes on if all of them are None.
-_MORE = ("alibi_slopes_", "seqused_q", "seqused_k", "sinks", "philox_seed")
+_MORE = ("alibi_slopes_", "seqused_q", "seqused_k", "sinks", "gen_")
 _DENSE = ("q", "k", "v", "out_", *_MORE)
 _PACKED = ("q", "k", "v", "out_", "cu_seqlens_q", "cu_seqlens_k", "block_table_", *_MORE)
 
@@ -221,10 +222,11 @@ def mha_varlen_fwd(
 def _state(generator: Any, q: Any, entries: Any) -> Any:
     """The philox state of a call; ``None`` of what are no tensors."""
     try:
-        batch = entries.shape[0] - (entries is not q)
-        return drawn_state(generator, q, batch * q.shape[-2])
-    except (AttributeError, IndexError):
+        # Which some tensors say by a protocol alone.
+        batch, heads = view(entries).shape[0] - (entries is not q), view(q).shape[-2]
+    except (InvalidVariantPackError, IndexError):
         return None
+    return drawn_state(generator, q, batch * heads)
 
 
 def _run(
@@ -253,11 +255,12 @@ def _run_padded(
     """The same of head sizes that are multiples of 8; the output is cut."""
     q, k, v, out_, *more = tensors
     p_dropout, softmax_scale, *others = options
-    wide = [padded(x, padded_size(x.shape[-1])) for x in (q, k, v)]
-    scale = scale_of(softmax_scale, q.shape[-1])
+    sizes = [view(x).shape[-1] for x in (q, k, v)]
+    wide = [padded(x, padded_size(size)) for x, size in zip((q, k, v), sizes, strict=True)]
+    scale = scale_of(softmax_scale, sizes[0])
     tensors, options = (*wide, roomy(out_), *more), (p_dropout, scale, *others)
     out, *rest = _run(calls, *calls.find(tensors, options), tensors, options)
-    return (cut(out, v.shape[-1], out_), *rest)
+    return (cut(out, sizes[2], out_), *rest)
 
 
 def _prepare_dense(*given: Any) -> Forward:
@@ -284,7 +287,7 @@ def _prepare(
     dropout, numbers = dropout_of(options.p_dropout, options.return_softmax)
     offsets: dict[str, int] = {}
     if dropout is not None:
-        states, places, offsets = state_roles(given, "gen_")
+        states, places, offsets = state_roles({"philox_seed": given["gen_"]}, "gen_")
         roles, positions = {**roles, **states}, {**positions, **places}
     scale = scale_of(options.softmax_scale, q.shape[-1])
     window, softcap = window_of(layout, options), soft_cap(options.softcap)

@@ -245,8 +245,8 @@ def padded(obj: Any, columns: int) -> Any:
     Raises:
         InvalidArgumentError: the framework is unknown.
     """
-    missing = columns - obj.shape[-1]
-    return framework(obj).pad(obj, [(0, 0)] * (len(obj.shape) - 1) + [(0, missing)])
+    *rows, own = view(obj).shape
+    return framework(obj).pad(obj, [(0, 0)] * len(rows) + [(0, columns - own)])
 
 
 def on_device(array: Any, like: Any) -> Any:

@@ -70,7 +70,6 @@ SAID = {
     "block_table_": "num_blocks",
     "is_causal": "causal",
     "variant_pack": "variant pack",
-    "gen_": "philox_seed",
     "local_window_size": "window",
     "query_seq_lengths": "lengths of q",
     "key_value_seq_lengths": "lengths of k and v",
