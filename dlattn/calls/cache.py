@@ -169,7 +169,10 @@ def _may_change(option: Any) -> bool:
     """Whether an option, or one in a tuple of them, is a tensor, which has a hash of its own."""
     if isinstance(option, tuple):
         return any(map(_may_change, option))
-    return hasattr(option, "shape") and not isinstance(option, np.generic)
+    try:
+        return hasattr(option, "shape") and not isinstance(option, np.generic)
+    except RuntimeError:  # torch's nested tensors have none to ask for
+        return True
 
 
 def forget_calls() -> None:

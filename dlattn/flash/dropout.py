@@ -36,12 +36,14 @@ def dropout_of(
     """How probabilities are dropped, and the numbers that a geometry has of it.
 
     Raises:
-        InvalidArgumentError: p is not a probability below 1, or nothing is dropped and
+        InvalidArgumentError: p is not a probability below 1 in float32, or nothing is dropped and
             ``return_softmax`` is asked for.
     """
     p = number("p_dropout", p_dropout)
-    if not 0 <= p < 1:
-        raise InvalidArgumentError(f"p_dropout: expected at least 0 and below 1, got {p}.")
+    if not 0 <= p <= 1 or np.float32(p) == 1:  # which it may have become
+        raise InvalidArgumentError(
+            f"p_dropout: expected at least 0 and below 1, as a float32, got {p}."
+        )
     if flag("return_softmax", return_softmax) and p == 0:
         raise InvalidArgumentError(
             "return_softmax: it shows what dropout dropped, and p_dropout is 0; pass False."
@@ -63,7 +65,7 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
     """
     if _is_whole(generator):  # before shapes, which NumPy's numbers have
         seed, offset = int(generator), 0
-    elif hasattr(generator, "shape"):
+    elif hasattr(type(generator), "shape"):  # of which torch's nested tensors have none to ask for
         return generator
     elif isinstance(generator, tuple) and len(generator) == 2 and all(map(_is_whole, generator)):
         seed, offset = map(int, generator)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
+from dlattn import attention
 from dlattn.errors import DlattnError, InvalidArgumentError, cudnnGraphNotSupportedError
 from dlattn.flash import (
     flash_attn_with_kvcache,
@@ -118,6 +119,8 @@ WRONG_ARGUMENTS = [
     (mha_fwd, dense(p_dropout=10**400), "p_dropout: expected a finite number"),
     (mha_fwd, dense(window_size_left=1.5), "window_size_left: expected an integer"),
     (mha_fwd, dense(p_dropout=1.0), "p_dropout: expected at least 0 and below 1"),
+    (mha_fwd, dense(p_dropout=1 - 2**-26), "p_dropout: expected .* below 1, as a float32, got 0.9"),
+    (mha_bwd, backward(p_dropout=1 - 2**-26, philox_seed=zeros(2, dtype=np.int64)), "^p_dropout: "),
     (mha_fwd, dense(return_softmax=True), "return_softmax: "),
     (mha_varlen_fwd, packed(q=zeros(B, SQ, H, D)), "q: expected shape"),
     (
@@ -236,6 +239,23 @@ def test_torch_wants_its_own_device() -> None:
     q = torch.zeros(B, SQ, H, D, device="meta", dtype=torch.float16)
     with pytest.raises(InvalidArgumentError, match="q: This Tensor on device meta has no memory"):
         mha_fwd(q, q, q)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_are_no_numbers() -> None:
+    """Torch's nested tensors, which raise where others have a shape, are refused by name in the
+    place of an option, too."""
+    torch: Any = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)])
+    x = zeros(B, SQ, H, D)
+    for name, call in (
+        ("softmax_scale", lambda **given: mha_fwd(x, x, x, **given)),
+        ("gen_", lambda **given: mha_fwd(x, x, x, p_dropout=0.5, **given)),
+        ("causal", lambda **given: flash_attn_with_kvcache(x, x, x, **given)),
+        ("softcap", lambda **given: attention(x, x, x, **given)),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"^{name}: "):
+            call(**{name: nested})
 
 
 def test_results_lie_in_memory_as_their_inputs_do() -> None:
