@@ -340,7 +340,7 @@ def _fills(
     return (0.0, -inf) if flag("zero_tensors", options.zero_tensors) else (None, None)
 
 
-#: Of q, k and v.
-_LEARNED = range(3)
-_dense_calls = CallCache(_prepare_dense, drops=_LEARNED)
-_packed_calls = CallCache(_prepare_packed, drops=_LEARNED)
+#: What may be learned.
+_LEARNED = ("q", "k", "v", "sinks")
+_dense_calls = CallCache(_prepare_dense, drops=[_DENSE.index(it) for it in _LEARNED])
+_packed_calls = CallCache(_prepare_packed, drops=[_PACKED.index(it) for it in _LEARNED])

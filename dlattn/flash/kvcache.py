@@ -166,9 +166,9 @@ def _prepare(*given: Any) -> Call:
     is_number, softmax_scale, causal, *window, softcap, interleaved, splits, wants_lse = options
     there = admit(_NAMES[:3], dict(zip(_NAMES, values, strict=True)))
     dtype = element_type(there, "q", "k_cache", "v_cache", "k", "v", "out")
-    q, columns = there["q"], there["v_cache"].shape[-1]
+    q = there["q"]
     q.expect_shape((None,) * 4, "(batch_size, seqlen, num_heads, head_size)")
-    cache = cache_layout(there)
+    cache, columns = cache_layout(there), there["v_cache"].shape[-1]
     sizes = Layout(
         q.shape[0], q.shape[2], there["k_cache"].shape[2], q.shape[1], cache.cache.capacity
     )
@@ -231,7 +231,9 @@ def _prepare(*given: Any) -> Call:
     return prepared(values, device, inputs, outputs, plan, apart=memory, written=written)
 
 
-_calls = CallCache(_prepare, drops=range(5))
+#: What may be learned.
+_LEARNED = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "sinks")
+_calls = CallCache(_prepare, drops=[_NAMES.index(it) for it in _LEARNED])
 
 #: What a number in host memory looks like.
 _HOST_NUMBER = np.array(0, np.int32)

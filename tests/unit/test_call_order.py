@@ -189,6 +189,38 @@ def test_lost_gradients_are_told_of() -> None:
             call(learned, q, q)
 
 
+def test_lost_gradients_of_sinks_and_angles_are_told_of() -> None:
+    """Of every tensor that a model may learn, and not of those that need no gradient."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(2, ROWS, HEADS, 8)
+    flat, begin = q.flatten(0, 1), torch.tensor([0, ROWS, TOKENS], dtype=torch.int32)
+    slots = None, begin, begin, None, None, None, ROWS, ROWS
+    cache: dict[str, Any] = {"cache_seqlens": 0}
+
+    def appended(cos: Any, sin: Any) -> Any:
+        new = q[:, :1].clone()
+        return flash.flash_attn_with_kvcache(q, q * 1, q * 1, new, new, cos, sin, **cache)
+
+    sinks, angles = torch.zeros(HEADS), torch.ones(ROWS, 4)
+    calls: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "attention": (sinks, lambda x: dlattn.attention(q, q, q, sinks=x)),
+        "mha_fwd": (sinks, lambda x: flash.mha_fwd(q, q, q, sinks=x)),
+        "mha_varlen_fwd": (
+            sinks, lambda x: flash.mha_varlen_fwd(flat, flat, flat, *slots, sinks=x)
+        ),
+        "kvcache": (sinks, lambda x: flash.flash_attn_with_kvcache(q, q, q, sinks=x)),
+        "rotary_cos": (angles, lambda x: appended(x, angles)),
+        "rotary_sin": (angles, lambda x: appended(angles, x)),
+    }  # fmt: skip
+    forget_calls()
+    for given, call in calls.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(given)
+        with pytest.warns(UserWarning, match="gets none from here"):
+            call(given.clone().requires_grad_())
+
+
 def test_evaluation_before_training() -> None:
     """What an inference's call gives beside its results, autograd can keep of a later one."""
     torch = pytest.importorskip("torch")
