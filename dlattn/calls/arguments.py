@@ -81,12 +81,12 @@ class Argument:
             )
 
     def expect_rows(self) -> None:
-        """Refuse a last dimension with gaps.
+        """Refuse a last dimension with gaps; what has none is no matter of strides.
 
         Raises:
             InvalidArgumentError: its stride is not 1.
         """
-        if 0 not in self.shape and self.shape[-1:] != (1,) and self.stride[-1:] != (1,):
+        if 0 not in self.shape and self.shape[-1:] not in ((), (1,)) and self.stride[-1] != 1:
             raise InvalidArgumentError(
                 f"{self.name}: expected a stride of 1 for the last dimension, got strides "
                 f"{self.stride}; pass a contiguous copy."

@@ -220,6 +220,18 @@ def test_what_is_right_passes(build: Any) -> None:
     assert len(functions[build](**build())) in (4, 8)
 
 
+def test_a_number_in_an_array_has_no_rows() -> None:
+    """It is refused for its shape, and not for strides that no copy would change."""
+    one, x = np.array(1, np.float16), zeros(B, SQ, H, D)
+    for name in ("q", "k_cache", "v_cache", "k", "v", "out"):
+        given = {"q": x, "k_cache": x.copy(), "v_cache": x.copy(), "cache_seqlens": 0}
+        new = {"k": x[:, :1], "v": x[:, :1]}
+        with pytest.raises(InvalidArgumentError, match=rf"^{name}: expected shape .* got \(\)"):
+            flash_attn_with_kvcache(**{**given, **new, name: one})
+    with pytest.raises(InvalidArgumentError, match=r"^out: expected shape .* got \(\)"):
+        attention(x, x, x, out=one)
+
+
 def test_lengths_never_leave_the_tensors() -> None:
     """seqused_k beyond the last token counts as what there is."""
     arguments = packed(seqused_k=np.array([SK, 10**6], I32), max_seqlen_k=10**6)
