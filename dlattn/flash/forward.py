@@ -296,7 +296,7 @@ def _prepare(
     out_fill, lse_fill = _fills(layout, given, options)
     out = Output("o", layout.queries(columns), dtype, out_, out_fill, order=q)
     lse = Output("stats", layout.lse, data_type.FLOAT, None, lse_fill)
-    if layout.is_empty:
+    if not layout.has_keys:
         used = None if layout.packed else given.get("seqused_q")
         past = past_lengths(layout.seqlen_q, used, inf)
         by_sinks = "sinks" in given and 0 not in layout.lse
@@ -335,8 +335,9 @@ def _fills(
     layout: Layout, given: Mapping[str, Argument], options: Options
 ) -> tuple[float | None, float | Argument | None]:
     """What out and softmax_lse hold before a plan runs, if one does."""
-    if layout.is_empty:
+    if not layout.has_keys:
         return 0.0, given.get("sinks", inf)
+    # Where there are keys and no queries, all rows are of no sequence.
     return (0.0, -inf) if flag("zero_tensors", options.zero_tensors) else (None, None)
 
 

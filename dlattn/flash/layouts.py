@@ -92,7 +92,12 @@ class Layout:
     def is_empty(self) -> bool:
         """Whether there is no query, or no key."""
         queries = self.batch * self.heads * self.seqlen_q
-        return 0 in (queries, self.tokens_q, self.tokens_k, self.seqlen_k)
+        return 0 in (queries, self.tokens_q) or not self.has_keys
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a sequence may have one."""
+        return 0 not in (self.tokens_k, self.seqlen_k)
 
     def window(self, is_causal: bool, left: int, right: int) -> tuple[int | None, int | None]:
         """FlashAttention-2's window: how far before and after the diagonal keys may be.

@@ -135,3 +135,21 @@ def test_lengths_of_keys_in_pages() -> None:
         mha_varlen_fwd(q, pages, pages, None, CU, CU, ints(4, 5, 4), *where)
     with pytest.raises(InvalidArgumentError, match="cu_seqlens_k: expected sequences of at most 4"):
         mha_varlen_fwd(q, pages, pages, None, CU, CU + ints(0, 3, 4, 4), None, *where)
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+@pytest.mark.parametrize("sinks", [None, np.zeros(1, np.float32)])
+def test_rows_of_no_query_keep_what_they_hold(sequences: int, sinks: Any) -> None:
+    """Where there are keys and no query at all, every row is one of no sequence: it is not written,
+    or with zero_tensors 0, with a log-sum-exp of -inf."""
+    rows = np.random.default_rng(0).normal(size=(ROWS, 1, 8))
+    begins_q, begins_k = np.zeros(sequences + 1, np.int32), ints(0, 2, 6)[: sequences + 1]
+    for longest in (0, 4):
+        for zero_tensors, held in ((False, 7.0), (True, 0.0)):
+            memory = np.full_like(rows, 7.0)
+            _, _, _, _, lse, *_ = mha_varlen_fwd(
+                rows, rows, rows, memory, begins_q, begins_k, None, None, None, longest, 4,
+                zero_tensors=zero_tensors, sinks=sinks,
+            )  # fmt: skip
+            assert (memory == held).all()
+            assert not zero_tensors or (lse == -np.inf).all()
