@@ -76,7 +76,11 @@ def cache_layout(given: Mapping[str, Argument]) -> CacheLayout:
     v.expect_shape((*k.shape[:3], None), meaning)
     entries, rows, _, _ = k.shape
     table = _table(given, batch)
-    if 0 in (entries, rows) or (paged and table is not None and table.dim[1] == 0):
+    if paged and table is not None and table.dim[1] == 0:
+        raise InvalidArgumentError(
+            f"block_table: expected a page or more for each sequence, got shape {table.dim}."
+        )
+    if 0 in (entries, rows):
         raise InvalidArgumentError(f"k_cache: expected a row or more, got shape {k.shape}.")
     if table is None and entries < batch:
         raise InvalidArgumentError(

@@ -310,8 +310,14 @@ def _check(there: Mapping[str, Argument], sizes: Layout, is_number: bool) -> Non
         InvalidArgumentError: they do.
     """
     q, k_cache, v_cache = (there[name] for name in ("q", "k_cache", "v_cache"))
-    if 0 in q.shape or v_cache.shape[3] == 0:
-        raise InvalidArgumentError(f"q: expected one query or more, got shape {q.shape}.")
+    if 0 in q.shape:
+        raise InvalidArgumentError(
+            f"q: expected one query or more, with heads and columns, got shape {q.shape}."
+        )
+    if v_cache.shape[3] == 0:
+        raise InvalidArgumentError(
+            f"v_cache: expected a head_size of at least 1, got shape {v_cache.shape}."
+        )
     if sizes.heads_k == 0 or sizes.heads % sizes.heads_k:
         raise InvalidArgumentError(
             f"k_cache: expected a number of heads that divides the {sizes.heads} of q, got "

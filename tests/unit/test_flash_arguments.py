@@ -232,6 +232,17 @@ def test_a_number_in_an_array_has_no_rows() -> None:
         attention(x, x, x, out=one)
 
 
+def test_what_is_empty_goes_by_its_name() -> None:
+    """A cache without columns, and a table without pages, are refused as what they are."""
+    q, cache = zeros(B, 1, H, D), zeros(B, SK, HK, D)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^v_cache: .*head_size.* got shape \(2, 7, 2, 0"
+    ):
+        flash_attn_with_kvcache(q, cache, cache[..., :0])
+    with pytest.raises(InvalidArgumentError, match=r"^block_table: .* got shape \(2, 0\)"):
+        flash_attn_with_kvcache(q, cache, cache, block_table=zeros(B, 0, dtype=I32))
+
+
 def test_lengths_never_leave_the_tensors() -> None:
     """seqused_k beyond the last token counts as what there is."""
     arguments = packed(seqused_k=np.array([SK, 10**6], I32), max_seqlen_k=10**6)
