@@ -160,6 +160,7 @@ class Lifecycle(Declarations):
 
     def get_autotune_workspace_size(self) -> int:
         """Bytes that :meth:`autotune` needs: the most that any plan does."""
+        self.check_support()
         return max(plan.workspace_size for plan in self._plan_every_configuration().plans)
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:

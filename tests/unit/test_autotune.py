@@ -100,6 +100,15 @@ def remembered(folder):
 # What is timed ------------------------------------------------------------------------------------
 
 
+def test_filters_may_leave_nothing_to_tune(plans):
+    """Where filters have left no plan, both calls say so in the words of ``check_support``."""
+    graph, pack = declared()
+    graph.deselect_engines(["slow", "fast"])
+    for call in (graph.get_autotune_workspace_size, lambda: graph.autotune(pack, aligned(64))):
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="No execution plans support"):
+            call()
+
+
 def test_the_fastest_runs(plans):
     """Every tiling of every plan is timed, and the fastest is the one that runs."""
     graph, pack = declared()
