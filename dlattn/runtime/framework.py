@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dlattn.dtypes import data_type
-from dlattn.errors import InvalidArgumentError
+from dlattn.errors import InvalidArgumentError, InvalidVariantPackError
 from dlattn.runtime.protocols import ELEMENT_TYPES, TensorView, element_strides
 
 Dims = tuple[int, ...]
@@ -54,7 +54,10 @@ class Framework(ABC):
         def match(obj: Any) -> int:
             if type(obj) is not kind:
                 return 0
-            seen = self.view(obj)
+            try:
+                seen = self.view(obj)
+            except InvalidVariantPackError:
+                return 0  # it looks like nothing; who knows its name views it, and says why
             return seen[0] if seen[1:] == wanted else 0
 
         return match

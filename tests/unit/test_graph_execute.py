@@ -95,6 +95,23 @@ def test_the_plan_gets_every_address_by_role(call):
     assert (plan.workspace, plan.stream) == (address(call.workspace), 0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (np.zeros(DIM, np.complex64), "element type is complex64"),
+        (np.zeros(DIM, object), "element type is object"),
+        (np.ndarray(DIM, np.float16, bytearray(4096), 0, (2048, 256, 32, 1)), "no multiples"),
+    ],
+)
+def test_what_is_wrong_has_a_name(call, wrong, said):
+    """An array that cannot be read is refused under its tensor's name, after good calls too: those
+    leave a quick test of arrays like theirs, which cannot read it either."""
+    for _ in range(3):
+        with pytest.raises(ValueError, match=f"^q \\(uid 1\\): .*{said}"):
+            call({call.q: wrong})
+        call()
+
+
 def test_keys_may_be_uids(call):
     """ints, IntEnum members and copies of tensors are keys like the tensors themselves."""
     members = {t.get_name().replace("::", "_"): t.get_uid() for t in call.memory}
