@@ -111,8 +111,9 @@ class Lowered:
 
     @property
     def held(self) -> list[tensor]:
-        """What packs hold."""
-        return [*self.tensors.values(), *(number.tensor for number in self.numbers)]
+        """What packs hold, each once, whatever its roles."""
+        numbers = (number.tensor for number in self.numbers)
+        return [*dict.fromkeys((*self.tensors.values(), *numbers))]
 
     @property
     def model(self) -> tensor | None:

@@ -250,3 +250,14 @@ def test_host_scalars_stay_marked():
     by_value = forward(attn_scale=lambda g: g.tensor_like(np.ones((1, 1, 1, 1), np.float32)))
     assert by_value.geometry.tensors["attn_scale"].by_value
     assert not forward().geometry.tensors["q"].by_value
+
+
+def test_messages_name_a_tensor_of_two_roles_once():
+    """What is k and v is one tensor that packs hold, so whoever lacks it is told of it once."""
+    q, kv = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 1, 4, 8), np.float32)
+    with cudnn.Graph() as graph:
+        graph.sdpa(q, kv, kv, is_inference=True, name="one")[0].set_output(True)
+    with pytest.raises(RuntimeError, match="lacks the inputs 'one::k'; add"):
+        graph({"one::q": q})
+    with pytest.raises(ValueError, match="leave out 'one::k', which"):
+        graph.set_io_tuples(["one::q"], ["one::O"])
