@@ -336,3 +336,28 @@ def test_masks_of_whole_numbers_in_packs(dtype: str) -> None:
         assert np.array_equal(results[-1], results[0])
     with pytest.raises(InvalidVariantPackError, match=r"fill .* at most -10000, .* got -5; pass"):
         graph.execute({q: x, k: x.swapaxes(2, 3), v: x, fill: -5, o: results[0]})
+
+
+@pytest.mark.parametrize("scaled", ["q", "k"])
+@pytest.mark.parametrize("number_first", [False, True])
+def test_a_number_that_is_known_is_no_q(scaled: str, number_first: bool) -> None:
+    """Where q, or k, has one element as its scale has, packs hold it, and not the scale."""
+    made = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    dims = {"q": (1, 1, 1, 1), "k": (1, 1, 1, 3), "v": (1, 1, 3, 2)}
+    if scaled == "k":
+        dims = {"q": (1, 1, 2, 1), "k": (1, 1, 1, 1), "v": (1, 1, 1, 2)}
+    t = {name: made.tensor(dim, name=name).set_alignment(4) for name, dim in dims.items()}
+    two = made.tensor_scalar(2.0)
+    factors = (two, t[scaled]) if number_first else (t[scaled], two)
+    product = made.matmul(*({**t, scaled: made.mul(*factors)}[name] for name in "qk"))
+    weights, _ = made.softmax(product)
+    o = made.matmul(weights, t["v"]).set_output(True)
+    made.build()
+    assert isinstance(made.lowered.problem, Problem)
+    rng = np.random.default_rng(0)
+    x = {name: rng.standard_normal(dim).astype(np.float32) for name, dim in dims.items()}
+    result = np.zeros(o.get_dim(), np.float32)
+    made.execute({**{t[name]: x[name] for name in t}, o: result})
+    exponentials = np.exp(2 * x["q"].astype(np.float64) @ x["k"])
+    expected = exponentials / exponentials.sum(-1, keepdims=True) @ x["v"]
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

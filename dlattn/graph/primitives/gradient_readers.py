@@ -29,7 +29,14 @@ from dlattn.graph.primitives.gradients import (
 from dlattn.graph.primitives.meanings import Drawn, Factor, Given, Misfit, Scores
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import COL, ROW, Predicate
-from dlattn.graph.primitives.readers import FLOATS, is_keep_mask, is_one, predicate, swaps
+from dlattn.graph.primitives.readers import (
+    FLOATS,
+    is_keep_mask,
+    is_one,
+    predicate,
+    swaps,
+    with_scale_last,
+)
 from dlattn.graph.tensor import Tensor, packed_strides
 
 #: What numbers may multiply.
@@ -104,9 +111,7 @@ def _matmul(node: PrimitiveNode, a: Any, b: Any, *overrides: Any) -> Result | No
 
 
 def _mul(node: PrimitiveNode, a: Any, b: Any) -> Meaning | None:
-    a, b = _stored(a), _stored(b)
-    if is_one(a):
-        a, b = b, a
+    a, b = with_scale_last(_stored(a), _stored(b))
     if is_one(b) and isinstance(a, _SCALED):
         return _scaled(a, Factor(b.tensor))
     if is_one(b):

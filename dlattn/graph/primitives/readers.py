@@ -64,6 +64,14 @@ def is_one(x: Any) -> bool:
     return isinstance(x, Given) and x.is_plain and x.tensor.attributes.elements == 1
 
 
+def with_scale_last(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two factors, the scale behind the other. Of two tensors of one element, as a q may be, it is
+    the second, unless the first is a number that the graph knows: no pack would hold that as q."""
+    both = is_one(a) and is_one(b)
+    swapped = is_one(a) and (not both or a.tensor.attributes.value is not None)
+    return (b, a) if swapped else (a, b)
+
+
 #: Which lengths of scores the actual sizes are, of the product with k and of that with v.
 _SIDES = (
     {"m_override": "q", "n_override": "kv"},
@@ -108,8 +116,9 @@ def _matmul(node: PrimitiveNode, a: Meaning, b: Meaning, *overrides: Meaning) ->
 
 
 def _mul(node: PrimitiveNode, a: Meaning, b: Meaning) -> Meaning:
-    if is_one(a) or isinstance(b, (Weights, OfScores)):
+    if isinstance(b, (Weights, OfScores)):
         a, b = b, a
+    a, b = with_scale_last(a, b)
     if is_one(b):
         assert isinstance(b, Given)
         return _scaled(node, a, Factor(b.tensor))
