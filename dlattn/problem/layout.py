@@ -42,6 +42,18 @@ def overlaps(dim: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return False
 
 
+def in_order(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides from the innermost on, joined if one goes on where another ends: the same
+    of all orders of the same elements."""
+    runs: list[tuple[int, int]] = []
+    for step, size in sorted((s, d) for d, s in zip(dim, stride, strict=True) if d > 1):
+        if runs and step == runs[-1][0] * runs[-1][1]:
+            runs[-1] = (runs[-1][0] * size, runs[-1][1])
+        else:
+            runs.append((size, step))
+    return tuple(runs)
+
+
 def is_wide(
     dim: tuple[int, ...], stride: tuple[int, ...], dtype: data_type, alignment: int, ragged: bool
 ) -> bool:

@@ -338,6 +338,19 @@ def test_masks_of_whole_numbers_in_packs(dtype: str) -> None:
         graph.execute({q: x, k: x.swapaxes(2, 3), v: x, fill: -5, o: results[0]})
 
 
+def test_strides_of_sizes_1_transpose_nothing() -> None:
+    """A reshape that swaps the last two axes of k does so whatever the strides of its one head."""
+    made = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    q = made.tensor((2, 1, 8, 4))
+    # As views of (B, S, 1, D) are.
+    k = made.tensor((2, 1, 16, 4), (64, 4, 4, 1))
+    k_t = made.reshape(k).set_dim((2, 1, 4, 16)).set_stride((64, 64, 1, 4))
+    weights, _ = made.softmax(made.matmul(q, k_t))
+    made.matmul(weights, made.tensor((2, 1, 16, 4))).set_output(True)
+    made.validate()
+    assert isinstance(made.lowered.problem, Problem)
+
+
 @pytest.mark.parametrize("scaled", ["q", "k"])
 @pytest.mark.parametrize("number_first", [False, True])
 def test_a_number_that_is_known_is_no_q(scaled: str, number_first: bool) -> None:

@@ -185,6 +185,11 @@ def _far_view(made: Any) -> None:
     made.reshape(made.tensor((2, 3), name="x")).set_dim((2, 3)).set_stride((3, 2)).set_name("y")
 
 
+def _view_of_gaps(made: Any) -> None:
+    x = made.tensor((2, 2), (4, 1), name="x")
+    made.reshape(x).set_dim((4,)).set_stride((1,)).set_name("y")
+
+
 def _bad_permutation(made: Any) -> None:
     made.transpose(made.tensor((2, 3), name="x"), (0, 2, 1), name="turn")
 
@@ -230,6 +235,7 @@ def _bad_seed(made: Any) -> None:
         (_bad_reshape, "y has dim .* not as many elements as x"),
         (_shapeless, "view::Y has no shape"),
         (_far_view, "leaves the memory of x"),
+        (_view_of_gaps, r"y has dim \(4,\) and stride \(1,\), which is no order of .* x, of dim"),
         (_bad_permutation, "transpose 'turn' has permutation .* 2 axes"),
         (_float_of_integers, "exp 'exp' has compute_data_type .* no such result"),
         (_integers_of_floats, "neg 'neg' has compute_data_type .* operands are HALF"),
@@ -347,3 +353,20 @@ def test_opaque_s() -> None:
     s.set_output(True).set_reordering_type(cudnn.tensor_reordering.F16x16)
     with pytest.raises(NotSupported, match="in the layout F16x16.*'softmax' is no softmax of"):
         made.validate()
+
+
+@pytest.mark.parametrize("idle", [0, 3331333, 2**63])
+def test_views_of_elements_with_gaps(idle: int) -> None:
+    """A view of a tensor with gaps orders its elements anew; strides of sizes 1 mean nothing, here
+    neither."""
+    made = cudnn.pygraph(io_data_type=FLOAT, handle=cudnn.create_handle(device="cpu"))
+    x = made.tensor((1, 2, 4), (idle, 6, 1)).set_alignment(4)
+    y = made.reshape(x).set_dim((2, 1, 2, 2)).set_stride((1, idle, 6, 2)).set_output(True)
+    # Its own memory is laid out like that, too.
+    made.build()
+    memory, out = np.arange(10, dtype=np.float32), np.zeros(10, np.float32)
+    seen = np.lib.stride_tricks.as_strided(memory, (1, 2, 4), (0, 24, 4))
+    result = np.lib.stride_tricks.as_strided(out, (2, 1, 2, 2), (4, 0, 24, 8))
+    made.execute({x: seen, y: result})
+    expected = [[[[memory[i + 6 * j + 2 * k] for k in range(2)] for j in range(2)]] for i in (0, 1)]
+    np.testing.assert_array_equal(result, expected)

@@ -13,6 +13,7 @@ from dlattn.graph.primitives.match import needed
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.tensor import tensor
 from dlattn.problem import Geometry, Program, Step, Value
+from dlattn.problem.layout import canonical_stride
 from dlattn.runtime.target import Target
 
 
@@ -69,4 +70,5 @@ def _numbers(node: PrimitiveNode) -> dict[str, Any]:
         return dict(node.numbers)
     if node.numbers["mode"] == "LOGICAL":
         return {}
-    return {"strides": (node.inputs["input"].attributes.stride, node.result.attributes.stride)}
+    both = (node.inputs["input"].attributes, node.result.attributes)
+    return {"strides": tuple(canonical_stride(it.dim, it.stride) for it in both)}

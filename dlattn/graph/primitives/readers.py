@@ -23,6 +23,7 @@ from dlattn.graph.primitives.meanings import (
 )
 from dlattn.graph.primitives.nodes import PrimitiveNode
 from dlattn.graph.primitives.positions import COL, ROW, Affine, Predicate, comparison
+from dlattn.problem.layout import canonical_stride
 
 FLOATS = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
 INTEGERS = (data_type.INT32, data_type.INT64)
@@ -323,7 +324,8 @@ def swaps(node: PrimitiveNode) -> bool:
         node.numbers["mode"] == "VIEW_ONLY"
         and len(before.dim) == 4
         and after.dim == tuple(before.dim[axis] for axis in order)
-        and after.stride == tuple(before.stride[axis] for axis in order)
+        and canonical_stride(after.dim, after.stride)
+        == canonical_stride(after.dim, tuple(before.stride[axis] for axis in order))
     )
 
 
