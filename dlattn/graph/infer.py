@@ -259,7 +259,9 @@ def _settle_stride(node: AttentionNode, role: str) -> None:
     gradient = role != "o"
     order = model.stride
     if node.is_ragged(source):
-        order = (max(order) + 1, *order[1:])  # its batch stride says nothing
+        # Its batch stride says nothing; where the gradient is not ragged, its own does.
+        order = (max(order) + 1, *order[1:])
+        same = same and node.is_ragged(role)
     packed = packed_strides(it.dim, like=order)
     it.infer("stride", model.stride if gradient and same else packed)
 

@@ -9,7 +9,7 @@ import pytest
 
 import dlattn as cudnn
 from tests.unit.producers import late
-from tests.unit.valid_graphs import HALF, Backward, Forward, bshd, lengths
+from tests.unit.valid_graphs import HALF, Backward, Forward, Q, bshd, lengths
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
 INT32 = cudnn.data_type.INT32
@@ -54,6 +54,18 @@ def test_offsets_may_be_set_after_the_call_and_shared():
     assert shared.get_uid() > 0
     with pytest.raises(ValueError, match="is built"):
         shared.set_dim((4, 1, 1, 1))
+
+
+@pytest.mark.parametrize("batch_stride", [0, 1, 99990001])
+def test_gradients_in_entries_take_no_batch_stride_of_packed_inputs(batch_stride):
+    """The batch stride of a ragged q says nothing: a dQ that is not ragged has entries behind one
+    another, in the order that q has its tokens, without gaps."""
+    made = ragged("q", kind=Backward, use_padding_mask=lambda _: True)
+    _, heads, rows, columns = Q
+    made.q.set_stride((batch_stride, columns, heads * columns, 1))
+    made.graph.validate()
+    strides = (rows * heads * columns, columns, heads * columns, 1)
+    assert tuple(made.gradients[0].get_stride()) == strides
 
 
 def test_ragged_stats_are_packed_by_token():
