@@ -268,16 +268,20 @@ class _Reader:
         overrides: dict[str, Any] = dict(self._overrides.get(-1 if it.uid is None else it.uid, {}))
         dim = overrides.get("dim")
         if dim is not None and len(dim) == len(it.stride):
-            overrides.setdefault("stride", packed_strides(dim, _order(it.dim, it.stride)))
+            order = _order(it.dim, it.stride, ragged=kept["ragged_offset"] is not None)
+            overrides.setdefault("stride", packed_strides(dim, order))
         it = replace(it, **overrides, inferred=inferred - overrides.keys())
         # One element that tensor_like saw on the host may stand for many.
         return replace(it, is_pass_by_value=it.is_pass_by_value and it.elements == 1)
 
 
-def _order(dim: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+def _order(dim: Sequence[int], stride: Sequence[int], ragged: bool) -> tuple[int, ...]:
     """Strides that tell the order of declared ones. A size of 1 may have any stride, such as the 0
     of NumPy's new axes: unless it is a distance between rows, the axis is outside of those behind
-    it, as in row-major order."""
+    it, as in row-major order. So may the batch of a ragged tensor, which is outside of all."""
+    if ragged:
+        within = _order(dim[1:], stride[1:], ragged=False)
+        return (max(within) + 1, *within)
     outer = range(len(dim) - 1)
     unit = min((stride[axis] for axis in outer if dim[axis] > 1 and stride[axis] > 0), default=1)
     told, behind = list(stride), 0

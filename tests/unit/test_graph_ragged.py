@@ -9,7 +9,7 @@ import pytest
 
 import dlattn as cudnn
 from tests.unit.producers import late
-from tests.unit.valid_graphs import HALF, Backward, Forward, Q, bshd, lengths
+from tests.unit.valid_graphs import FLOAT, HALF, Backward, Forward, Q, bshd, lengths
 
 NotSupported = cudnn.cudnnGraphNotSupportedError
 INT32 = cudnn.data_type.INT32
@@ -356,3 +356,33 @@ def test_through_the_wrapper():
     assert np.isneginf(stats[0, :, 5:]).all() and np.isfinite(stats[0, :, :5]).all()
     with pytest.raises(RuntimeError, match="does not tell how many tokens"):
         graph(made.memory[0].reshape(-1), *made.memory[1:3], rows)
+
+
+@pytest.mark.parametrize("batch_stride", [0, 1, 99990001])
+def test_other_shapes_take_no_order_from_batch_strides(batch_stride):
+    """Packed tokens stay side by side when other shapes are given without strides, though the
+    declared batch stride, which says nothing, is the least: each sequence attends to itself."""
+    heads, columns = 2, 4
+    handle = cudnn.create_handle(device="cpu")
+    graph = cudnn.pygraph(io_data_type=FLOAT, handle=handle, is_override_shape_enabled=True)
+    begin = graph.tensor((3, 1, 1, 1), data_type=INT32, uid=4)
+    strides = (batch_stride, columns, heads * columns, 1)
+    q, k, v = (graph.tensor((2, heads, 4, columns), strides, uid=uid) for uid in (1, 2, 3))
+    o, _ = graph.sdpa(q, k, v, is_inference=True, use_padding_mask=True)
+    o.set_output(True).set_uid(5)
+    for t in (q, k, v, o):
+        t.set_alignment(4).set_ragged_offset(begin)
+    graph.build()
+    ends = [0, 5, 9, 12]
+    x = np.random.default_rng(0).standard_normal((3, 12, heads, columns)).astype(np.float32)
+    out, offsets = np.zeros_like(x[0]), np.array(ends, np.int32).reshape(4, 1, 1, 1)
+    # Memory in one dimension has no strides by which it could be refused.
+    pack = {uid: it.ravel() for uid, it in enumerate((*x, offsets * heads * columns, out), 1)}
+    pack[4] = pack[4].reshape(4, 1, 1, 1)
+    dims = [*3 * [(3, heads, 5, columns)], (4, 1, 1, 1)]
+    graph.execute(pack, override_uids=[1, 2, 3, 4], override_shapes=dims)
+    for first, last in zip(ends, ends[1:], strict=False):
+        q, k, v = x[:, first:last].astype(np.float64).swapaxes(1, 2)
+        weights = np.exp(q @ k.swapaxes(1, 2))
+        expected = weights / weights.sum(-1, keepdims=True) @ v
+        np.testing.assert_allclose(out[first:last].swapaxes(0, 1), expected, rtol=1e-4, atol=1e-5)
