@@ -295,24 +295,23 @@ def _check_shape_given(node: PrimitiveNode, operand: str) -> None:
 def _check_view(node: PrimitiveNode, operand: str) -> None:
     """A view reaches no further than its input does, and reads nothing between its elements: of a
     virtual input, there is nothing."""
-    it, view = node.inputs["input"].attributes, node.outputs[operand].attributes
-    runs = in_order(it.dim, it.stride)
+    of, view = node.inputs["input"].attributes, node.outputs[operand].attributes
+    runs = in_order(of.dim, of.stride)
     has_gaps = len(runs) > 1 or any(step > 1 for _, step in runs)
     if has_gaps and in_order(view.dim, view.stride) != runs:
         raise InvalidGraphError(
             f"{node.label(operand)} has dim {view.dim} and stride {view.stride}, which is no order "
-            f"of the elements of {node.label('input')}, of dim {it.dim} and stride {it.stride}, "
+            f"of the elements of {node.label('input')}, of dim {of.dim} and stride {of.stride}, "
             "between which are others; set strides that leave each where it is, or "
             "reshape_mode=LOGICAL."
         )
     last = [
         sum((size - 1) * step for size, step in zip(it.dim, it.stride, strict=True))
-        for it in (node.inputs["input"].attributes, node.outputs[operand].attributes)
+        for it in (of, view)
     ]
     if last[1] > last[0]:
-        it = node.outputs[operand].attributes
         raise InvalidGraphError(
-            f"{node.label(operand)} has dim {it.dim} and stride {it.stride}, which leaves the "
+            f"{node.label(operand)} has dim {view.dim} and stride {view.stride}, which leaves the "
             f"memory of {node.label('input')}; set other strides, or reshape_mode=LOGICAL."
         )
 
