@@ -14,7 +14,7 @@ import numpy as np
 from dlattn.opaque import opaque
 from dlattn.runtime.framework import Look
 from dlattn.runtime.gradients import warn_of_gradients
-from dlattn.runtime.tensors import lookalikes, signatures
+from dlattn.runtime.tensors import has_shape, lookalikes, signatures
 
 Prepared = TypeVar("Prepared")
 
@@ -169,10 +169,7 @@ def _may_change(option: Any) -> bool:
     """Whether an option, or one in a tuple of them, is a tensor, which has a hash of its own."""
     if isinstance(option, tuple):
         return any(map(_may_change, option))
-    try:
-        return hasattr(option, "shape") and not isinstance(option, np.generic)
-    except RuntimeError:  # torch's nested tensors have none to ask for
-        return True
+    return has_shape(option) and not isinstance(option, np.generic)
 
 
 def forget_calls() -> None:

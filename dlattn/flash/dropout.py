@@ -12,7 +12,7 @@ from dlattn.calls.arguments import Argument, flag, number
 from dlattn.dtypes import data_type
 from dlattn.errors import InvalidArgumentError
 from dlattn.problem import Dropout, FlashDropout, TensorSpec
-from dlattn.runtime.tensors import allocate, draw, framework, on_device, to_caller
+from dlattn.runtime.tensors import allocate, draw, framework, has_shape, on_device, to_caller
 
 #: Offsets of Philox that a call takes for each head of each sequence.
 OFFSETS_PER_HEAD = 32
@@ -65,7 +65,7 @@ def drawn_state(generator: Any, like: Any, heads: int) -> Any:
     """
     if _is_whole(generator):  # before shapes, which NumPy's numbers have
         seed, offset = int(generator), 0
-    elif hasattr(type(generator), "shape"):  # of which torch's nested tensors have none to ask for
+    elif has_shape(generator):
         return generator
     elif isinstance(generator, tuple) and len(generator) == 2 and all(map(_is_whole, generator)):
         seed, offset = map(int, generator)

@@ -67,6 +67,14 @@ def view(obj: Any) -> TensorView:
     return (_views.get(type(obj)) or framework(obj).view)(obj)
 
 
+def has_shape(obj: Any) -> bool:
+    """Whether an object has a shape, which numbers and generators have not."""
+    try:
+        return hasattr(obj, "shape")
+    except RuntimeError:  # a nested tensor of torch's, which has one that cannot be asked for
+        return True
+
+
 def matcher(like: Any) -> Callable[[Any], int]:
     """A quick test for tensors that are laid out as one seen before.
 

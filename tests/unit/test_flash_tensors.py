@@ -70,6 +70,16 @@ def test_what_cannot_be_padded_is_refused(library: Any) -> None:
             call()
 
 
+def test_a_state_of_any_library_is_one() -> None:
+    """A state with a shape of its own, not of its type, drops as NumPy's array of its memory."""
+    state = np.array([3, 0], np.uint64)
+    foreign = ByDlpack(state)
+    foreign.shape = state.shape  # type: ignore[attr-defined]
+    x = normal(3, 2, 5, 4, 8)
+    wanted = mha_fwd(*x, p_dropout=0.5, gen_=state)
+    assert (mha_fwd(*x, p_dropout=0.5, gen_=foreign)[0] == wanted[0]).all()
+
+
 @pytest.mark.parametrize("state", [np.zeros(2, np.complex64), np.array([None]), np.zeros(3)])
 def test_the_generator_goes_by_its_name(state: Any) -> None:
     """A state that is none is refused as ``gen_``, which is what the caller has given."""
